@@ -1,0 +1,21 @@
+"""Eight CPU devices for every test, and the folder of shared material, or the reason it is missing."""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> pathlib.Path:
+    """The folder with recorded trajectories and data: `../shared`, or where `ONEBIT_SHARED` points."""
+    path = pathlib.Path(os.environ.get("ONEBIT_SHARED", _ROOT.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"no recorded trajectories or data: {path} is missing; set ONEBIT_SHARED")
+    return path

@@ -1,0 +1,1 @@
+"""Programs that use onebit_jax as any user would."""
