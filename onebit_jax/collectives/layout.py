@@ -1,0 +1,115 @@
+"""Where each tensor of a pytree sits in the one buffer that travels.
+
+A block (one tensor) of ``d`` elements is padded to ``n * 8 * L`` and viewed as ``[n, 8, L]``:
+chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``[n, L]`` is what goes
+to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
+blocks, each followed by its scale as four bytes, are laid side by side::
+
+    row j:   | block 0: L_0 bytes | scale | block 1: L_1 bytes | scale | ...
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_SCALE_BYTES = 4
+
+
+class Block(NamedTuple):
+    """One tensor's place in the buffer.
+
+    Attributes:
+      shape: the tensor's shape.
+      workers: number of chunks, ``n``.
+      chunk_bytes: bytes of signs in a chunk, ``L``; 0 for an empty tensor.
+      offset: the first of its bytes in a row of the buffer.
+    """
+
+    shape: tuple[int, ...]
+    workers: int
+    chunk_bytes: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements, ``d``."""
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes in a row of the buffer: signs and scale; none for an empty tensor."""
+        return self.chunk_bytes + _SCALE_BYTES if self.size else 0
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        """Views a tensor as its padded chunks, ``[n, 8, L]``; the padding is zero."""
+        flat = x.reshape(-1)
+        padding = self.workers * 8 * self.chunk_bytes - self.size
+        if padding:
+            flat = jnp.pad(flat, (0, padding))
+        return flat.reshape(self.workers, 8, self.chunk_bytes)
+
+    def tensor(self, chunks: jax.Array) -> jax.Array:
+        """Undoes :meth:`chunks`, dropping the padding."""
+        return chunks.reshape(-1)[: self.size].reshape(self.shape)
+
+    def join(self, signs: jax.Array, scale: jax.Array) -> jax.Array:
+        """Puts packed signs ``[..., L]`` and float32 scales ``[...]`` into bytes of rows."""
+        if not self.size:
+            return signs
+        scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8)
+        return jnp.concatenate([signs, scale_bytes], axis=-1)
+
+    def split(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Takes the block's packed signs ``[..., L]`` and scales ``[...]`` out of whole rows."""
+        if not self.size:
+            return rows[..., :0], jnp.zeros(rows.shape[:-1], jnp.float32)
+        end = self.offset + self.chunk_bytes
+        scale = lax.bitcast_convert_type(rows[..., end : end + _SCALE_BYTES], jnp.float32)
+        return rows[..., self.offset : end], scale
+
+
+def block_layout(shapes: Sequence[tuple[int, ...]], workers: int) -> list[Block]:
+    """Lays tensors side by side in the rows of one buffer.
+
+    Args:
+      shapes: the tensors' shapes, in order.
+      workers: number of workers, ``n``.
+
+    Returns:
+      A block for each tensor, in the same order.
+
+    >>> [(block.chunk_bytes, block.offset) for block in block_layout([(8, 8), (0,), (5,)], 2)]
+    [(4, 0), (0, 8), (1, 8)]
+    """
+    blocks, offset = [], 0
+    for shape in shapes:
+        chunk_bytes = -(-math.prod(shape) // (8 * workers))
+        blocks.append(Block(tuple(shape), workers, chunk_bytes, offset))
+        offset += blocks[-1].row_bytes
+    return blocks
+
+
+def row_bytes(blocks: Sequence[Block]) -> int:
+    """Length of a row of the buffer that holds these blocks.
+
+    >>> row_bytes(block_layout([(8, 8), (0,), (5,)], 2))
+    13
+    """
+    return sum(block.row_bytes for block in blocks)
+
+
+def true_elements(block: Block) -> np.ndarray:
+    """Which bits of a block stand for elements and which for padding, packed: uint8 ``[n, L]``.
+
+    >>> true_elements(block_layout([(9,)], 2)[0])
+    array([[255],
+           [  1]], dtype=uint8)
+    """
+    flags = np.arange(block.workers * 8 * block.chunk_bytes) < block.size
+    flags = flags.reshape(block.workers, 8, block.chunk_bytes)
+    return np.packbits(flags, axis=1, bitorder="little")[:, 0]

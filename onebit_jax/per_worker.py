@@ -1,0 +1,24 @@
+"""The marker that tells a worker's own state from state that all workers share."""
+
+from typing import Any, NamedTuple
+
+
+class PerWorker(NamedTuple):
+    """A part of an optimizer state that every worker has for itself.
+
+    Residuals, and anything else that differs between workers, stand inside a ``PerWorker``; all
+    other leaves of a state are equal on all workers, bit for bit. In the worker view (inside
+    ``shard_map``, ``pmap`` or ``vmap``) the leaves of ``value`` have the worker's own shape. In the
+    mesh view (outside) they carry one more leading axis, a row a worker, which is sharded over the
+    mesh: :func:`onebit_jax.init` places them so, and Orbax then saves every worker's row.
+
+    Attributes:
+      value: any pytree of arrays.
+    """
+
+    value: Any
+
+
+def is_per_worker(node: Any) -> bool:
+    """True for a :class:`PerWorker` node: the ``is_leaf`` of tree maps that look for the marker."""
+    return isinstance(node, PerWorker)

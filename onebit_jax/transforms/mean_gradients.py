@@ -1,0 +1,31 @@
+"""The dense baseline's exchange: every worker's gradient becomes the mean of all."""
+
+import optax
+from jax import lax
+
+from onebit_jax import validation
+
+
+def mean_gradients(axis_name: str) -> optax.GradientTransformation:
+    """Averages gradients over the workers at full precision, in their own dtype.
+
+    :func:`onebit_jax.train_step` hands every optimizer the worker's own gradients; put this in front
+    of a dense one.
+
+    Args:
+      axis_name: the axis that the workers run along.
+
+    Returns:
+      A stateless gradient transformation; its update raises ``ValueError`` where ``axis_name`` is
+      not bound.
+
+    >>> import onebit_jax
+    >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
+    """
+
+    def mean(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        del params
+        validation.bound_axis_size(axis_name)
+        return lax.pmean(updates, axis_name)
+
+    return optax.stateless(mean)

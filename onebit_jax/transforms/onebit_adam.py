@@ -1,0 +1,365 @@
+"""1-bit Adam: Adam while the variance settles, then one bit a parameter on the wire."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from onebit_jax import validation
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import Block, block_layout, row_bytes, true_elements
+from onebit_jax.collectives.signs import pack_bits
+from onebit_jax.per_worker import PerWorker
+from onebit_jax.transforms import warmup as warmup_end
+from onebit_jax.transforms.warmup import VarianceStable
+
+Phase = Literal["warmup", "compression"]
+
+
+class ScaleByOnebitAdamState(NamedTuple):
+    """State of 1-bit Adam for ``n`` workers.
+
+    Two arrays change their meaning when warm-up ends, since neither phase needs all four: so the
+    state is hardly larger than Adam's. Fields inside a :class:`~onebit_jax.PerWorker` are each
+    worker's own; all others are equal on all workers, bit for bit.
+
+    Attributes:
+      count: number of updates made; int32 ``[]``.
+      frozen_at: number of updates made when v froze, -1 in warm-up; int32 ``[]``.
+      m_then_residual: the momentum ``m`` in warm-up (then equal on all workers), the worker's
+        residual ``e_i`` in compression; float32, a tree like the parameters.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
+        with 0 for dead coordinates; float32, a tree like the parameters.
+      server_residual: the residual ``E_j`` of the chunk that this worker serves; float32
+        ``[8, L]`` for each parameter, ``L`` bytes being a chunk's signs.
+      live: one bit a parameter, once v is frozen: 0 for dead coordinates and for padding; uint8
+        ``[n, L]`` for each parameter.
+      received: the momentum in compression, as the signs and scales that the last exchange brought;
+        uint8 ``[n, bytes of a row]``.
+      v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
+        float32.
+      variance_ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
+        float32 ``[]``.
+    """
+
+    count: jax.Array
+    frozen_at: jax.Array
+    m_then_residual: PerWorker
+    v_then_inverse_root: Any
+    server_residual: PerWorker
+    live: Any
+    received: jax.Array
+    v_norms: jax.Array
+    variance_ratio: jax.Array
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` (0 in warm-up, 1 in compression), ``frozen_at``, ``variance_ratio`` as in the
+          state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in warm-up: where it keeps growing,
+          the momentum changes faster than one bit a step can follow.
+        """
+        compressing = self.frozen_at >= 0
+        residuals = jax.tree.leaves(self.m_then_residual)
+        blocks = block_layout([e.shape for e in residuals], self.received.shape[0])
+        squared_momentum = jnp.float32(0)
+        for block, bits in zip(blocks, jax.tree.leaves(self.live), strict=True):
+            _, scale = block.split(self.received)
+            live = jnp.sum(lax.population_count(bits).astype(jnp.float32), axis=-1)
+            squared_momentum += jnp.sum(scale**2 * live)
+        squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
+        measured = compressing & (squared_momentum > 0)
+        ratio = jnp.sqrt(squared_residual / jnp.where(measured, squared_momentum, 1.0))
+        return {
+            "phase": compressing.astype(jnp.int32),
+            "frozen_at": self.frozen_at,
+            "variance_ratio": self.variance_ratio,
+            "residual_ratio": jnp.where(measured, ratio, 0.0),
+        }
+
+
+def scale_by_onebit_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    warmup: int | VarianceStable,
+    axis_name: str,
+    bias_correction: bool = False,
+    scale: ec1.Scale = "rms",
+) -> optax.GradientTransformationExtraArgs:
+    """Rescales updates by 1-bit Adam; see :func:`onebit_adam`, which adds decay and learning rate.
+
+    Args:
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance, in [0, 1).
+      eps: added to the root of the variance, above 0.
+      warmup: when v freezes; see :func:`onebit_adam`.
+      axis_name: the axis that the workers run along.
+      bias_correction: whether to divide by ``1 - b1**t`` and ``1 - b2**t`` as Adam does.
+      scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
+
+    Returns:
+      A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: as :func:`onebit_adam`.
+    """
+    validation.check_decay("b1", b1)
+    validation.check_decay("b2", b2)
+    validation.check_positive("eps", eps)
+    warmup_end.check_warmup(warmup)
+    if scale not in ("rms", "mean_abs"):
+        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+
+    def layout(leaves: list[jax.Array]) -> list[Block]:
+        return block_layout([leaf.shape for leaf in leaves], validation.bound_axis_size(axis_name))
+
+    def corrected(b: jax.typing.ArrayLike, t: jax.Array) -> jax.Array | float:
+        return 1 - jnp.float32(b) ** t.astype(jnp.float32) if bias_correction else 1.0
+
+    def init_fn(params: optax.Params) -> ScaleByOnebitAdamState:
+        validation.check_parameters(params)
+        leaves, tree = jax.tree.flatten(params)
+        blocks = layout(leaves)
+        workers = validation.bound_axis_size(axis_name)
+        return ScaleByOnebitAdamState(
+            count=jnp.zeros([], jnp.int32),
+            frozen_at=jnp.full([], -1, jnp.int32),
+            m_then_residual=PerWorker(optax.tree.zeros_like(params, dtype=jnp.float32)),
+            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
+            server_residual=PerWorker(
+                tree.unflatten([jnp.zeros((8, b.chunk_bytes), jnp.float32) for b in blocks])
+            ),
+            live=tree.unflatten([jnp.zeros((workers, b.chunk_bytes), jnp.uint8) for b in blocks]),
+            received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
+            v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
+            variance_ratio=jnp.zeros([], jnp.float32),
+        )
+
+    def warmup_update(
+        grads: list[jax.Array], state: ScaleByOnebitAdamState
+    ) -> tuple[list[jax.Array], ScaleByOnebitAdamState]:
+        t = state.count + 1
+        tree = jax.tree.structure(state.v_then_inverse_root)
+        g = lax.pmean([x.astype(jnp.float32) for x in grads], axis_name)
+        m = [b1 * x + (1 - b1) * y for x, y in zip(jax.tree.leaves(state.m_then_residual), g)]
+        v = [b2 * x + (1 - b2) * y**2 for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g)]
+        root_correction = corrected(b2, t)
+        inverse_root = [
+            jnp.where(x > 0, 1 / (jnp.sqrt(x / root_correction) + eps), 0.0) for x in v
+        ]
+        u = [x / corrected(b1, t) * y for x, y in zip(m, inverse_root, strict=True)]
+
+        v_norm = sum((jnp.sum(x) for x in v), jnp.float32(0))
+        v_norms, ratio = warmup_end.observe(state.v_norms, v_norm, t, b2)
+        frozen = warmup_end.ends(warmup, t, ratio)
+
+        def find_live() -> Any:
+            live = []
+            for block, x in zip(layout(grads), inverse_root, strict=True):
+                live.append(pack_bits(block.chunks(x) > 0))
+            return tree.unflatten(live)
+
+        return u, state._replace(
+            count=t,
+            frozen_at=jnp.where(frozen, t, -1),
+            # The first residual is b1 m: added to what nobody has received yet, it makes the first
+            # compressed momentum b1 m + (1 - b1) g_i, and no third phase is needed for it.
+            m_then_residual=PerWorker(tree.unflatten([jnp.where(frozen, b1 * x, x) for x in m])),
+            v_then_inverse_root=tree.unflatten(
+                [jnp.where(frozen, x, y) for x, y in zip(inverse_root, v, strict=True)]
+            ),
+            live=lax.cond(frozen, find_live, lambda: state.live),
+            v_norms=v_norms,
+            variance_ratio=ratio,
+        )
+
+    def compressed_update(
+        grads: list[jax.Array], state: ScaleByOnebitAdamState
+    ) -> tuple[list[jax.Array], ScaleByOnebitAdamState]:
+        t = state.count + 1
+        tree = jax.tree.structure(state.v_then_inverse_root)
+        blocks = layout(grads)
+        shared_m = ec1.decode(state.received, blocks)
+        m = [
+            b1 * block.tensor(x) + (1 - b1) * g.astype(jnp.float32)
+            for block, x, g in zip(blocks, shared_m, grads, strict=True)
+        ]
+        received, residual, server_residual = ec1.all_reduce(
+            m,
+            jax.tree.leaves(state.m_then_residual),
+            jax.tree.leaves(state.server_residual),
+            jax.tree.leaves(state.live),
+            blocks,
+            axis_name=axis_name,
+            scale=scale,
+        )
+        u = [
+            block.tensor(x) / corrected(b1, t) * inverse_root
+            for block, x, inverse_root in zip(
+                blocks,
+                ec1.decode(received, blocks),
+                jax.tree.leaves(state.v_then_inverse_root),
+                strict=True,
+            )
+        ]
+        return u, state._replace(
+            count=t,
+            m_then_residual=PerWorker(tree.unflatten(residual)),
+            server_residual=PerWorker(tree.unflatten(server_residual)),
+            received=received,
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        phase: Phase | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleByOnebitAdamState]:
+        del params, extra_args
+        state = cast(ScaleByOnebitAdamState, state)
+        validation.check_same_tree(updates, state.v_then_inverse_root)
+        grads, tree = jax.tree.flatten(updates)
+        compressing = state.frozen_at >= 0
+        if phase is None:
+            u, new_state = lax.cond(compressing, compressed_update, warmup_update, grads, state)
+        elif phase == "warmup":
+            u, new_state = warmup_update(grads, state)
+            u = [jnp.where(compressing, jnp.nan, x) for x in u]
+        elif phase == "compression":
+            u, new_state = compressed_update(grads, state)
+            u = [jnp.where(compressing, x, jnp.nan) for x in u]
+        else:
+            raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
+        u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
+        return tree.unflatten(u), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def onebit_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    warmup: int | VarianceStable,
+    axis_name: str,
+    bias_correction: bool = False,
+    scale: ec1.Scale = "rms",
+) -> optax.GradientTransformationExtraArgs:
+    r"""1-bit Adam: after a dense warm-up it sends one bit a parameter instead of 32.
+
+    With worker :math:`i`'s own gradient :math:`g_i`, and with :math:`m_0 = v_0 = 0`, an update in
+    warm-up is Adam's on the mean gradient,
+
+    .. math::
+
+        \begin{align*}
+          g &= \tfrac1n \textstyle\sum_i g_i \\
+          m &\leftarrow \beta_1 m + (1-\beta_1) g \\
+          v &\leftarrow \beta_2 v + (1-\beta_2) g^2
+        \end{align*}
+
+    and then, with :math:`v` frozen, the workers' momenta are averaged by the error-compensated
+    one-bit all-reduce (:mod:`onebit_jax.collectives.ec1`), a block a parameter tensor:
+
+    .. math::
+
+        \begin{align*}
+          m_i &= \beta_1 m + (1-\beta_1) g_i \\
+          m &\leftarrow \mathrm{EC1}(m_1, \dots, m_n)
+        \end{align*}
+
+    In both phases
+    :math:`p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)`.
+
+    A coordinate whose :math:`v` is exactly 0 when it freezes, such as the embedding of a token that
+    was never seen, is *dead*: it does not move any more (but for weight decay).
+
+    ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
+    ``axis_name`` bound, and gradients go in as each worker's own, not averaged.
+    :func:`onebit_jax.init` and :func:`onebit_jax.train_step` do this for a mesh. Inside your own
+    ``shard_map`` give the shared state ``P()`` with ``check_vma=False``, and leaves in a
+    :class:`onebit_jax.PerWorker` the axis' own spec (:func:`onebit_jax.state_specs` tells them
+    apart).
+
+    ``update`` takes an extra argument ``phase``: where the host knows it, ``phase="warmup"`` or
+    ``phase="compression"`` leaves out the other phase's program; a phase that is not the state's
+    own makes all updates NaN.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance, in [0, 1).
+      eps: added to the root of the variance, above 0.
+      weight_decay: decoupled weight decay, multiplied with the learning rate as in
+        :func:`optax.adamw`.
+      mask: a tree of booleans like the parameters, a prefix of one, or a function of the
+        parameters that gives one: which tensors are decayed. All by default.
+      warmup: the number of dense updates (an int, at least 1), or
+        :func:`onebit_jax.variance_stable`. The papers take 15 to 20 % of a run; v must have settled.
+      axis_name: the axis that the workers run along.
+      bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, as Adam
+        does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
+      scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of the
+      gradients; the state and the arithmetic are float32 whatever the parameters' dtype.
+
+    Raises:
+      ValueError: for a hyperparameter outside its range, before anything is compiled; from
+        ``init`` for parameters that are not real floating-point arrays or an axis that is not
+        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+
+    Example:
+      Four workers, simulated on one device:
+
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> tx = onebit_jax.onebit_adam(0.1, warmup=10, axis_name="workers")
+      >>> targets = jnp.array([[1.0, 2.0], [3.0, 2.0], [0.0, 4.0], [4.0, 0.0]])
+      >>> def step(params, state, target):
+      ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> state = jax.vmap(tx.init, axis_name="workers")(params)
+      >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
+      >>> for _ in range(300):
+      ...     params, state = step(params, state, targets)
+      >>> bool(jnp.all(params == params[0])), bool(jnp.allclose(params[0], 2.0, atol=0.2))
+      (True, True)
+
+    References:
+      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+      Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
+
+    Differences from the paper:
+      Dead coordinates do not move; by the paper's formula they would move by :math:`S/\varepsilon`
+      in one step (DeepSpeed masks them by hand). The end of warm-up can be left to
+      :func:`onebit_jax.variance_stable`, the paper's own rule, which DeepSpeed never had.
+    """
+    validation.check_learning_rate(learning_rate)
+    return optax.chain(
+        scale_by_onebit_adam(
+            b1,
+            b2,
+            eps,
+            warmup=warmup,
+            axis_name=axis_name,
+            bias_correction=bias_correction,
+            scale=scale,
+        ),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
