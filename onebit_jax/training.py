@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.per_worker import PerWorker, is_per_worker
+from onebit_jax.per_worker import is_per_worker
 from onebit_jax.transforms.onebit_adam import Phase
 
 Metrics = dict[str, jax.Array]
@@ -98,11 +98,15 @@ def _loss_and_gradients(
         return loss, metrics, grads
 
     def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, gradients(params, microbatch)), None
+        return jax.tree.map(
+            lambda x, y: x + y.astype(x.dtype), total, gradients(params, microbatch)
+        ), None
 
     microbatches = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
     shapes = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], microbatches))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes
+    )
     total, _ = lax.scan(add, zeros, microbatches)
     (loss, metrics), grads = jax.tree.map(
         lambda x, shape: (x / accumulation).astype(shape.dtype), total, shapes
@@ -131,13 +135,21 @@ class TrainStep:
         self._jitted: dict[Any, Any] = {}
 
     def __call__(
-        self, params: optax.Params, opt_state: optax.OptState, batch: Any, phase: Phase | None = None
+        self,
+        params: optax.Params,
+        opt_state: optax.OptState,
+        batch: Any,
+        phase: Phase | None = None,
     ) -> tuple[optax.Params, optax.OptState, Metrics]:
         """Makes one update; ``params`` and ``opt_state`` are donated."""
         return self._jit(opt_state, batch, phase)(params, opt_state, batch)
 
     def lower(
-        self, params: optax.Params, opt_state: optax.OptState, batch: Any, phase: Phase | None = None
+        self,
+        params: optax.Params,
+        opt_state: optax.OptState,
+        batch: Any,
+        phase: Phase | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it."""
         return self._jit(opt_state, batch, phase).lower(params, opt_state, batch)
@@ -255,13 +267,13 @@ def train_step(
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from
-      :func:`onebit_jax.init`. ``batch`` is a tree of global arrays whose first axis is split over the
-      workers. ``params`` and ``opt_state`` are donated. ``metrics`` are scalars on all workers:
+      :func:`onebit_jax.init`. ``batch`` is a tree of global arrays whose first axis is split over
+      the workers. ``params`` and ``opt_state`` are donated. ``metrics`` are scalars on all workers:
 
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
       - ``grad_norm``: root of the workers' mean squared gradient norm, before clipping;
-      - ``phase``: 0 while the optimizer is dense, 1 once its exchange is compressed, as of the state
-        after the update;
+      - ``phase``: 0 while the optimizer is dense, 1 once its exchange is compressed, as of the
+        state after the update;
       - for one-bit optimizers what their state reports, such as ``residual_ratio``.
 
       ``step(..., phase="warmup")`` and ``phase="compression"`` compile that phase alone, for a host

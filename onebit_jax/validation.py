@@ -5,6 +5,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,13 +15,13 @@ def _is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def check_decay(name: str, value: jax.typing.ArrayLike) -> None:
+def check_decay(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is a decay rate, in [0, 1)."""
     if not _is_traced(value) and not 0 <= value < 1:
         raise ValueError(f"{name}={value} must be in [0, 1): it is the decay of a running average.")
 
 
-def check_positive(name: str, value: jax.typing.ArrayLike) -> None:
+def check_positive(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
     if not _is_traced(value) and not 0 < value < math.inf:
         raise ValueError(f"{name}={value} must be a finite number above 0; 1e-8 is usual for eps.")
@@ -36,7 +37,11 @@ def check_learning_rate(learning_rate: Any) -> None:
 
 def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
     """Raises ``ValueError`` unless ``value`` is an integer of at least ``at_least``."""
-    if isinstance(value, jax.Array) and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.integer):
+    if (
+        isinstance(value, jax.Array)
+        and value.ndim == 0
+        and jnp.issubdtype(value.dtype, jnp.integer)
+    ):
         is_integer = True
     else:
         is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
@@ -68,24 +73,26 @@ def check_parameters(params: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, but one-bit "
-                f"exchange needs real floating-point parameters. Leave it out with optax.masked or "
-                f"optax.partition, or hold it as float32."
+                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, but "
+                f"one-bit exchange needs real floating-point parameters. Leave it out with "
+                f"optax.masked or optax.partition, or hold it as float32."
             )
 
 
 def check_same_tree(updates: Any, state_tree: Any) -> None:
     """Raises ``ValueError`` unless gradients have the structure and shapes that init saw."""
-    got = {jax.tree_util.keystr(k): v.shape for k, v in jax.tree_util.tree_leaves_with_path(updates)}
-    seen = {
-        jax.tree_util.keystr(k): v.shape for k, v in jax.tree_util.tree_leaves_with_path(state_tree)
-    }
+
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+
+    got, seen = shapes(updates), shapes(state_tree)
     if got == seen:
         return
     differing = sorted(name for name in got.keys() | seen.keys() if got.get(name) != seen.get(name))
     name = differing[0]
     raise ValueError(
         f"the parameter tree changed since init: {len(differing)} leaves differ, the first of them "
-        f"{name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now. Call init again "
-        f"for the new parameters."
+        f"{name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now. Call init "
+        f"again for the new parameters."
     )

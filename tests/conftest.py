@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and the folder of shared material, or the reason it is missing."""
+"""Eight CPU devices for every test, and the folder of shared material."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def shared_dir() -> pathlib.Path:
-    """The folder with recorded trajectories and data: `../shared`, or where `ONEBIT_SHARED` points."""
+    """Recorded trajectories and data: `../shared`, or where `ONEBIT_SHARED` points."""
     path = pathlib.Path(os.environ.get("ONEBIT_SHARED", _ROOT.parent / "shared"))
     if not path.is_dir():
         pytest.skip(f"no recorded trajectories or data: {path} is missing; set ONEBIT_SHARED")

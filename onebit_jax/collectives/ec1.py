@@ -11,9 +11,9 @@ With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i
         E_j \leftarrow a_j - S_j \, \mathrm{sgn}(a_j)
     \end{align*}
 
-and the result is the concatenation over :math:`j` of :math:`S_j \, \mathrm{sgn}(a_j)`, bit for bit the
-same on every worker. What is lost in one call is in the residuals and is made up for in later ones:
-over any number of calls, the results and the residuals together add up to the exact means.
+and the result is the concatenation over :math:`j` of :math:`S_j \, \mathrm{sgn}(a_j)`, bit for bit
+the same on every worker. What is lost in one call is in the residuals and is made up for in later
+ones: over any number of calls, results and residuals together add up to the exact means.
 
 The scales :math:`s_i` and :math:`S_j` travel in the same bytes as the signs, so that a call is one
 ``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are.
@@ -50,7 +50,7 @@ def _scale(x: jax.Array, live: jax.Array, kind: Scale) -> jax.Array:
 
 
 def _compress(x: jax.Array, live: jax.Array, kind: Scale) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Signs, scale and residual of ``C(x)``: uint8 ``[..., L]``, float32 ``[]``, ``[..., 8, L]``."""
+    """Signs ``[..., L]``, scale ``[]`` and residual ``[..., 8, L]`` of ``C(x)``."""
     mask = unpack_bits(live)
     # Without the barrier XLA computes x twice, once for the scale and once for what needs it.
     x = lax.optimization_barrier(jnp.where(mask, x, 0.0))
@@ -72,8 +72,11 @@ def _serve(
         return total + signed(*row), None
 
     # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
-    total, _ = lax.scan(add, jnp.zeros_like(residual), (rows, scales), unroll=min(len(rows), 8))
-    return _compress(total / len(rows) + residual, live, kind)
+    # Adding to the residual what is already divided by n leaves no product for the compiler to
+    # contract into the sum, here but not there.
+    shares = scales / len(rows)
+    total, _ = lax.scan(add, residual, (rows, shares), unroll=min(len(rows), 8))
+    return _compress(total, live, kind)
 
 
 def all_reduce(

@@ -1,8 +1,8 @@
 """Where each tensor of a pytree sits in the one buffer that travels.
 
 A block (one tensor) of ``d`` elements is padded to ``n * 8 * L`` and viewed as ``[n, 8, L]``:
-chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``[n, L]`` is what goes
-to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
+chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``[n, L]`` is what
+goes to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
 blocks, each followed by its scale as four bytes, are laid side by side::
 
     row j:   | block 0: L_0 bytes | scale | block 1: L_1 bytes | scale | ...

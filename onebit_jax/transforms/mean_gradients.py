@@ -9,8 +9,8 @@ from onebit_jax import validation
 def mean_gradients(axis_name: str) -> optax.GradientTransformation:
     """Averages gradients over the workers at full precision, in their own dtype.
 
-    :func:`onebit_jax.train_step` hands every optimizer the worker's own gradients; put this in front
-    of a dense one.
+    :func:`onebit_jax.train_step` hands every optimizer the worker's own gradients; put this in
+    front of a dense one.
 
     Args:
       axis_name: the axis that the workers run along.

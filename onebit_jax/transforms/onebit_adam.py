@@ -10,7 +10,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import Block, block_layout, row_bytes, true_elements
+from onebit_jax.collectives.layout import Block, block_layout, row_bytes
 from onebit_jax.collectives.signs import pack_bits
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms import warmup as warmup_end
@@ -147,12 +147,16 @@ def scale_by_onebit_adam(
         t = state.count + 1
         tree = jax.tree.structure(state.v_then_inverse_root)
         g = lax.pmean([x.astype(jnp.float32) for x in grads], axis_name)
-        m = [b1 * x + (1 - b1) * y for x, y in zip(jax.tree.leaves(state.m_then_residual), g)]
-        v = [b2 * x + (1 - b2) * y**2 for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g)]
-        root_correction = corrected(b2, t)
-        inverse_root = [
-            jnp.where(x > 0, 1 / (jnp.sqrt(x / root_correction) + eps), 0.0) for x in v
+        m = [
+            b1 * x + (1 - b1) * y
+            for x, y in zip(jax.tree.leaves(state.m_then_residual), g, strict=True)
         ]
+        v = [
+            b2 * x + (1 - b2) * y**2
+            for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g, strict=True)
+        ]
+        root_correction = corrected(b2, t)
+        inverse_root = [jnp.where(x > 0, 1 / (jnp.sqrt(x / root_correction) + eps), 0.0) for x in v]
         u = [x / corrected(b1, t) * y for x, y in zip(m, inverse_root, strict=True)]
 
         v_norm = sum((jnp.sum(x) for x in v), jnp.float32(0))
@@ -187,7 +191,7 @@ def scale_by_onebit_adam(
         blocks = layout(grads)
         shared_m = ec1.decode(state.received, blocks)
         m = [
-            b1 * block.tensor(x) + (1 - b1) * g.astype(jnp.float32)
+            block.tensor(jnp.multiply(b1, x)) + (1 - b1) * g.astype(jnp.float32)
             for block, x, g in zip(blocks, shared_m, grads, strict=True)
         ]
         received, residual, server_residual = ec1.all_reduce(
@@ -249,7 +253,7 @@ def onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     warmup: int | VarianceStable,
@@ -307,15 +311,16 @@ def onebit_adam(
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
         parameters that gives one: which tensors are decayed. All by default.
       warmup: the number of dense updates (an int, at least 1), or
-        :func:`onebit_jax.variance_stable`. The papers take 15 to 20 % of a run; v must have settled.
+        :func:`onebit_jax.variance_stable`. The papers take 15 to 20 % of a run: v must have
+        settled.
       axis_name: the axis that the workers run along.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, as Adam
         does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
 
     Returns:
-      The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of the
-      gradients; the state and the arithmetic are float32 whatever the parameters' dtype.
+      The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
+      the gradients; the state and the arithmetic are float32 whatever the parameters' dtype.
 
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from

@@ -1,8 +1,9 @@
 """When warm-up ends: after a number of updates, or once the variance is stable."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from onebit_jax import validation
@@ -70,7 +71,7 @@ def check_warmup(warmup: int | VarianceStable) -> None:
         )
 
 
-def record_length(warmup: int | VarianceStable, b2: jax.typing.ArrayLike) -> int:
+def record_length(warmup: int | VarianceStable, b2: Any) -> int:
     """How many values of ``||v_t||_1`` the state must keep.
 
     Raises:

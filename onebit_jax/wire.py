@@ -1,0 +1,407 @@
+"""What one step sends: the collectives of a program, read from the program itself.
+
+    lowered = step.lower(params, opt_state, batch, phase="compression")
+    print(wire.table(wire.collectives(lowered.compile(), mesh)))
+
+Lowered programs say what was asked for, compiled programs what is done. Only the second counts on a
+wire: XLA may widen a dtype (a bfloat16 `psum` travels as float32 on CPU, a uint8 one as uint32 on
+TPU), merge several collectives into one, or add its own to an automatically partitioned program.
+
+Not read: `send` and `recv` (host callbacks, and permutations that a compiler took apart).
+"""
+
+import collections
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+
+class Collective(NamedTuple):
+    """One collective of a step; where it merges arrays of several dtypes, one for each dtype.
+
+    Attributes:
+        op: HLO's name for it: "all-reduce", "all-gather", "all-to-all", "reduce-scatter",
+            "collective-permute" or "collective-broadcast".
+        dtype: HLO's name for what travels: "u8", "f32", "bf16", ...
+        operand_bytes: size of a worker's own operand, of one execution.
+        group_size: the number of workers that take part in it together.
+        axis: the mesh axis they lie along, several joined by ","; "?" if no mesh was given or no
+            set of its axes makes these groups.
+        where: "" if every step executes it once, else the path to it, such as "loop 1" or
+            "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one.
+        executions: how often a step executes it (inside a branch: if the branch is taken); None
+            inside a loop whose trip count the program does not state.
+        bytes_sent: what a worker sends in a step, all executions together; if their number is not
+            known, what it sends in one.
+    """
+
+    op: str
+    dtype: str
+    operand_bytes: int
+    group_size: int
+    axis: str
+    where: str
+    executions: int | None
+    bytes_sent: int
+
+
+def collectives(
+    program: jax.stages.Lowered | jax.stages.Compiled | str, mesh: Mesh | None = None
+) -> list[Collective]:
+    """The collectives that one execution of `program` performs, in the order of its text.
+
+    A computation that is called from several places counts once a call; an asynchronous pair counts
+    once. What a worker sends, for an operand of B bytes in groups of n, is what bandwidth-optimal
+    algorithms send, rounded up to whole bytes:
+
+        all-to-all, reduce-scatter                  (n - 1) / n B
+        all-gather                                  (n - 1) B
+        all-reduce                                  2 (n - 1) / n B     (ring)
+        collective-permute, collective-broadcast    B, or 0 if n = 1
+
+    Args:
+        program: a lowered or a compiled function, or HLO text, such as a compiler's dump.
+        mesh: the mesh that the program runs on, for the names of axes.
+
+    Raises:
+        ValueError: `program` is nothing of the kind, does not fit `mesh`, or holds a collective
+            whose bytes cannot be read from its text (`ragged_all_to_all`).
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+    >>> mesh = AbstractMesh((8,), ("data",))
+    >>> @jax.jit
+    ... @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+    ... def mean(x):
+    ...     return jax.lax.pmean(x, "data")
+    >>> lowered = mean.lower(jax.ShapeDtypeStruct((800,), jnp.float32))
+    >>> [(c.op, c.dtype, c.axis, c.bytes_sent) for c in collectives(lowered, mesh)]
+    [('all-reduce', 'f32', 'data', 700)]
+    """
+    if isinstance(program, jax.stages.Lowered):
+        text = program.as_text("hlo")
+    elif isinstance(program, jax.stages.Compiled):
+        text = program.as_text()
+    else:
+        text = program
+    if not isinstance(text, str) or not (module := _Module(text, mesh)).entry:
+        raise ValueError(
+            f"program is {program!r:.80}; expected a jax.stages.Lowered or Compiled, or HLO text: "
+            "pass `jax.jit(f).lower(...)` or `jax.jit(f).lower(...).compile()`"
+        )
+    return list(module.walk(module.entry, 1))
+
+
+def bytes_sent(collectives: Iterable[Collective]) -> int:
+    """Bytes that a worker sends in a step: the sum, with of each conditional the costliest branch.
+
+    Raises:
+        ValueError: one of them is in a loop whose trip count the program does not state.
+
+    >>> bytes_sent([Collective("all-gather", "u8", 10, 4, "data", "", 1, 30)])
+    30
+    """
+    collectives = list(collectives)
+    for collective in collectives:
+        if collective.executions is None:
+            raise ValueError(
+                f"executions of the {collective.op} in {collective.where!r} is None: expected a "
+                "program that states its loops' trip counts; compile it, or give the loop a "
+                "constant length"
+            )
+    return _most(collectives)
+
+
+def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]) -> str:
+    """Plain text: what is sent, by operation, dtype, axis and place, and in total.
+
+    Args:
+        collectives: of one program; or of several by name, as `by_phase` returns them.
+
+    >>> print(table([Collective("all-gather", "u8", 500, 4, "data", "", 1, 1500)]))
+    collective  dtype  axis  workers  times  a worker sends  bytes
+    all-gather  u8     data        4      1          1.5 kB  1,500
+    total                                            1.5 kB  1,500
+    """
+    phases = collectives if isinstance(collectives, Mapping) else {"": collectives}
+    header = ["phase", "collective", "dtype", "axis", "workers", "where", "times"]
+    rows = [[*header, "a worker sends", "bytes"]]
+    for phase, members in phases.items():
+        alike: dict[tuple, list[Collective]] = collections.defaultdict(list)
+        for c in members:
+            alike[c.op, c.dtype, c.axis, c.group_size, c.where, c.executions is None].append(c)
+        for (op, dtype, axis, workers, where, unknown), same in alike.items():
+            times = "?" if unknown else str(sum(c.executions or 0 for c in same))
+            sent = sum(c.bytes_sent for c in same)
+            rows.append([phase, op, dtype, axis, str(workers), where, times, *_size(sent)])
+        rows.append([phase, "total", "", "", "", "", "", *_size(_most(members))])
+    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in kept]
+    right = ("workers", "times", "a worker sends", "bytes")
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column[0] in right else cell.ljust(width)
+            for cell, width, column in zip(row, widths, kept, strict=True)
+        ).rstrip()
+        for row in zip(*kept, strict=True)
+    ]
+    everything = list(itertools.chain.from_iterable(phases.values()))
+    if any(" branch " in c.where for c in everything):
+        lines.append("total: of each conditional, the branch that sends most")
+    if any(c.executions is None for c in everything):
+        lines.append("times ?: in a loop whose trip count the program does not state; counted once")
+    return "\n".join(lines)
+
+
+def by_phase(step: Any, *args: Any, mesh: Mesh | None = None) -> dict[str, list[Collective]]:
+    """The collectives of each phase of a training step, each compiled for itself.
+
+    Args:
+        step: what `onebit_jax.train_step` returned.
+        *args: the arguments of `step`: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
+        mesh: the mesh that `step` runs on, for the names of axes.
+    """
+    return {
+        phase: collectives(step.lower(*args, phase=phase).compile(), mesh)
+        for phase in ("warmup", "compression")
+    }
+
+
+def _most(collectives: Iterable[Collective]) -> int:
+    total = 0
+    # What a loop or a branch holds: by site, then by branch ("" for a loop).
+    sites: dict[str, dict[str, list[Collective]]] = {}
+    for collective in collectives:
+        if not collective.where:
+            total += collective.bytes_sent
+            continue
+        frame, _, inner = collective.where.partition(" / ")
+        site, _, branch = frame.partition(" branch ")
+        branches = sites.setdefault(site, collections.defaultdict(list))
+        branches[branch].append(collective._replace(where=inner))
+    return total + sum(max(map(_most, branches.values())) for branches in sites.values())
+
+
+def _size(count: int) -> tuple[str, str]:
+    power = min(max(len(str(count)) - 1, 0) // 3, 4)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    readable = f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"
+    return readable, f"{count:,}"
+
+
+class _Instruction(NamedTuple):
+    type: str
+    op: str
+    operands: list[str]
+    attributes: str
+
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)"
+    r"\((?P<operands>.*?)\)(?P<attributes>$|, .*)"
+)
+_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
+_COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+}
+
+
+class _Module:
+    """The text of an HLO module, taken apart into computations and walked from its entry."""
+
+    def __init__(self, text: str, mesh: Mesh | None):
+        self.mesh = mesh
+        self.loops = self.conditionals = 0
+        self.entry = ""
+        current: dict[str, _Instruction] = {}
+        self.computations: dict[str, dict[str, _Instruction]] = {}
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            if match := _COMPUTATION.match(line):
+                current = self.computations[match["name"]] = {}
+                if match["entry"]:
+                    self.entry = match["name"]
+            elif match := _INSTRUCTION.match(line):
+                # Operands may carry their types in front; names come last.
+                operands = [o.split()[-1].lstrip("%") for o in match["operands"].split(", ") if o]
+                current[match["name"]] = _Instruction(
+                    match["type"], match["op"], operands, match["attributes"]
+                )
+        # Programs that are only lowered do not print how many devices they are for.
+        header = re.search(r"^HloModule .*", text, re.MULTILINE)
+        counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header[0] if header else "")
+        self.devices = math.prod(map(int, counts)) if counts else mesh and mesh.size
+
+    def walk(self, computation: str, executions: int | None) -> Iterator[Collective]:
+        for instruction in self.computations[computation].values():
+            op, attributes = instruction.op, instruction.attributes
+            if op.removesuffix("-start") in _COLLECTIVES:
+                yield from self._collectives(computation, instruction, executions)
+            elif op == "while":
+                stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', attributes)
+                inside: list[Collective] = []
+                # The condition is tested once more than the body runs.
+                for key, extra in (("condition", 1), ("body", 0)):
+                    times = stated and executions and executions * (int(stated[1]) + extra)
+                    [callee] = _names(attributes, key)
+                    inside += self.walk(callee, times)
+                self.loops += bool(inside)
+                yield from _within(f"loop {self.loops}", inside)
+            elif op == "conditional":
+                branches = _names(attributes, "branch_computations") or [
+                    *_names(attributes, "false_computation"),
+                    *_names(attributes, "true_computation"),
+                ]
+                taken = [list(self.walk(callee, executions)) for callee in branches]
+                self.conditionals += any(taken)
+                for index, inside in enumerate(taken):
+                    yield from _within(f"conditional {self.conditionals} branch {index}", inside)
+            # Old compilers repeat what an asynchronous operation calls where they wait for it.
+            elif not op.endswith(("-done", "-update")):
+                for callee in _names(attributes, "(?:calls|to_apply|called_computations)"):
+                    yield from self.walk(callee, executions)
+
+    def _collectives(
+        self, computation: str, instruction: _Instruction, executions: int | None
+    ) -> Iterator[Collective]:
+        op = instruction.op.removesuffix("-start")
+        # TPUs fuse an all-reduce with the slice that follows: what runs is a reduce-scatter.
+        if op == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            op = "reduce-scatter"
+        groups = self._groups(op, instruction.attributes)
+        group_size = max(map(len, groups), default=1)
+        operands: dict[str, int] = collections.defaultdict(int)
+        for name in instruction.operands:
+            for array in _ARRAY.finditer(self.computations[computation][name].type):
+                operands[array["dtype"]] += _array_bytes(array)
+        for dtype, size in operands.items():
+            sent = _sent(op, size, group_size) * (1 if executions is None else executions)
+            axis = self._axis(op, groups)
+            yield Collective(op, dtype, size, group_size, axis, "", executions, sent)
+
+    def _groups(self, op: str, attributes: str) -> list[list[int]]:
+        """Who takes part together, by position in the program's device assignment."""
+        if op == "collective-permute":
+            return _connected(_lists(attributes.partition("source_target_pairs=")[2]))
+        # Without global ids these name replicas, each with all its partitions; JAX has one replica.
+        whole_replicas = (
+            op in ("all-gather", "all-reduce", "reduce-scatter")
+            and "channel_id=" in attributes
+            and "use_global_device_ids=true" not in attributes
+        )
+        text = attributes.partition("replica_groups=")[2] or "{}"
+        if whole_replicas or text.startswith("{}"):
+            if self.devices is None:
+                raise ValueError(
+                    f"mesh is None and the program does not say how many devices its {op} runs on; "
+                    "give the mesh"
+                )
+            return [list(range(self.devices))]
+        if text.startswith("{{"):
+            return _lists(text)
+        if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+            shape, tiles, order = (
+                [int(i) for i in (g or "").split(",") if i] for g in match.groups()
+            )
+            devices = np.arange(math.prod(tiles)).reshape(tiles)
+            return devices.transpose(order or None).reshape(shape).tolist()
+        if match := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']*',?)*)\}", text):
+            sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
+            names = list(sizes)
+            axes = [names.index(name) for name in match[2].split(",") if name]
+            return _partition(tuple(sizes.values()), axes)
+        raise ValueError(
+            f"replica_groups={text:.60} of the {op} is in no form that is known here; "
+            "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
+        )
+
+    def _axis(self, op: str, groups: list[list[int]]) -> str:
+        if self.mesh is None:
+            return "?"
+        if max(map(max, groups), default=0) >= self.mesh.size:
+            raise ValueError(
+                f"mesh has {self.mesh.size} devices, but the {op} of the program runs between "
+                f"{groups}; give the mesh that the program was made for"
+            )
+        wanted = set(map(frozenset, groups))
+        for count in range(1, len(self.mesh.axis_names) + 1):
+            for axes in itertools.combinations(range(len(self.mesh.axis_names)), count):
+                parts = set(map(frozenset, _partition(self.mesh.axis_sizes, axes)))
+                # A permutation need not connect all workers of an axis.
+                inside = all(any(group <= part for part in parts) for group in wanted)
+                if wanted == parts or (op == "collective-permute" and inside):
+                    return ",".join(self.mesh.axis_names[i] for i in axes)
+        return "?"
+
+
+def _within(frame: str, inside: Iterable[Collective]) -> Iterator[Collective]:
+    for collective in inside:
+        where = f"{frame} / {collective.where}" if collective.where else frame
+        yield collective._replace(where=where)
+
+
+def _names(attributes: str, key: str) -> list[str]:
+    """The computations that an attribute such as `body=%a` or `calls={%a, %b}` names."""
+    found = re.search(rf", {key}=(?:\{{([^}}]*)\}}|([^\s,]+))", attributes)
+    return [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")] if found else []
+
+
+def _lists(text: str) -> list[list[int]]:
+    """`{{0,1},{2,3}}` at the start of the text, as lists."""
+    lists = re.match(r"\{(?:\{[\d,]*\},?)*\}", text)
+    found = re.findall(r"\{([\d,]+)\}", lists[0] if lists else "")
+    return [[int(member) for member in group.split(",")] for group in found]
+
+
+def _connected(pairs: list[list[int]]) -> list[list[int]]:
+    groups: list[set[int]] = []
+    for pair in map(set, pairs):
+        touched = [group for group in groups if group & pair]
+        groups = [group for group in groups if not group & pair] + [pair.union(*touched)]
+    return [sorted(group) for group in groups]
+
+
+def _partition(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
+    """The groups of positions in a mesh that differ along `axes` only."""
+    rest = [axis for axis in range(len(sizes)) if axis not in axes]
+    positions = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *axes)
+    return positions.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
+
+
+def _array_bytes(array: re.Match[str]) -> int:
+    """Bytes of an array; elements below a byte take a whole one unless the layout packs them."""
+    packed = re.search(r"E\((\d+)\)", array["layout"] or "")
+    width = re.search(r"\d+", array["dtype"])
+    bits = int(packed[1]) if packed else max(8, int(width[0]) if width else 8)
+    elements = math.prod(int(size.lstrip("<=")) for size in array["shape"].split(",") if size)
+    return -(-elements * bits // 8)
+
+
+def _sent(op: str, operand_bytes: int, group_size: int) -> int:
+    others = group_size - 1
+    match op:
+        case "all-to-all" | "reduce-scatter":
+            return -(-others * operand_bytes // group_size)
+        case "all-gather":
+            return others * operand_bytes
+        case "all-reduce":
+            return -(-2 * others * operand_bytes // group_size)
+        case "collective-permute" | "collective-broadcast":
+            return operand_bytes if others else 0
+    raise ValueError(
+        f"the program holds a {op}, whose bytes depend on its data; expected collectives whose "
+        "shapes say what they send"
+    )

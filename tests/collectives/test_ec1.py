@@ -1,0 +1,217 @@
+"""The error-compensated one-bit all-reduce, against NumPy and its own invariants."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onebit_jax import wire
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
+from tests import reference
+from tests.workers import AXIS, BINDINGS, Binding, on_workers
+
+SHAPES = [(9,), (), (0,), (4, 16), (130,), (1,)]
+
+
+class Exchange:
+    """Calls EC1 on lists of tensors with a leading worker axis, and keeps the residuals."""
+
+    def __init__(
+        self, shapes, workers, binding: Binding = "vmap", scale: ec1.Scale = "rms", live=None
+    ):
+        self.blocks = block_layout(shapes, workers)
+        self.workers = workers
+        self.live = [jnp.asarray(true_elements(b)) for b in self.blocks] if live is None else live
+        self.residuals = [jnp.zeros((workers, *s), jnp.float32) for s in shapes]
+        self.server_residuals = [jnp.zeros((workers, 8, b.chunk_bytes)) for b in self.blocks]
+
+        def call(values, residuals, server_residuals):
+            received, residuals, server_residuals = ec1.all_reduce(
+                values,
+                residuals,
+                server_residuals,
+                self.live,
+                self.blocks,
+                axis_name=AXIS,
+                scale=scale,
+            )
+            result = [
+                b.tensor(x)
+                for b, x in zip(self.blocks, ec1.decode(received, self.blocks), strict=True)
+            ]
+            return result, received, residuals, server_residuals
+
+        self._call = on_workers(call, workers, binding)
+
+    def __call__(self, values):
+        result, self.received, self.residuals, self.server_residuals = self._call(
+            values, self.residuals, self.server_residuals
+        )
+        return result
+
+
+def draw(rng, shapes, workers, dtype=np.float32):
+    return [jnp.asarray(rng.standard_normal((workers, *s)), dtype) for s in shapes]
+
+
+shape = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    shapes=st.lists(shape, min_size=1, max_size=4),
+    workers=st.integers(1, 8),
+    dtype=dtypes,
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_nothing_is_lost_and_all_workers_agree(shapes, workers, dtype, seed):
+    rng = np.random.default_rng(seed)
+    exchange = Exchange(shapes, workers)
+    sums = [np.zeros(s) for s in shapes]
+    for _ in range(4):
+        values = draw(rng, shapes, workers, dtype)
+        result = exchange(values)
+        for i, (r, z) in enumerate(zip(result, values, strict=True)):
+            np.testing.assert_array_equal(r, np.broadcast_to(r[:1], r.shape))
+            sums[i] += np.asarray(z, np.float64).mean(0) - np.asarray(r[0], np.float64)
+    for block, difference, e, E in zip(
+        exchange.blocks, sums, exchange.residuals, exchange.server_residuals, strict=True
+    ):
+        left_over = np.asarray(e, np.float64).mean(0) + np.asarray(block.tensor(E), np.float64)
+        np.testing.assert_allclose(difference, left_over, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    size=st.integers(1, 70),
+    workers=st.integers(1, 8),
+    kind=st.sampled_from(["rms", "mean_abs"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_agrees_with_numpy(size, workers, kind, seed):
+    rng = np.random.default_rng(seed)
+    alive = rng.random(size) < 0.8
+    block = block_layout([(size,)], workers)[0]
+    padded = np.zeros(block.workers * 8 * block.chunk_bytes, bool)
+    padded[:size] = alive
+    live = np.packbits(padded.reshape(workers, 8, -1), axis=1, bitorder="little")[:, 0]
+    exchange = Exchange([(size,)], workers, scale=kind, live=[jnp.asarray(live)])
+    residuals = reference.zero_residuals(size, workers)
+    for _ in range(3):
+        z = rng.standard_normal((workers, size)).astype(np.float32)
+        result = np.asarray(exchange([jnp.asarray(z)])[0][0])
+        expected, residuals = reference.ec1(list(z), residuals, alive, kind)
+        np.testing.assert_allclose(result[alive], expected[alive], rtol=2e-6, atol=1e-7)
+        np.testing.assert_allclose(exchange.residuals[0], np.stack(residuals.e), atol=2e-6)
+        server = np.asarray(block.tensor(exchange.server_residuals[0]))
+        np.testing.assert_allclose(server, np.concatenate(residuals.E), atol=2e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_three_bindings_give_the_same_bits(workers):
+    shapes = [(8, 8), (64,), (4, 4, 8), (16, 16)]
+    rng = np.random.default_rng(workers)
+    exchanges = [Exchange(shapes, workers, binding) for binding in BINDINGS]
+    for _ in range(3):
+        values = draw(rng, shapes, workers)
+        for exchange in exchanges:
+            exchange(values)
+    for other in exchanges[1:]:
+        np.testing.assert_array_equal(exchanges[0].received, other.received)
+        for ours, theirs in zip(exchanges[0].residuals, other.residuals, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [3, 5, 7, 8])
+def test_three_bindings_agree_to_rounding_on_any_shapes(workers):
+    """XLA may order the scale's sum differently under vmap, so scales may round differently."""
+    values = draw(np.random.default_rng(workers), SHAPES, workers)
+    results = [Exchange(SHAPES, workers, binding)(values) for binding in BINDINGS]
+    for other in results[1:]:
+        for ours, theirs in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=5e-7)
+
+
+def test_one_worker_compresses_twice():
+    z = jnp.array([[1.0, 2.0, -3.0, 0.5, 0.0]])
+    exchange = Exchange([(5,)], 1)
+    result = exchange([z])[0]
+    once = reference.scale(np.asarray(z[0])) * reference.sgn(np.asarray(z[0]))
+    twice = reference.scale(once) * reference.sgn(once)
+    np.testing.assert_allclose(result[0], twice, rtol=1e-6)
+    assert not np.allclose(result, z)
+
+
+def test_zeros_decode_to_zeros_and_leave_no_residual():
+    exchange = Exchange([(12,)], 3)
+    result = exchange([jnp.zeros((3, 12))])[0]
+    assert not np.asarray(result).any()
+    assert not np.asarray(exchange.residuals[0]).any()
+    assert not np.asarray(exchange.server_residuals[0]).any()
+
+
+def test_dead_and_padded_elements_hold_no_residual():
+    workers, size = 3, 13
+    block = block_layout([(size,)], workers)[0]
+    live = np.array(true_elements(block))
+    live[0, 0] &= ~np.uint8(0b100)  # element 2
+    exchange = Exchange([(size,)], workers, live=[jnp.asarray(live)])
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        exchange(draw(rng, [(size,)], workers))
+    assert not np.asarray(exchange.residuals[0])[:, 2].any()
+    server = np.asarray(exchange.server_residuals[0]).reshape(-1)
+    assert not server[2]
+    assert not server[size:].any()
+    assert np.count_nonzero(server[:size]) == size - 1
+
+
+def test_an_input_that_stays_the_same_comes_through_on_average():
+    """Error feedback: 200 calls on one spiky input average to it, where one call is far off."""
+    z = jnp.asarray(np.random.default_rng(1).standard_normal((4, 40)) ** 3, jnp.float32)
+    exchange = Exchange([(40,)], 4)
+    first = np.asarray(exchange([z])[0][0])
+    mean = (first + sum(np.asarray(exchange([z])[0][0]) for _ in range(199))) / 200
+    target = np.asarray(z).mean(0)
+    assert np.abs(first - target).max() > 1.0
+    assert np.abs(mean - target).max() < 0.5
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_two_uint8_collectives_however_many_tensors(workers):
+    shapes = [*SHAPES, (33, 9), (64, 64)]
+    blocks = block_layout(shapes, workers)
+    exchange = Exchange(shapes, workers, "shard_map")
+    values = draw(np.random.default_rng(0), shapes, workers)
+    compiled = exchange._call.lower(values, exchange.residuals, exchange.server_residuals).compile()
+    sent = wire.collectives(compiled)
+    assert sorted((c.op, c.dtype) for c in sent) == [("all-gather", "u8"), ("all-to-all", "u8")]
+    assert wire.bytes_sent(sent) == 2 * (workers - 1) * row_bytes(blocks)
+
+
+def test_only_empty_tensors_need_no_exchange():
+    exchange = Exchange([(0,), (2, 0)], 4, "shard_map")
+    result = exchange(draw(np.random.default_rng(0), [(0,), (2, 0)], 4))
+    assert [r.shape for r in result] == [(4, 0), (4, 2, 0)]
+
+
+def test_the_residual_norm_is_what_the_scale_predicts():
+    """Relative squared error 2 (1 - r) for rms and 1 - r^2 for mean_abs."""
+    z = np.random.default_rng(2).standard_normal(4096).astype(np.float32)
+    r = np.abs(z).sum() / (np.sqrt(z.size) * np.linalg.norm(z))
+    predictions: dict[ec1.Scale, float] = {"rms": 2 * (1 - r), "mean_abs": 1 - r**2}
+    for kind, predicted in predictions.items():
+        exchange = Exchange([(z.size,)], 1, scale=kind)
+        exchange([jnp.asarray(z)[None]])
+        e = np.asarray(exchange.residuals[0][0])
+        assert np.sum(e**2) / np.sum(z**2) == pytest.approx(predicted, rel=1e-4)
+
+
+def test_the_scale_of_a_large_block_is_accurate():
+    z = jnp.full((1, 2**24), 1e-3, jnp.float32)
+    exchange = Exchange([(2**24,)], 1)
+    exchange([z])
+    assert float(jnp.abs(exchange.residuals[0]).max()) < 1e-9

@@ -1,0 +1,87 @@
+"""The algorithms in plain NumPy, as the papers write them: what the fast paths are held to.
+
+Everything is a list over workers; a tensor is flat and unpadded, and nothing is packed.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+def sgn(z):
+    return np.where(z >= 0, np.float32(1), np.float32(-1))
+
+
+def scale(z, kind="rms"):
+    """`s(z)`: 0 for an empty vector."""
+    if not z.size:
+        return np.float32(0)
+    z = z.astype(np.float64)
+    return np.float32(np.sqrt(np.mean(z**2)) if kind == "rms" else np.mean(np.abs(z)))
+
+
+def chunk_bounds(size, workers):
+    """Where each worker's chunk begins and ends: whole bytes but for the last elements."""
+    chunk = 8 * -(-size // (8 * workers))
+    return [(min(j * chunk, size), min((j + 1) * chunk, size)) for j in range(workers)]
+
+
+class Residuals(NamedTuple):
+    """`e[i]`: worker i's, the size of the block; `E[j]`: server j's, the size of its chunk."""
+
+    e: list
+    E: list
+
+
+def zero_residuals(size, workers):
+    return Residuals(
+        [np.zeros(size, np.float32) for _ in range(workers)],
+        [np.zeros(hi - lo, np.float32) for lo, hi in chunk_bounds(size, workers)],
+    )
+
+
+def ec1(z, residuals, live=None, kind="rms"):
+    """Error-compensated one-bit all-reduce of one block; dead elements come back as 0."""
+    workers, size = len(z), z[0].size
+    live = np.ones(size, bool) if live is None else live
+    sent, new_e = [], []
+    for i in range(workers):
+        c = np.where(live, z[i].astype(np.float32) + residuals.e[i], np.float32(0))
+        decoded = np.where(live, scale(c[live], kind) * sgn(c), np.float32(0))
+        sent.append(decoded)
+        new_e.append(c - decoded)
+    result, new_E = np.zeros(size, np.float32), []
+    for j, (lo, hi) in enumerate(chunk_bounds(size, workers)):
+        alive = live[lo:hi]
+        a = np.mean([x[lo:hi] for x in sent], axis=0, dtype=np.float32)
+        a = np.where(alive, a + residuals.E[j], np.float32(0))
+        decoded = np.where(alive, scale(a[alive], kind) * sgn(a), np.float32(0))
+        result[lo:hi] = decoded
+        new_E.append(a - decoded)
+    return result, Residuals(new_e, new_E)
+
+
+class OnebitAdam:
+    """1-bit Adam on one tensor, the same parameters on every worker."""
+
+    def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
+        self.residuals = zero_residuals(self.p.size, workers)
+        self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
+        self.weight_decay, self.warmup, self.count = weight_decay, warmup, 0
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        if self.count < self.warmup:
+            mean = np.mean(g, axis=0, dtype=np.float32)
+            self.m = self.b1 * self.m + (1 - self.b1) * mean
+            self.v = self.b2 * self.v + (1 - self.b2) * mean**2
+        else:
+            m = [self.b1 * self.m + (1 - self.b1) * x for x in g]
+            self.m, self.residuals = ec1(m, self.residuals, self.v > 0)
+        u = np.where(self.v > 0, self.m / (np.sqrt(self.v) + self.eps), 0)
+        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.count += 1
+        return self.p

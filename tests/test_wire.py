@@ -1,0 +1,500 @@
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax import wire
+
+AXES = ("node", "local")
+SIZES = {"node": 2, "local": 4}
+FLOATS = jax.ShapeDtypeStruct((128, 32), jnp.float32)
+LOCAL = 128 // 8 * 32 * 4  # bytes of FLOATS on each of eight workers
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def lower(worker, mesh, *args):
+    """`worker`, which sees its share of each argument, on the whole mesh."""
+    spec = P(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    ).lower(*args)
+
+
+def shift(x, axis, by=1):
+    n = lax.axis_size(axis)
+    return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
+
+
+OPS = {
+    "all-reduce": (lambda x, axis: lax.psum(x, axis), lambda b, n: 2 * (n - 1) * b / n),
+    "all-gather": (lambda x, axis: lax.all_gather(x, axis), lambda b, n: (n - 1) * b),
+    "all-to-all": (
+        lambda x, axis: lax.all_to_all(x, axis, 0, 0, tiled=True),
+        lambda b, n: (n - 1) * b / n,
+    ),
+    "reduce-scatter": (
+        lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
+        lambda b, n: (n - 1) * b / n,
+    ),
+    "collective-permute": (shift, lambda b, n: b),
+}
+
+
+@pytest.mark.parametrize("axis", ["node", "local", AXES], ids=str)
+@pytest.mark.parametrize("dtype", ["u8", "f32"])
+@pytest.mark.parametrize("op", OPS)
+def test_lowered_and_compiled_agree_on_every_operation(mesh, op, dtype, axis):
+    run, sent = OPS[op]
+    argument = jax.ShapeDtypeStruct(FLOATS.shape, {"u8": jnp.uint8, "f32": jnp.float32}[dtype])
+    size = LOCAL if dtype == "f32" else LOCAL // 4
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    n = math.prod(SIZES[name] for name in axes)
+    expected = [wire.Collective(op, dtype, size, n, ",".join(axes), "", 1, int(sent(size, n)))]
+    lowered = lower(partial(run, axis=axis), mesh, argument)
+    assert wire.collectives(lowered, mesh) == expected
+    assert wire.collectives(lowered.compile(), mesh) == expected
+
+
+def test_bytes_against_numbers_by_hand(mesh):
+    def worker(x):  # 100 floats
+        return lax.psum(x, "local"), lax.all_gather(x.astype(jnp.uint8), "node"), shift(x, "local")
+
+    found = wire.collectives(lower(worker, mesh, jax.ShapeDtypeStruct((800,), jnp.float32)), mesh)
+    assert [(c.op, c.bytes_sent) for c in found] == [
+        ("all-reduce", 600),  # 2 * 3/4 * 400
+        ("all-gather", 100),  # 1 * 100
+        ("collective-permute", 400),
+    ]
+    assert wire.bytes_sent(found) == 1100
+
+
+def test_fractions_of_a_byte_round_up():
+    mesh = AbstractMesh((3,), ("data",))
+    [found] = wire.collectives(
+        lower(lambda x: lax.psum(x, "data"), mesh, jax.ShapeDtypeStruct((3,), jnp.float32)), mesh
+    )
+    assert found.bytes_sent == 6  # 2 * 2/3 * 4 = 5.33
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    n=st.integers(1, 9),
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    dtype=st.sampled_from([jnp.uint8, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.bool_]),
+)
+def test_all_to_all_and_all_gather_of_any_shape(n, shape, dtype):
+    def worker(x):
+        return lax.all_to_all(x, "data", 0, 0, tiled=True), lax.all_gather(x, "data")
+
+    mesh = AbstractMesh((n,), ("data",))
+    operand = n * math.prod(shape) * jnp.dtype(dtype).itemsize
+    argument = jax.ShapeDtypeStruct((n * n * shape[0], *shape[1:]), dtype)
+    found = wire.collectives(lower(worker, mesh, argument), mesh)
+    sent = {c.op: (c.operand_bytes, c.bytes_sent, c.group_size, c.axis) for c in found}
+    # JAX itself drops an all-to-all among one, and all of them for arrays without elements.
+    expected = {
+        "all-to-all": (operand, (n - 1) * operand // n, n, "data"),
+        "all-gather": (operand, (n - 1) * operand, n, "data"),
+    }
+    assert sent == {op: expected[op] for op in sent}
+    assert "all-gather" in sent
+    assert n == 1 or "all-to-all" in sent
+
+
+def test_without_a_mesh_the_axis_is_unknown(mesh):
+    [found] = wire.collectives(lower(lambda x: lax.psum(x, "node"), mesh, FLOATS))
+    assert (found.axis, found.group_size) == ("?", 2)
+
+
+def test_groups_that_follow_no_axis_are_unknown(mesh):
+    def halves(x):
+        return lax.psum(x, "data", axis_index_groups=[[0, 3, 5, 6], [1, 2, 4, 7]])
+
+    flat = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    [found] = wire.collectives(lower(halves, flat, FLOATS), flat)
+    assert (found.axis, found.group_size) == ("?", 4)
+
+
+def test_a_permutation_that_leaves_workers_out_still_has_an_axis(mesh):
+    def two_away(x):
+        return lax.ppermute(x, "local", [(0, 2)])
+
+    [found] = wire.collectives(lower(two_away, mesh, FLOATS).compile(), mesh)
+    assert (found.axis, found.group_size, found.bytes_sent) == ("local", 2, LOCAL)
+
+
+def test_a_permutation_of_nobody_sends_nothing(mesh):
+    [found] = wire.collectives(lower(lambda x: lax.ppermute(x, "local", []), mesh, FLOATS), mesh)
+    assert found.bytes_sent == 0
+
+
+def test_device_order_of_the_mesh_does_not_matter():
+    shuffled = np.array(jax.devices())[[3, 1, 4, 0, 5, 7, 2, 6]].reshape(2, 4)
+    mesh = jax.sharding.Mesh(shuffled, AXES)
+    lowered = lower(lambda x: lax.psum(x, "local"), mesh, FLOATS)
+    for program in (lowered, lowered.compile()):
+        assert [c.axis for c in wire.collectives(program, mesh)] == ["local"]
+
+
+def test_one_worker_sends_nothing():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    lowered = lower(lambda x: lax.psum(x, "data") + shift(x, "data"), mesh, FLOATS)
+    for program in (lowered, lowered.compile()):
+        found = wire.collectives(program, mesh)
+        assert {c.axis for c in found} == {"data"}
+        assert wire.bytes_sent(found) == 0
+
+
+def test_bfloat16_sums_are_asked_for_and_float32_sums_are_sent_by_cpus(mesh):
+    argument = jax.ShapeDtypeStruct(FLOATS.shape, jnp.bfloat16)
+    lowered = lower(lambda x: lax.psum(x, "local"), mesh, argument)
+    [asked] = wire.collectives(lowered, mesh)
+    [sent] = wire.collectives(lowered.compile(), mesh)
+    assert (asked.dtype, asked.operand_bytes) == ("bf16", LOCAL // 2)
+    assert (sent.dtype, sent.operand_bytes) == ("f32", LOCAL)
+
+
+def test_collectives_that_the_compiler_merges_are_one(mesh):
+    lowered = lower(lambda x: (lax.psum(x, "local"), lax.psum(x[:4] + 1, "local")), mesh, FLOATS)
+    asked = wire.collectives(lowered, mesh)
+    [sent] = wire.collectives(lowered.compile(), mesh)
+    assert [c.operand_bytes for c in asked] == [LOCAL, LOCAL // 4]
+    assert sent.operand_bytes == LOCAL + LOCAL // 4
+    assert sent.bytes_sent == wire.bytes_sent(asked)
+
+
+def test_automatic_partitioning_shows_in_the_compiled_program_only(mesh):
+    def sharding(*axes):
+        return NamedSharding(mesh, P(*axes))
+
+    lowered = jax.jit(jnp.dot, in_shardings=(sharding("node", "local"), sharding("local"))).lower(
+        jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    )
+    assert wire.collectives(lowered, mesh) == []
+    assert wire.bytes_sent([]) == 0
+    [found] = wire.collectives(lowered.compile(), mesh)
+    assert (found.op, found.axis, found.operand_bytes) == ("all-reduce", "local", 8 * 16 * 4)
+
+
+def test_a_function_counts_once_a_call(mesh):
+    @jax.jit
+    def average(x):
+        return lax.pmean(x, "local")
+
+    lowered = lower(lambda x: average(x) * average(x + 1), mesh, FLOATS)
+    assert len(wire.collectives(lowered, mesh)) == 2
+    assert len(wire.collectives(lowered.compile(), mesh)) in (1, 2)  # merged, or not
+    assert wire.bytes_sent(wire.collectives(lowered, mesh)) == 3 * LOCAL
+    assert wire.bytes_sent(wire.collectives(lowered.compile(), mesh)) == 3 * LOCAL
+
+
+def scanned(x, length, inner=1):
+    def step(carry, _):
+        return lax.fori_loop(0, inner, lambda _, c: lax.pmean(c, "local") + 1, carry), None
+
+    return lax.scan(step, x, length=length)[0]
+
+
+def test_loops_multiply_when_the_program_states_their_length(mesh):
+    lowered = lower(partial(scanned, length=5), mesh, FLOATS)
+    [found] = wire.collectives(lowered.compile(), mesh)
+    assert (found.where, found.executions) == ("loop 1", 5)
+    assert (found.operand_bytes, found.bytes_sent) == (LOCAL, 5 * LOCAL * 3 // 2)
+
+
+def test_nested_loops_multiply(mesh):
+    compiled = lower(partial(scanned, length=5, inner=3), mesh, FLOATS).compile()
+    [found] = wire.collectives(compiled, mesh)
+    assert (found.where, found.executions) == ("loop 2 / loop 1", 15)
+
+
+def test_a_loop_of_unknown_length_is_said_to_be_one(mesh):
+    def until_small(x):
+        return lax.while_loop(
+            lambda c: lax.pmean(c[0, 0], "local") > 1, lambda c: lax.pmean(c, "local") / 2, x
+        )
+
+    found = wire.collectives(lower(until_small, mesh, FLOATS).compile(), mesh)
+    assert {(c.where, c.executions) for c in found} == {("loop 1", None)}
+    assert sorted(c.bytes_sent for c in found) == [6, LOCAL * 3 // 2]
+    with pytest.raises(
+        ValueError, match=r"executions of the all-reduce in 'loop 1' is None.*compi"
+    ):
+        wire.bytes_sent(found)
+    lines = wire.table(found).splitlines()
+    assert lines[1].split()[-4:] == ["?", "3.1", "kB", "3,078"]
+    assert lines[-1].startswith("times ?: in a loop whose trip count")
+
+
+def test_of_a_conditional_the_branch_that_sends_most_counts(mesh):
+    def worker(x, phase):
+        dense = partial(lax.pmean, axis_name="local")
+
+        def compressed(x):
+            return lax.all_gather(x.astype(jnp.uint8), "local", tiled=True)[:16].astype(x.dtype)
+
+        return shift(lax.cond(phase[0] > 0, compressed, dense, x), "node")
+
+    lowered = lower(worker, mesh, FLOATS, jax.ShapeDtypeStruct((8,), jnp.int32))
+    for program in (lowered, lowered.compile()):
+        found = {c.where: c for c in wire.collectives(program, mesh)}
+        assert set(found) == {"", "conditional 1 branch 0", "conditional 1 branch 1"}
+        assert found["conditional 1 branch 0"].op == "all-reduce"
+        assert found["conditional 1 branch 1"].op == "all-gather"
+        assert wire.bytes_sent(found.values()) == LOCAL + LOCAL * 3 // 2
+        assert "of each conditional" in wire.table(list(found.values()))
+
+
+def test_conditionals_add_up_and_nest():
+    def sent(size, where):
+        return wire.Collective("all-gather", "u8", size, 2, "data", where, 1, size)
+
+    assert (
+        wire.bytes_sent(
+            [
+                sent(1, ""),
+                sent(10, "conditional 1 branch 0"),
+                sent(20, "conditional 1 branch 1"),
+                sent(300, "conditional 2 branch 0 / loop 1"),
+                sent(100, "conditional 2 branch 1 / conditional 3 branch 0"),
+                sent(250, "conditional 2 branch 1 / conditional 3 branch 1"),
+                sent(100, "conditional 2 branch 1"),
+            ]
+        )
+        == 1 + 20 + 350
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "axis"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", "local"),
+        ("{{0,4},{1,5},{2,6},{3,7}}", "node"),
+        ("{{3,1,2,0},{7,6,5,4}}", "local"),
+        ("{}", "node,local"),
+        ("[2,4]<=[8]", "local"),
+        ("[1,8]<=[8]", "node,local"),
+        ("[4,2]<=[2,4]T(1,0)", "node"),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", "local"),
+        ("mesh['a'=2,'b'=2,'c'=2] {'b','c'}", "local"),
+        ("mesh['a'=8] {'a'}", "node,local"),
+        ("{{0,7},{1,6},{2,5},{3,4}}", "?"),
+    ],
+)
+def test_every_form_of_replica_groups(mesh, groups, axis):
+    text = f"""HloModule m, num_partitions=8
+
+ENTRY %main (p: u8[100]) -> u8[100] {{
+  %p = u8[100]{{0}} parameter(0)
+  ROOT %ag = u8[800]{{0}} all-gather(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}, \
+use_global_device_ids=true, metadata={{op_name="a, calls=%b replica_groups={{{{0}}}}"}}
+}}
+"""
+    sizes = {"local": 4, "node": 2, "node,local": 8, "?": 2}
+    [found] = wire.collectives(text, mesh)
+    assert (found.axis, found.group_size) == (axis, sizes[axis])
+    assert found.bytes_sent == (sizes[axis] - 1) * 100
+
+
+def test_groups_of_replicas_stand_for_all_their_partitions(mesh):
+    text = """HloModule m, num_partitions=8
+
+ENTRY main {
+  p = f32[2]{0} parameter(0)
+  ROOT ar = f32[2]{0} all-reduce(p), channel_id=1, replica_groups={{0}}, to_apply=add
+}
+"""
+    [found] = wire.collectives(text, mesh)
+    assert (found.axis, found.bytes_sent) == ("node,local", 14)
+
+
+# As XLA prints programs for GPUs: asynchronous pairs, wrapped computations, tuples.
+GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%wrapped_a2a (param_0: u8[8,16]) -> u8[8,16] {
+  %param_0 = u8[8,16]{1,0} parameter(0)
+  ROOT %a2a = u8[8,16]{1,0} all-to-all(%param_0), channel_id=1, replica_groups=[1,8]<=[8], \
+dimensions={0}
+}
+
+%wrapped_slice (param_1: f32[16]) -> f32[2] {
+  %param_1 = f32[16]{0} parameter(0)
+  ROOT %rs = f32[2]{0} reduce-scatter(%param_1), channel_id=7, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true, dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: u8[8,16], y: f32[16], z: bf16[4]) -> u8[8] {
+  %x = u8[8,16]{1,0} parameter(0)
+  %y = f32[16]{0} parameter(1)
+  %z = bf16[4]{0} parameter(2)
+  %a2a-start = ((u8[8,16]{1,0}), u8[8,16]{1,0}) async-start(%x), calls=%wrapped_a2a
+  %a2a-done = u8[8,16]{1,0} async-done(%a2a-start), calls=%wrapped_a2a
+  %sugar-start = ((u8[8,16]{1,0}), u8[8,16]{1,0}) all-to-all-start(u8[8,16]{1,0} %x), \
+channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  %sugar-done = u8[8,16]{1,0} all-to-all-done(%sugar-start)
+  %ag-start = (u8[8,16]{1,0}, u8[16,16]{1,0}) all-gather-start(%a2a-done), channel_id=3, \
+replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, use_global_device_ids=true
+  %ag-done = u8[16,16]{1,0} all-gather-done(%ag-start)
+  %ar-start = (f32[16]{0}, /*index=1*/bf16[4]{0}) all-reduce-start(%y, /*index=1*/%z), \
+channel_id=4, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%add
+  %ar-done = (f32[16]{0}, bf16[4]{0}) all-reduce-done(%ar-start)
+  %cp-start = (f32[16]{0}, f32[16]{0}, u32[], u32[]) collective-permute-start(%y), channel_id=5, \
+source_target_pairs={{0,4},{4,0}}
+  %cp-done = f32[16]{0} collective-permute-done(%cp-start)
+  %fused = f32[2]{0} fusion(%y), kind=kCustom, calls=%wrapped_slice
+  ROOT %out = u8[8]{0} bitcast(%ag-done)
+}
+"""
+
+
+def test_programs_for_gpus(mesh):
+    found = wire.collectives(GPU, mesh)
+    assert [(c.op, c.dtype, c.axis, c.operand_bytes, c.bytes_sent) for c in found] == [
+        ("all-to-all", "u8", "node,local", 128, 112),
+        ("all-to-all", "u8", "node,local", 128, 112),
+        ("all-gather", "u8", "node", 128, 128),
+        ("all-reduce", "f32", "local", 64, 96),
+        ("all-reduce", "bf16", "local", 8, 12),
+        ("collective-permute", "f32", "node", 64, 64),
+        ("reduce-scatter", "f32", "node,local", 64, 56),
+    ]
+
+
+# As XLA prints programs for TPUs: tiled layouts; a reduce-scatter is an all-reduce inside a fusion.
+TPU = """HloModule jit_step, num_partitions=8
+
+%all-reduce-scatter.3 (p: f32[1024]) -> f32[128] {
+  %p = f32[1024]{0:T(1024)S(1)} parameter(0)
+  %all-reduce.1 = f32[1024]{0:T(1024)} all-reduce(f32[1024]{0:T(1024)S(1)} %p), channel_id=1, \
+replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  ROOT %slice = f32[128]{0:T(128)} dynamic-slice(%all-reduce.1, %index)
+}
+
+%quarter (q: (s4[10,100])) -> (s4[10,100]) {
+  %q = (s4[10,100]{1,0:T(8,128)(8,1)E(4)}) parameter(0)
+  %q0 = s4[10,100]{1,0:T(8,128)(8,1)E(4)} get-tuple-element(%q), index=0
+  %cb = s4[10,100]{1,0:T(8,128)(8,1)E(4)} collective-broadcast(%q0), channel_id=2, \
+replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %t = (s4[10,100]{1,0:T(8,128)(8,1)E(4)}) tuple(%cb)
+}
+
+%half (r: (s4[10,100])) -> (s4[10,100]) {
+  %r = (s4[10,100]{1,0}) parameter(0)
+  %r0 = s4[10,100]{1,0} get-tuple-element(%r), index=0
+  %cb2 = s4[10,100]{1,0} collective-broadcast(%r0), channel_id=2, \
+replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %t2 = (s4[10,100]{1,0}) tuple(%cb2)
+}
+
+ENTRY %main (x: f32[1024], flag: pred[], y: (s4[10,100])) -> f32[128] {
+  %x = f32[1024]{0:T(1024)} parameter(0)
+  %flag = pred[]{:T(512)} parameter(1)
+  %y = (s4[10,100]{1,0}) parameter(2)
+  %c = (s4[10,100]{1,0}) conditional(%flag, %y, %y), true_computation=%half, \
+false_computation=%quarter
+  ROOT %f = f32[128]{0:T(128)} fusion(f32[1024]{0:T(1024)} %x), kind=kCustom, \
+calls=%all-reduce-scatter.3
+}
+"""
+
+
+def test_programs_for_tpus(mesh):
+    assert [(c.op, c.dtype, c.where, c.bytes_sent) for c in wire.collectives(TPU, mesh)] == [
+        ("collective-broadcast", "s4", "conditional 1 branch 0", 500),
+        ("collective-broadcast", "s4", "conditional 1 branch 1", 1000),
+        ("reduce-scatter", "f32", "", 3584),
+    ]
+
+
+@pytest.mark.parametrize("program", [None, 3, "module @jit_f {}", jax.jit(lambda x: x)], ids=str)
+def test_what_is_no_program_is_refused(program):
+    with pytest.raises(ValueError, match=r"program is .*; expected a jax.stages.Lowered"):
+        wire.collectives(program)
+
+
+def test_a_mesh_smaller_than_the_program_is_refused(mesh):
+    lowered = lower(lambda x: lax.psum(x, AXES), mesh, FLOATS)
+    with pytest.raises(ValueError, match=r"mesh has 4 devices, but the all-reduce"):
+        wire.collectives(lowered, AbstractMesh((4,), ("data",)))
+
+
+def one_operation(line):
+    return f"""HloModule m
+
+ENTRY main {{
+  p = f32[8]{{0}} parameter(0)
+  ROOT r = f32[8]{{0}} {line}
+}}
+"""
+
+
+def test_groups_of_all_devices_need_to_know_how_many(mesh):
+    text = one_operation("all-reduce(p), replica_groups={}, to_apply=add")
+    with pytest.raises(ValueError, match=r"mesh is None .* give the mesh"):
+        wire.collectives(text)
+    assert wire.collectives(text, mesh)[0].group_size == 8
+
+
+def test_replica_groups_of_an_unknown_form_are_refused():
+    with pytest.raises(ValueError, match=r"replica_groups=<new> of the all-reduce .* expected"):
+        wire.collectives(one_operation("all-reduce(p), replica_groups=<new>"))
+
+
+def test_a_collective_of_unknown_size_is_refused(mesh):
+    line = "ragged-all-to-all(p, p, p, p, p, p), channel_id=1, replica_groups={{0,1}}"
+    with pytest.raises(ValueError, match=r"ragged-all-to-all, whose bytes depend on its data"):
+        wire.collectives(one_operation(line), mesh)
+
+
+def test_phases_side_by_side(mesh):
+    @partial(jax.jit, static_argnames="phase")
+    def step(x, phase):
+        def worker(x):
+            if phase == "warmup":
+                return lax.pmean(x, AXES), lax.pmean(x[0, 0], AXES)[None]
+            bits = lax.all_to_all(x.astype(jnp.uint8), AXES, 0, 0, tiled=True)
+            return lax.all_gather(bits, AXES), lax.pmean(x[0, 0], AXES)[None]
+
+        spec = P(AXES)
+        return jax.shard_map(worker, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    phases = wire.by_phase(step, FLOATS, mesh=mesh)
+    lines = wire.table(phases).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    cells = [" ".join(line.split()) for line in lines]
+    assert cells[:3] == [
+        "phase collective dtype axis workers times a worker sends bytes",
+        "warmup all-reduce f32 node,local 8 1 3.6 kB 3,591",
+        "warmup total 3.6 kB 3,591",
+    ]
+    assert set(cells[3:-1]) == {  # in the order of the compiler's schedule
+        "compression all-to-all u8 node,local 8 1 448 B 448",
+        "compression all-gather u8 node,local 8 1 3.6 kB 3,584",
+        "compression all-reduce f32 node,local 8 1 7 B 7",
+    }
+    assert cells[-1] == "compression total 4.0 kB 4,039"
+    assert wire.bytes_sent(phases["compression"]) == 4039
+
+
+def test_the_table_adds_up_what_is_alike():
+    one = wire.Collective("all-gather", "u8", 700_000, 3, "data", "", 2, 2_800_000)
+    line = wire.table([one, one._replace(executions=1, bytes_sent=1_400_000)]).splitlines()[1]
+    assert " ".join(line.split()) == "all-gather u8 data 3 3 4.2 MB 4,200,000"
