@@ -1,0 +1,30 @@
+# Everything these targets need they install into .venv; each is safe to repeat.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: pretrain test test-all lint
+
+$(VENV)/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "onebit_jax needs Python 3.11 or later, but $(PYTHON) is older:" \
+	    "name another with 'make PYTHON=...'" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	touch $@
+
+pretrain: $(VENV)/installed
+	$(BIN)/python -m train.bert.pretrain
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
