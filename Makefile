@@ -19,10 +19,10 @@ pretrain: $(VENV)/installed
 	$(BIN)/python -m train.bert.pretrain
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
 
 test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -272,8 +272,7 @@ def train_step(
 
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
       - ``grad_norm``: root of the workers' mean squared gradient norm, before clipping;
-      - ``phase``: 0 while the optimizer is dense, 1 once its exchange is compressed, as of the
-        state after the update;
+      - ``phase``: 0 if the update was dense, 1 if it was compressed;
       - for one-bit optimizers what their state reports, such as ``residual_ratio``.
 
       ``step(..., phase="warmup")`` and ``phase="compression"`` compile that phase alone, for a host

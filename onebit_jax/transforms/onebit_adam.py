@@ -59,8 +59,8 @@ class ScaleByOnebitAdamState(NamedTuple):
         """What a training loop would log, seen from one worker; scalars.
 
         Returns:
-          ``phase`` (0 in warm-up, 1 in compression), ``frozen_at``, ``variance_ratio`` as in the
-          state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in warm-up: where it keeps growing,
+          ``phase`` of the last update (0 dense, 1 compressed), ``frozen_at`` and
+          ``variance_ratio`` as in the state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in warm-up: where it keeps growing,
           the momentum changes faster than one bit a step can follow.
         """
         compressing = self.frozen_at >= 0
@@ -75,7 +75,7 @@ class ScaleByOnebitAdamState(NamedTuple):
         measured = compressing & (squared_momentum > 0)
         ratio = jnp.sqrt(squared_residual / jnp.where(measured, squared_momentum, 1.0))
         return {
-            "phase": compressing.astype(jnp.int32),
+            "phase": (compressing & (self.count > self.frozen_at)).astype(jnp.int32),
             "frozen_at": self.frozen_at,
             "variance_ratio": self.variance_ratio,
             "residual_ratio": jnp.where(measured, ratio, 0.0),

@@ -1,0 +1,458 @@
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from train.bert import data
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return data.split_heldout(data.read_corpus(None))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return data.train_tokenizer(documents[0], 1024)
+
+
+@pytest.fixture(scope="module")
+def corpus(documents, tokenizer):
+    return data.tokenize(documents[0], tokenizer)
+
+
+@pytest.fixture(scope="module")
+def heldout(documents, tokenizer):
+    return data.tokenize(documents[1], tokenizer)
+
+
+def numbered_corpus(documents: int, sentences: int, longest: int) -> data.TokenizedCorpus:
+    """Every token occurs once, and its id tells where: place `i` of the corpus holds id `i + 5`."""
+    lengths = np.random.default_rng(0).integers(1, longest + 1, documents * sentences)
+    starts = np.append(0, np.cumsum(lengths))
+    words = [f"w{i}" for i in range(starts[-1])]
+    return data.TokenizedCorpus(
+        tokens=np.arange(5, 5 + starts[-1], dtype=np.int32),
+        sentence_starts=starts,
+        document_starts=np.arange(documents + 1) * sentences,
+        tokenizer=WordPieceTokenizer([*SPECIAL_TOKENS, *words]),
+    )
+
+
+def joined(batches) -> dict[str, np.ndarray]:
+    batches = list(batches)
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def take(count: int, corpus, **options) -> dict[str, np.ndarray]:
+    options = {"batch_size": 8, "sequence_length": 64} | options
+    return joined(itertools.islice(data.batches(corpus, **options), count))
+
+
+def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    for name, values in left.items():
+        assert values.dtype == right[name].dtype
+        np.testing.assert_array_equal(values, right[name], err_msg=name)
+
+
+def write(folder: pathlib.Path, **texts: str) -> pathlib.Path:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, "utf-8", newline="")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------- corpus
+
+
+def test_files_are_read_in_order_and_blank_lines_part_documents(tmp_path):
+    write(tmp_path, b="\n\nfour\r\n \t\r\nfive\r\n", a="one\ntwo \n\n\nthree")
+    (tmp_path / "notes.md").write_text("not read")
+    assert data.read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"corpus folder .*nowhere does not exist"):
+        data.read_corpus(tmp_path / "nowhere")
+
+
+def test_folder_without_text_files(tmp_path):
+    (tmp_path / "corpus.csv").write_text("text")
+    with pytest.raises(ValueError, match=r"has no \.txt files: give a folder"):
+        data.read_corpus(tmp_path)
+
+
+def test_folder_of_empty_files(tmp_path):
+    with pytest.raises(ValueError, match=r"all 2 \.txt files are empty"):
+        data.read_corpus(write(tmp_path, a="", b="\n \n"))
+
+
+def test_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
+    write(tmp_path, a="fine")
+    (tmp_path / "b.txt").write_bytes("é".encode() + "café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8: byte 0xe9 at offset 5"):
+        data.read_corpus(tmp_path)
+
+
+def test_embedded_corpus_has_each_paragraph_once_and_on_one_line():
+    documents = data.read_corpus(None)
+    paragraphs = [paragraph for document in documents for paragraph in document]
+    assert len(documents) > 50
+    assert sum(map(len, paragraphs)) > 250_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not any("\n" in paragraph for paragraph in paragraphs)
+    assert not any(set(paragraph) <= set("*=-+|~^ ") for paragraph in paragraphs)
+    assert documents == data.read_corpus(None)
+
+
+def test_heldout_is_a_twentieth_and_parts_the_documents():
+    documents = [[f"{d} {p}" for p in range(400)] for d in range(4)]
+    train, heldout = data.split_heldout(documents)
+    assert [len(document) for document in heldout] == [8] * 10
+    assert train[0][-1] == "0 151"
+    assert heldout[0][0] == "0 152"
+    assert heldout[2][0] == "1 72"
+    chain = itertools.chain.from_iterable
+    assert sorted(chain(train + heldout)) == sorted(chain(documents))
+    for document in train + heldout:
+        book, first = map(int, document[0].split())
+        assert document == [f"{book} {first + i}" for i in range(len(document))]
+
+
+def test_too_little_text_to_hold_out():
+    with pytest.raises(ValueError, match="the corpus has 152 paragraphs, too few to hold out 8"):
+        data.split_heldout([["paragraph"] * 76] * 2)
+
+
+# ------------------------------------------------------------------------------------- tokenizer
+
+
+def test_saved_vocabulary_gives_the_trained_tokenizer(tmp_path, tokenizer, documents):
+    path = tokenizer.save_vocab(tmp_path)
+    assert path == tmp_path / "vocab.txt"
+    loaded = data.load_tokenizer(path)
+    assert loaded.vocabulary == tokenizer.vocabulary
+    assert loaded.vocabulary[:5] == SPECIAL_TOKENS
+    assert loaded.vocab_size == 1024
+    for left, right in zip(
+        loaded.encode(documents[1][0]), tokenizer.encode(documents[1][0]), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_training_gives_the_same_vocabulary_in_every_process():
+    # Few words and many ties: the trainer alone differs here from one process to the next.
+    program = (
+        "from train.bert.corpus import read_corpus\n"
+        "from train.bert.tokenizer import train_tokenizer\n"
+        "print(train_tokenizer(read_corpus(None)[:8], 2000).vocabulary)"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for seed in ("1", "2", "3")
+    ]
+    assert len({run.stdout for run in runs}) == 1
+    assert "[MASK]" in runs[0].stdout
+
+
+def test_trained_alphabet_keeps_the_commonest_characters():
+    rare = "".join(chr(0x4E00 + i) for i in range(1500))
+    tokenizer = data.train_tokenizer([["aaa bbb", rare]], 2000)
+    assert {"a", "##a", "b", "##b", chr(0x4E00)} <= set(tokenizer.vocabulary)
+    assert chr(0x4E00 + 1499) not in tokenizer.vocabulary
+
+
+def test_encoding_lowers_strips_accents_and_continues_words():
+    tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "cafe", "##s", "!", "[", "]", "mask"])
+    text = tokenizer.encode(["Cafés! [MASK] 東"])[0]
+    assert text.dtype == np.int32
+    tokens = [tokenizer.vocabulary[i] for i in text]
+    assert tokens == ["cafe", "##s", "!", "[", "mask", "]", "[UNK]"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[PAD]\n[CLS]\n[SEP]\nthe\n", r"v\.txt: no \[UNK\], \[MASK\]: BERT needs \[PAD\]"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\na\n", r"v\.txt: token 'a' occurs 2 times"),
+        (b"[PAD]\n\xff", r"v\.txt is not UTF-8: byte 0xff at offset 6"),
+        (None, r"v\.txt is not a file"),
+    ],
+)
+def test_bad_vocabulary(tmp_path, content, message):
+    path = tmp_path / "v.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        data.load_tokenizer(path)
+
+
+def test_vocabulary_size_below_the_characters():
+    with pytest.raises(ValueError, match="vocab_size is 6; this corpus needs at least 9"):
+        data.train_tokenizer([["ab"]], 6)
+
+
+# -------------------------------------------------------------------------------------- examples
+
+
+def test_tokenize_parts_sentences_and_leaves_out_what_is_empty(tokenizer):
+    documents = [
+        ["Mr. Lists is not. A tuple, e.g. this? 'No!' It is", "is"],
+        ["\u200b"],
+        ["a list.", "\u200b"],
+    ]
+    corpus = data.tokenize(documents, tokenizer)
+    sentences = ["mr. lists is not.", "a tuple, e.g. this?", "'no!'", "it is", "is", "a list."]
+    expected = tokenizer.encode(sentences)
+    np.testing.assert_array_equal(corpus.tokens, np.concatenate(expected))
+    np.testing.assert_array_equal(np.diff(corpus.sentence_starts), [len(ids) for ids in expected])
+    np.testing.assert_array_equal(corpus.document_starts, [0, 5, 6])
+
+
+@pytest.mark.parametrize(("length", "room"), [(8, 2), (20, 3), (64, 10), (128, 20), (512, 77)])
+def test_max_predictions(length, room):
+    assert data.max_predictions(length) == room
+
+
+def test_batch_schema(corpus):
+    batch = next(data.batches(corpus, batch_size=8, sequence_length=64))
+    assert {name: (values.shape, values.dtype.name) for name, values in batch.items()} == {
+        "input_ids": ((8, 64), "int32"),
+        "token_type_ids": ((8, 64), "int32"),
+        "attention_mask": ((8, 64), "int32"),
+        "masked_positions": ((8, 10), "int32"),
+        "masked_labels": ((8, 10), "int32"),
+        "masked_weights": ((8, 10), "float32"),
+        "next_sentence_label": ((8,), "int32"),
+        "example_seed": ((8,), "uint32"),
+    }
+    assert len(set(batch["example_seed"].tolist())) == 8
+
+
+@pytest.mark.parametrize("longest", [3, 40, 300])
+@pytest.mark.parametrize("length", [8, 33, 64])
+def test_labels_restore_the_text_and_next_sentences_follow(length, longest):
+    corpus = numbered_corpus(documents=9, sentences=200, longest=longest)
+    document_of_sentence = np.repeat(np.arange(9), 200)
+    document_of_id = np.repeat(document_of_sentence, np.diff(corpus.sentence_starts))
+    document_of_id = np.append(np.full(5, -1), document_of_id)
+    batch = take(20, corpus, sequence_length=length)
+    full = 0
+    for i, ids in enumerate(batch["input_ids"]):
+        used = int(batch["attention_mask"][i].sum())
+        masked = batch["masked_weights"][i] == 1
+        positions = batch["masked_positions"][i][masked]
+        assert masked.sum() == max(1, round(0.15 * used))
+        assert not np.any(batch["masked_weights"][i][~masked])
+        assert np.all(np.diff(positions) > 0)
+        text = ids.copy()
+        text[positions] = batch["masked_labels"][i][masked]
+
+        cls, first, second = corpus.tokenizer.cls_id, *np.flatnonzero(text == 3)
+        assert (text[0], second) == (cls, used - 1)
+        assert not set(positions.tolist()) & {0, int(first), int(second)}
+        a, b = text[1:first], text[first + 1 : second]
+        assert len(a) >= 1
+        assert len(b) >= 1
+        np.testing.assert_array_equal(a, a[0] + np.arange(len(a)))
+        np.testing.assert_array_equal(b, b[0] + np.arange(len(b)))
+        np.testing.assert_array_equal(text[used:], 0)
+        np.testing.assert_array_equal(batch["attention_mask"][i], np.arange(length) < used)
+        segment = (np.arange(length) > first) & (np.arange(length) < used)
+        np.testing.assert_array_equal(batch["token_type_ids"][i], segment)
+
+        a_document, b_document = document_of_id[[a[-1], b[0]]]
+        assert np.all(document_of_id[a] == a_document)
+        assert np.all(document_of_id[b] == b_document)
+        if batch["next_sentence_label"][i] == 0:
+            assert b[0] == a[-1] + 1
+            assert a_document == b_document
+        else:
+            assert a_document != b_document
+        full += used == length
+    assert full > 0.5 * len(batch["input_ids"])
+
+
+def test_masking_is_80_10_10_and_half_the_pairs_are_next(corpus):
+    batch = take(40, corpus, batch_size=32)
+    masked = batch["masked_weights"] == 1
+    labels = batch["masked_labels"][masked]
+    seen = np.take_along_axis(batch["input_ids"], batch["masked_positions"], axis=1)[masked]
+    special = [corpus.tokenizer.vocabulary.index(token) for token in SPECIAL_TOKENS]
+    assert not np.any(np.isin(labels, special))
+    is_mask = seen == corpus.tokenizer.mask_id
+    assert not np.any(np.isin(seen[~is_mask], special))
+
+    def assert_share(hits, share):
+        assert abs(hits.mean() - share) < 4 * np.sqrt(share * (1 - share) / hits.size)
+
+    # A random token is the original one time in the vocabulary's length.
+    same = 0.1 / (corpus.tokenizer.vocab_size - 5)
+    assert_share(is_mask, 0.8)
+    assert_share(seen == labels, 0.1 + same)
+    assert_share(~is_mask & (seen != labels), 0.1 - same)
+    assert_share(batch["next_sentence_label"], 0.5)
+    assert masked.sum() / batch["attention_mask"].sum() == pytest.approx(0.15, abs=0.01)
+
+
+def test_masks_fall_evenly_on_the_positions():
+    corpus = numbered_corpus(documents=9, sentences=200, longest=1)
+    batch = take(100, corpus, batch_size=16, sequence_length=23)
+    full = batch["attention_mask"].sum(1) == 23
+    positions = batch["masked_positions"][full][batch["masked_weights"][full] == 1]
+    counts = np.bincount(positions, minlength=23)
+    expected = full.sum() * 3 / 20
+    assert counts[0] == counts[22] == 0
+    # Where the first [SEP] falls is never masked, so the middle has a little less than the rest.
+    assert np.all(np.abs(counts[1:22] - expected) < 0.3 * expected)
+
+
+def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
+    corpus = numbered_corpus(documents=4, sentences=32, longest=1)
+    # Sentences of one token: 4 documents of 4 chunks of 8, whose A begins each chunk.
+    stream = data.batches(corpus, batch_size=16, sequence_length=11)
+    epochs = [next(stream), next(stream)]
+    for epoch in epochs:
+        restored = epoch["input_ids"].copy()
+        rows = np.arange(16)[:, None]
+        masked = epoch["masked_weights"] == 1
+        restored[rows.repeat(2, 1)[masked], epoch["masked_positions"][masked]] = epoch[
+            "masked_labels"
+        ][masked]
+        # The first chunk's A may have lost its beginning, never its end.
+        assert len(set((restored[:, 1] - 5) // 8)) == 16
+    assert np.any(epochs[0]["input_ids"] != epochs[1]["input_ids"])
+    assert not set(epochs[0]["example_seed"]) & set(epochs[1]["example_seed"])
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+def test_the_seed_alone_decides(corpus):
+    assert_same(take(4, corpus, seed=3), take(4, corpus, seed=3))
+    other = take(4, corpus, seed=4)
+    assert np.any(take(4, corpus, seed=3)["input_ids"] != other["input_ids"])
+
+
+def test_the_stream_of_examples_is_the_same_whatever_the_batch(corpus):
+    assert_same(take(6, corpus, batch_size=4), take(3, corpus, batch_size=8))
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_global_batch(heldout, processes):
+    # More batches than an epoch has, so that some reach from one epoch into the next.
+    count, options = 15, {"batch_size": 12, "sequence_length": 64, "seed": 5}
+    streams = [
+        data.batches(heldout, **options, process_index=index, process_count=processes)
+        for index in range(processes)
+    ]
+    whole = data.batches(heldout, **options)
+    for _ in range(count):
+        parts = [next(stream) for stream in streams]
+        assert all(len(part["input_ids"]) == 12 // processes for part in parts)
+        assert_same(joined(parts), next(whole))
+
+
+def test_resume_from_the_state(corpus):
+    stream = data.batches(corpus, batch_size=8, sequence_length=64)
+    for _ in range(7):
+        next(stream)
+    state = stream.get_state()
+    expected = [next(stream) for _ in range(3)]
+    fresh = data.batches(corpus, batch_size=8, sequence_length=64)
+    next(fresh)
+    fresh.set_state(state)
+    for batch in expected:
+        assert_same(next(fresh), batch)
+
+
+def test_resume_from_an_orbax_checkpoint(corpus, tmp_path):
+    stream = data.batches(corpus, batch_size=8, sequence_length=64)
+    for _ in range(5):
+        next(stream)
+    ocp.save_checkpointables(tmp_path / "checkpoint", {"data": stream})
+    expected = next(stream)
+    fresh = data.batches(corpus, batch_size=8, sequence_length=64)
+    restored = ocp.load_checkpointables(tmp_path / "checkpoint", {"data": fresh})["data"]
+    assert_same(next(restored), expected)
+
+
+def test_evaluation_is_fixed_and_ends_with_the_epoch(heldout):
+    options = {"batch_size": 8, "sequence_length": 64, "seed": 1}
+    every = list(data.evaluation_batches(heldout, **options, max_batches=1000))
+    assert 5 < len(every) < 100
+    assert_same(joined(every), joined(data.evaluation_batches(heldout, **options, max_batches=999)))
+    assert_same(joined(every), take(len(every), heldout, seed=1))
+    first = list(data.evaluation_batches(heldout, **options, max_batches=2))
+    assert_same(joined(first), joined(every[:2]))
+    parts = [
+        data.evaluation_batches(
+            heldout, **options, max_batches=1, process_index=index, process_count=2
+        )
+        for index in range(2)
+    ]
+    assert_same(joined(itertools.chain(*parts)), every[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_length": 7}, "sequence_length is 7; it must be at least 8"),
+        ({"seed": -1}, r"seed is -1; it must be 0 to 2\*\*32 - 1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a positive multiple"),
+        ({"batch_size": 10, "process_count": 4}, "batch_size is 10.* process_count, which is 4"),
+        ({"process_count": 0}, "process_count is 0; it must be at least 1"),
+        ({"process_index": 2, "process_count": 2}, "process_index is 2; it must be below 2"),
+        ({"batch_size": 100_000}, r"gives \d+ sequences of 64 tokens.* batch_size is 100000"),
+    ],
+)
+def test_bad_options(corpus, options, message):
+    options = {"batch_size": 8, "sequence_length": 64} | options
+    with pytest.raises(ValueError, match=message):
+        data.batches(corpus, **options)
+    with pytest.raises(ValueError, match=message):
+        data.evaluation_batches(corpus, **options, max_batches=1)
+
+
+def test_no_evaluation_batch_asked_for(heldout):
+    with pytest.raises(ValueError, match="max_batches is 0"):
+        data.evaluation_batches(heldout, batch_size=8, sequence_length=64, max_batches=0)
+
+
+def test_one_document_has_no_other_to_take_sentences_from():
+    corpus = numbered_corpus(documents=1, sentences=100, longest=9)
+    with pytest.raises(ValueError, match="the corpus is one document"):
+        data.batches(corpus, batch_size=1, sequence_length=64)
+
+
+def test_corpus_without_a_token(tokenizer):
+    with pytest.raises(ValueError, match="gives 0 sequences"):
+        data.batches(data.tokenize([["\u200b"]], tokenizer), batch_size=1, sequence_length=64)
+
+
+def test_real_corpus(shared_dir):
+    train = data.read_corpus(shared_dir / "data/corpus/train")
+    documents = data.read_corpus(shared_dir / "data/corpus/heldout")
+    assert (len(train), len(documents)) == (69, 62)
+    tokenizer = data.train_tokenizer(documents, 8192)
+    assert tokenizer.vocab_size == 8192
+    corpus = data.tokenize(documents, tokenizer)
+    assert np.mean(corpus.tokens == tokenizer.unk_id) < 1e-3
+    batch = take(20, corpus, batch_size=32)
+    assert batch["attention_mask"].mean() > 0.95

@@ -1,0 +1,252 @@
+"""The BERT model against what the original is known to be, and against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy import special
+
+from train.bert.model import (
+    SIZES,
+    BertConfig,
+    BertForPreTraining,
+    decay_mask,
+    init_params,
+    pretraining_loss,
+)
+
+VOCAB = 50
+SMALL = BertConfig(VOCAB, layers=2, hidden=16, heads=2, feed_forward=32)
+BATCH, LENGTH, MASKED = 4, 12, 3
+
+init = jax.jit(init_params, static_argnums=0)
+graphdef = nnx.graphdef(nnx.eval_shape(lambda: BertForPreTraining(SMALL, nnx.Rngs(0))))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights far from their small first values, so that every part of the model matters."""
+    leaves, tree = jax.tree.flatten(init(SMALL, 1))
+    rng = np.random.default_rng(2)
+    return tree.unflatten(
+        [x + 0.3 * rng.standard_normal(x.shape, dtype=np.float32) for x in leaves]
+    )
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """The last three positions of every sequence are padding, and so is one masked slot."""
+    rng = np.random.default_rng(3)
+    attention_mask = np.ones((BATCH, LENGTH), np.int32)
+    attention_mask[:, -3:] = 0
+    weights = np.ones((BATCH, MASKED), np.float32)
+    weights[1, 2] = 0
+    return {
+        "input_ids": rng.integers(VOCAB, size=(BATCH, LENGTH), dtype=np.int32),
+        "token_type_ids": rng.integers(2, size=(BATCH, LENGTH), dtype=np.int32),
+        "attention_mask": attention_mask,
+        "masked_positions": rng.integers(LENGTH - 3, size=(BATCH, MASKED), dtype=np.int32),
+        "masked_labels": rng.integers(VOCAB, size=(BATCH, MASKED), dtype=np.int32),
+        "masked_weights": weights,
+        "next_sentence_label": rng.integers(2, size=BATCH, dtype=np.int32),
+        "example_seed": rng.integers(2**32, size=BATCH, dtype=np.uint32),
+    }
+
+
+@pytest.fixture(scope="module")
+def heldout_loss():
+    return jax.jit(pretraining_loss(SMALL, train=False))
+
+
+@pytest.fixture(scope="module")
+def training_loss_and_gradients():
+    return jax.jit(jax.value_and_grad(pretraining_loss(SMALL), has_aux=True))
+
+
+# Base and large as published: encoder, pooler, MLM head with its tied matrix and bias, NSP head.
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("tiny", 4_433_468),
+        ("mini", 11_267_900),
+        ("small", 29_058_876),
+        ("base", 110_106_428),
+        ("large", 336_226_108),
+    ],
+)
+def test_parameter_counts(size, parameters):
+    shapes = jax.eval_shape(lambda: init_params(BertConfig.of_size(size, 30522), seed=0))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == parameters
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+
+
+def test_unknown_size_names_the_known():
+    with pytest.raises(ValueError, match=f"size = 'huge': expected one of {', '.join(SIZES)}"):
+        BertConfig.of_size("huge", 30522)
+
+
+def test_init_is_truncated_normal_and_follows_the_seed():
+    config = BertConfig(4096, layers=1, hidden=32, heads=2, feed_forward=64)
+    params = init(config, 0)
+    table = params["embeddings"]["token"]["embedding"]
+    # Cut at two standard deviations, as TensorFlow's initializer of that name, and not rescaled.
+    assert float(jnp.abs(table).max()) <= 0.04
+    assert float(table.std()) == pytest.approx(0.02 * 0.8796, rel=0.01)
+    assert not jnp.array_equal(params["layers"][0]["expand"]["kernel"], table[:32, :64])
+    assert float(jnp.abs(params["mlm_head"]["bias"]).max()) == 0.0
+    again = init(config, 0)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, again))
+    other = init(config, 1)
+    assert not jnp.array_equal(table, other["embeddings"]["token"]["embedding"])
+
+
+def test_first_loss_is_that_of_guessing(batch, heldout_loss):
+    loss, losses = heldout_loss(init(SMALL, 0), batch)
+    assert losses["mlm_loss"] == pytest.approx(np.log(VOCAB), abs=0.1)
+    assert losses["nsp_loss"] == pytest.approx(np.log(2), abs=0.1)
+    assert loss == losses["mlm_loss"] + losses["nsp_loss"]
+
+
+def test_matches_numpy(params, batch, heldout_loss):
+    _, losses = heldout_loss(params, batch)
+    expected = _numpy_losses(jax.tree.map(np.float64, params), batch)
+    assert (losses["mlm_loss"], losses["nsp_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_are_finite_and_reach_every_parameter(params, batch, training_loss_and_gradients):
+    _, gradients = training_loss_and_gradients(params, batch)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert jnp.isfinite(gradient).all(), name
+        # A bias common to all keys leaves the softmax as it is.
+        if not name.endswith("key/bias"):
+            assert jnp.any(gradient != 0), name
+
+
+def test_padding_does_not_change_the_loss(params, batch, heldout_loss):
+    changed = dict(batch)
+    for name in ("input_ids", "token_type_ids"):
+        changed[name] = np.where(batch["attention_mask"] == 1, batch[name], 1)
+    assert np.any(changed["input_ids"] != batch["input_ids"])
+    assert heldout_loss(params, changed)[0] == heldout_loss(params, batch)[0]
+    seen = batch | {"input_ids": np.where(batch["attention_mask"] == 1, 1, batch["input_ids"])}
+    assert heldout_loss(params, seen)[0] != heldout_loss(params, batch)[0]
+
+
+def test_slots_without_weight_do_not_count(params, batch, heldout_loss):
+    empty = batch["masked_weights"] == 0
+    changed = batch | {
+        "masked_positions": np.where(empty, 5, batch["masked_positions"]),
+        "masked_labels": np.where(empty, 7, batch["masked_labels"]),
+    }
+    assert heldout_loss(params, changed)[0] == heldout_loss(params, batch)[0]
+    nothing = batch | {"masked_weights": np.zeros_like(batch["masked_weights"])}
+    assert heldout_loss(params, nothing)[1]["mlm_loss"] == 0.0
+
+
+def test_token_embedding_is_the_mlm_heads_matrix(params, batch):
+    """A token that is nowhere in the input changes its own logits, and no others."""
+    token = 0
+    inputs = batch | {"input_ids": np.maximum(batch["input_ids"], 1)}
+    table = params["embeddings"]["token"]["embedding"]
+    embeddings = params["embeddings"] | {"token": {"embedding": table.at[token].add(1.0)}}
+
+    @jax.jit
+    def mlm_logits(params):
+        return nnx.merge(graphdef, params)(inputs)[0]
+
+    before, after = mlm_logits(params), mlm_logits(params | {"embeddings": embeddings})
+    assert before.shape == (BATCH, MASKED, VOCAB)
+    assert jnp.all(before[..., token] != after[..., token])
+    assert jnp.array_equal(before[..., 1:], after[..., 1:])
+
+
+def test_encoder_ends_in_a_layer_norm(batch):
+    """Post-LN: while scales are 1 and biases 0, every token leaves with mean 0, variance 1."""
+
+    @jax.jit
+    def encode(params, input_ids, token_type_ids, attention_mask):
+        return nnx.merge(graphdef, params).encode(input_ids, token_type_ids, attention_mask)
+
+    inputs = (batch[name] for name in ("input_ids", "token_type_ids", "attention_mask"))
+    hidden = encode(init(SMALL, 0), *inputs)
+    assert hidden.shape == (BATCH, LENGTH, SMALL.hidden)
+    np.testing.assert_allclose(hidden.mean(-1), 0, atol=1e-6)
+    np.testing.assert_allclose(hidden.var(-1), 1, rtol=1e-5)
+
+
+def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and_gradients):
+    def loss_of(batch):
+        (loss, _), _ = training_loss_and_gradients(params, batch)
+        return loss
+
+    loss = loss_of(batch)
+    assert loss_of(batch) == loss
+    rest = batch | {
+        "example_seed": np.append(batch["example_seed"][:1], np.arange(3, dtype=np.uint32))
+    }
+    assert loss_of(rest) == loss
+    first = batch | {"example_seed": batch["example_seed"] + np.uint32(1)}
+    assert loss_of(first) != loss
+
+
+def test_decay_spares_biases_and_layer_norms(params):
+    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params))
+    decayed = {path[-1].key for path, decays in mask if decays}
+    spared = {path[-1].key for path, decays in mask if not decays}
+    assert decayed == {"kernel", "embedding"}
+    assert spared == {"bias", "scale"}
+
+
+def _numpy_losses(params, batch):
+    """The two losses by the original's formulas, in float64, one head and one token at a time."""
+
+    def dense(x, p):
+        return x @ p["kernel"] + p["bias"]
+
+    def layer_norm(x, p):
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-12) * p["scale"] + p["bias"]
+
+    def gelu(x):
+        return x * 0.5 * (1 + special.erf(x / np.sqrt(2)))
+
+    def encode(ids, types, mask):
+        e = params["embeddings"]
+        x = e["token"]["embedding"][ids] + e["token_type"]["embedding"][types]
+        x = layer_norm(x + e["position"]["embedding"][: len(ids)], e["norm"])
+        for p in params["layers"].values():
+            q, k, v = (dense(x, p["attention"][name]) for name in ("query", "key", "value"))
+            size = SMALL.hidden // SMALL.heads
+            heads = []
+            for h in range(SMALL.heads):
+                part = slice(h * size, (h + 1) * size)
+                scores = q[:, part] @ k[:, part].T / np.sqrt(size)
+                heads.append(special.softmax(np.where(mask, scores, -np.inf), -1) @ v[:, part])
+            attended = dense(np.concatenate(heads, -1), p["attention"]["output"])
+            x = layer_norm(x + attended, p["attention_norm"])
+            x = layer_norm(
+                x + dense(gelu(dense(x, p["expand"])), p["contract"]), p["feed_forward_norm"]
+            )
+        return x
+
+    head = params["mlm_head"]
+    mlm, nsp = [], []
+    for i in range(BATCH):
+        x = encode(
+            batch["input_ids"][i], batch["token_type_ids"][i], batch["attention_mask"][i] == 1
+        )
+        for position, label, weight in zip(
+            batch["masked_positions"][i],
+            batch["masked_labels"][i],
+            batch["masked_weights"][i],
+            strict=True,
+        ):
+            if weight:
+                y = layer_norm(gelu(dense(x[position], head["transform"])), head["norm"])
+                logits = params["embeddings"]["token"]["embedding"] @ y + head["bias"]
+                mlm.append(special.logsumexp(logits) - logits[label])
+        logits = dense(np.tanh(dense(x[0], params["pooler"])), params["nsp_head"])
+        nsp.append(special.logsumexp(logits) - logits[batch["next_sentence_label"][i]])
+    return np.mean(mlm), np.mean(nsp)

@@ -1,0 +1,380 @@
+"""The pre-training program: its options, a whole small run, resuming, and bad input."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from train.bert import pretrain, schedules
+from train.bert.config import Config, check_folder, write_config
+from train.bert.stop import StopRequest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 12
+# Stops at a third fall into the warm-up, and later ones into compression.
+RUN = (
+    "--workers 2 --batch-size 16 --sequence-length 32 --vocab-size 300 --learning-rate 5e-3 "
+    f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5 --eval-batches 2"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
+    assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Each start of a run compiles the same programs; once is enough for these tests."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.5,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of both optimizers that nothing interrupted: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
+        assert pretrain.main([*RUN, "--out", str(out)]) == 0
+    return out, "\n".join(map(str, printed))
+
+
+def metrics(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def final_state(folder):
+    with ocp.training.Checkpointer(str(folder / "checkpoints")) as checkpointer:
+        assert checkpointer.latest is not None
+        assert checkpointer.latest.step == STEPS
+        saved = checkpointer.checkpointables_metadata().metadata
+        one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device),
+            {name: saved[name] for name in ("params", "opt_state")},
+        )
+        return checkpointer.load_checkpointables(None, abstract)
+
+
+def assert_identical(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
+    ):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+def test_both_optimizers_run_from_the_same_start(finished):
+    out, _ = finished
+    adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
+    for rows in (adam, onebit):
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert [row["samples"] for row in rows] == [16 * row["step"] for row in rows]
+        assert all(np.diff([row["seconds"] for row in rows]) > 0)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+        assert all(row["loss"] == pytest.approx(row["mlm_loss"] + row["nsp_loss"]) for row in rows)
+    assert [row["lr"] for row in adam] == [row["lr"] for row in onebit]
+    # Until 1-bit Adam compresses, it is AdamW: the same losses, seen before each update.
+    np.testing.assert_allclose(
+        [row["loss"] for row in adam[:7]], [row["loss"] for row in onebit[:7]], rtol=1e-5
+    )
+    assert adam[-1]["loss"] != onebit[-1]["loss"]
+
+
+def test_bytes_and_phases_are_exact(finished):
+    out, _ = finished
+    adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
+    assert {row["phase"] for row in adam} == {"dense"}
+    assert [row["phase"] for row in onebit] == ["dense"] * 6 + ["compressed"] * (STEPS - 6)
+    result = json.loads((out / "onebit_adam" / "result.json").read_text())
+    dense, compressed = (result["bytes_a_step"][phase] for phase in ("dense", "compressed"))
+    parameters = result["parameters"]
+    # Two workers: each sends half of every array twice, a few scalars and scales beside.
+    assert dense == pytest.approx(4 * parameters, rel=1e-3)
+    assert compressed == pytest.approx(parameters / 8, rel=0.05)
+    sent = [row["bytes_sent"] for row in onebit]
+    assert np.diff([0, *sent]).tolist() == [dense] * 6 + [compressed] * (STEPS - 6)
+    assert adam[-1]["bytes_sent"] == pytest.approx(STEPS * dense, rel=1e-4)
+
+
+def test_report(finished):
+    out, printed = finished
+    assert printed.splitlines()[-1] == str(out / "loss.png")
+    assert (out / "loss.png").stat().st_size > 10_000
+    report = (out / "report.md").read_text()
+    assert "| warm-up ended | - | after step 6, as given |" in report
+    assert "all-to-all  u8" in report
+    for name in ("adam", "onebit_adam"):
+        result = json.loads((out / name / "result.json").read_text())
+        assert f"{result['heldout_mlm_loss']:.4f}" in report
+        assert result["heldout_masked_tokens"] > 0
+        assert list((out / name).glob("events.out.tfevents.*"))
+    assert (out / "vocab.txt").read_text().startswith("[PAD]\n")
+
+
+def test_a_finished_run_is_not_repeated(finished, capsys):
+    out, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()}
+    (out / "loss.png").unlink()
+    assert pretrain.main([*RUN, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out / "loss.png")
+    assert (out / "loss.png").exists()
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()} == before
+
+
+class CrashError(Exception):
+    """What no program catches."""
+
+
+def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch, capsys):
+    """Stopped at a third by SIGTERM, then dying between two checkpoints, then left alone."""
+    complete = finished[0] / "onebit_adam"
+    command = [*RUN, "--optimizer", "onebit_adam", "--out", str(tmp_path / "run")]
+    requested = StopRequest.requested
+
+    def sigterm_at_a_third(self, step):
+        if step + 1 == STEPS // 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return requested(self, step)
+
+    def crash_past_a_checkpoint(self, step):
+        if step + 1 == 8:
+            raise CrashError
+        return requested(self, step)
+
+    monkeypatch.setattr(StopRequest, "requested", sigterm_at_a_third)
+    assert pretrain.main(command) == 128 + signal.SIGTERM
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == "onebit_adam stopped after step 4; the same command again goes on from there"
+    assert not (tmp_path / "run" / "report.md").exists()
+    assert len(metrics(tmp_path / "run" / "onebit_adam")) == 4
+
+    monkeypatch.setattr(StopRequest, "requested", crash_past_a_checkpoint)
+    with pytest.raises(CrashError):
+        pretrain.main(command)
+    assert len(metrics(tmp_path / "run" / "onebit_adam")) > 5
+
+    monkeypatch.setattr(StopRequest, "requested", requested)
+    assert pretrain.main(command) == 0
+    resumed = tmp_path / "run" / "onebit_adam"
+    assert without_times(metrics(resumed)) == without_times(metrics(complete))
+    assert_identical(final_state(resumed), final_state(complete))
+
+
+@pytest.mark.slow
+def test_resumed_where_the_variance_became_stable(tmp_path, monkeypatch):
+    """The host learns of the freeze one step late; where a run stops must not matter."""
+    # b2 = 0.75 looks four updates back.
+    automatic = [*RUN, "--optimizer", "onebit_adam", "--warmup", "auto", "--b2", "0.75"]
+    assert pretrain.main([*automatic, "--out", str(tmp_path / "complete")]) == 0
+    complete = tmp_path / "complete" / "onebit_adam"
+    frozen_at = json.loads((complete / "result.json").read_text())["frozen_at"]
+    assert 5 <= frozen_at < STEPS - 2
+    phases = [row["phase"] for row in metrics(complete)]
+    assert phases == ["dense"] * frozen_at + ["compressed"] * (STEPS - frozen_at)
+    assert "by itself" in (tmp_path / "complete" / "report.md").read_text()
+
+    requested = StopRequest.requested
+    resumed = tmp_path / "resumed"
+    for stop_after in (frozen_at, frozen_at + 1):
+
+        def sigterm(self, step, stop_after=stop_after):
+            if step + 1 == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return requested(self, step)
+
+        monkeypatch.setattr(StopRequest, "requested", sigterm)
+        assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
+    monkeypatch.setattr(StopRequest, "requested", requested)
+    assert pretrain.main([*automatic, "--out", str(resumed)]) == 0
+    assert_identical(final_state(resumed / "onebit_adam"), final_state(complete))
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(finished, tmp_path):
+    """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "train.bert.pretrain", *RUN, "--out", str(tmp_path / "run")]
+    command += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [*command, str(index)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for name, agreeing in (("adam", STEPS), ("onebit_adam", 7)):
+        one, two = (metrics(folder / name) for folder in (finished[0], tmp_path / "run"))
+        np.testing.assert_allclose(
+            [row["loss"] for row in one[:agreeing]],
+            [row["loss"] for row in two[:agreeing]],
+            rtol=1e-5,
+        )
+        assert [row["bytes_sent"] for row in one] == [row["bytes_sent"] for row in two]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--learning-rate nan", "--learning-rate nan: expected a finite number above 0"),
+        ("--learning-rate -1e-3", "--learning-rate -0.001: expected a finite number above 0"),
+        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
+        ("--batch-size 6 --accumulation 2", "= 2 x 2; take 4 or 8"),
+        ("--workers 9 --batch-size 9", "--workers 9: a device each, but there are 8 (cpu)"),
+        ("--workers 0", "--workers 0: expected a whole number of at least 1"),
+        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
+        ("--warmup -5", "--warmup -5: expected a whole number of at least 1, or auto"),
+        ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
+        ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
+        ("--eps 0", "--eps 0.0: expected a finite number above 0"),
+        ("--weight-decay nan", "--weight-decay nan: expected"),
+        ("--decay-rate nan", "--decay-rate nan: expected"),
+        ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
+        ("--dropout 1", "--dropout 1.0: expected"),
+        ("--schedule-warmup 12", "--schedule-warmup 12: expected 0 or more, and fewer than"),
+        ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
+        ("--seed -1", "--seed -1: expected"),
+        ("--optimizer adam adam", "--optimizer ('adam', 'adam'): expected one or more, each once"),
+        ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
+        ("--coordinator h:1 --process-id 1", "--process-id 1: expected 0 to 0"),
+        ("--corpus NOWHERE", "NOWHERE does not exist"),
+        ("--heldout NOWHERE", "NOWHERE does not exist"),
+        ("--vocab NOWHERE", "NOWHERE"),
+        ("--vocab VOCABULARY", "[MASK]"),
+        ("--corpus LATIN", "UTF-8"),
+        ("--corpus SHORT --heldout SHORT", "training text: the corpus gives"),
+        ("--heldout SHORT", "held-out text: the corpus gives"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
+    (tmp_path / "vocabulary").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    for name, content in (
+        ("latin", "d\xe9j\xe0 vu\n".encode("latin-1")),
+        ("short", b"One line. And two.\n\nAnother text. Ends.\n\nA third. It ends.\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_bytes(content)
+    for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT"):
+        path = str(tmp_path / name.lower())
+        options, complaint = options.replace(name, path), complaint.replace(name, path)
+    out = tmp_path / "out"
+    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()
+
+
+def test_bad_input_from_the_shell(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "train.bert.pretrain",
+            "--batch-size",
+            "30",
+            "--out",
+            tmp_path / "a",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: --batch-size 30: not divisible by workers x accumulation = 4 x 1; take 28 or 32\n"
+    )
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--seed 1", "holds a run with --seed 0, this one has 1"),
+        ("--size mini", "holds a run with --size tiny, this one has mini"),
+        ("--warmup auto", "holds a run with --warmup 6, this one has auto"),
+        ("--steps 20", "holds a run with --steps 12, this one has 20"),
+    ],
+)
+def test_folder_of_another_configuration(finished, options, complaint, capsys):
+    out, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
+    assert f"error: --out {out}: {complaint}; give the same, or another --out" in (
+        capsys.readouterr().err
+    )
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_folder_of_something_else(tmp_path, capsys):
+    (tmp_path / "thesis.txt").touch()
+    assert pretrain.main([*RUN, "--out", str(tmp_path)]) == 2
+    assert "exists and is no run of this program" in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_model(finished, tmp_path, capsys):
+    """The configuration is the same, yet somebody has put other checkpoints there."""
+    out, _ = finished
+    (tmp_path / "run" / "adam").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text((out / "config.json").read_text())
+    with ocp.training.Checkpointer(str(tmp_path / "run" / "adam" / "checkpoints")) as checkpointer:
+        tree = {"kernel": np.zeros(3, np.float32)}
+        checkpointer.save_checkpointables(4, {"params": tree, "opt_state": tree})
+    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        f"error: the checkpoint in {tmp_path}/run/adam/checkpoints is of another"
+    )
+    assert "has shape absent there and (128,) in this run" in error
+    assert not (tmp_path / "run" / "adam" / "metrics.jsonl").exists()
+
+
+def test_exponential_schedule():
+    """1-bit Adam's BERT: up to 4e-4 in 12.5 thousand steps, then 0.99 of it every 520."""
+    schedule = schedules.exponential(4e-4, warmup=12_500, rate=0.99, every=520)
+    steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
+    expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
+    assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
+
+
+def test_cosine_schedule():
+    schedule = schedules.cosine(1e-3, warmup=10, steps=110)
+    rates = [np.asarray(schedule(step)) for step in (0, 9, 10, 60, 110)]
+    assert rates == pytest.approx([1e-4, 1e-3, 1e-3, 5e-4, 0], rel=1e-5, abs=1e-9)
+
+
+def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
+    write_config(Config(out=str(tmp_path), schedule="exponential", steps=800))
+    check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizer=("adam",)))
+    with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
+        check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))

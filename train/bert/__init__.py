@@ -1,0 +1,1 @@
+"""BERT pre-training with one-bit optimizers, beside dense Adam."""

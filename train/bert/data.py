@@ -1,0 +1,346 @@
+"""BERT's pre-training data: plain text to batches of masked segment pairs.
+
+    documents = read_corpus(folder)                    # folder None: the text inside Python itself
+    documents, heldout = split_heldout(documents)      # or read_corpus(heldout_folder)
+    tokenizer = train_tokenizer(documents, 8192)       # or load_tokenizer("vocab.txt")
+    iterator = batches(tokenize(documents, tokenizer), batch_size=32, sequence_length=64)
+
+Every example is a function of the seed and its number in the stream alone, so a Grain iterator's
+whole state is one number, and any example can be made again.
+"""
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from train.bert.corpus import read_corpus, split_heldout
+from train.bert.tokenizer import (
+    SPECIAL_TOKENS,
+    WordPieceTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+__all__ = [
+    "TokenizedCorpus",
+    "batches",
+    "evaluation_batches",
+    "load_tokenizer",
+    "max_predictions",
+    "read_corpus",
+    "split_heldout",
+    "tokenize",
+    "train_tokenizer",
+]
+
+MASKED_PERCENT = 15
+IS_NEXT, IS_RANDOM = 0, 1
+
+_SPECIAL_POSITIONS = 3  # [CLS] A [SEP] B [SEP]
+# A full stop, with or without a closing quotation mark, ends a sentence, unless it ends a title.
+_SENTENCE_END = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)]))(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)\s+(?=[^a-z\s])"
+)
+
+
+class TokenizedCorpus(NamedTuple):
+    """A corpus as one array of ids and the places where its parts begin.
+
+    Attributes:
+        tokens: int32 `[tokens]`.
+        sentence_starts: int64 `[sentences + 1]`: index into `tokens`; the last is its length.
+        document_starts: int64 `[documents + 1]`: number of a sentence; the last is how many.
+        tokenizer: what made the ids.
+    """
+
+    tokens: np.ndarray
+    sentence_starts: np.ndarray
+    document_starts: np.ndarray
+    tokenizer: WordPieceTokenizer
+
+
+def tokenize(documents: Sequence[Sequence[str]], tokenizer: WordPieceTokenizer) -> TokenizedCorpus:
+    """Encodes all documents, sentence by sentence.
+
+    Args:
+        documents: lists of paragraphs. A sentence ends at the end of its paragraph, or at a full
+            stop, question or exclamation mark followed by a space and no small letter.
+        tokenizer: from `train_tokenizer` or `load_tokenizer`.
+
+    Returns:
+        The corpus; sentences and documents without a token are left out.
+    """
+    sentences: list[str] = []
+    counts: list[int] = []
+    for document in documents:
+        before = len(sentences)
+        for paragraph in document:
+            sentences.extend(_SENTENCE_END.split(paragraph))
+        counts.append(len(sentences) - before)
+    ids = tokenizer.encode(sentences)
+    lengths = np.array([len(sentence) for sentence in ids], np.int64)
+    kept = lengths > 0
+    document_ends = np.concatenate([[0], np.cumsum(kept)])[np.cumsum(counts, dtype=np.int64)]
+    return TokenizedCorpus(
+        tokens=np.concatenate([np.empty(0, np.int32), *ids]),
+        sentence_starts=_starts(lengths[kept]),
+        document_starts=np.unique(np.concatenate([[0], document_ends])),
+        tokenizer=tokenizer,
+    )
+
+
+def max_predictions(sequence_length: int) -> int:
+    """Returns the number of masked positions a sequence has room for: 15 %, rounded up."""
+    return math.ceil(sequence_length * MASKED_PERCENT / 100)
+
+
+def batches(
+    corpus: TokenizedCorpus,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    seed: int = 0,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    """Returns a Grain iterator over batches, without end.
+
+    The corpus is shuffled anew each epoch, and pairs and masks are drawn anew for each example. The
+    global batch depends on the seed alone: the processes' batches, joined in the order of
+    `process_index`, are the batch of a single process. `get_state` and `set_state` resume exactly.
+
+    Args:
+        corpus: from `tokenize`.
+        batch_size: the global batch's sequences; each process yields its equal share of them, B.
+        sequence_length: positions in a sequence, S, with `[CLS]` and both `[SEP]`.
+        seed: of order, pairs and masks; 0 to 2**32 - 1.
+        process_index: which process this is, from 0.
+        process_count: the number of processes.
+
+    Returns:
+        An iterator over dicts, P being `max_predictions(S)`: `input_ids`, `token_type_ids` and
+        `attention_mask` (int32 `[B, S]`), `masked_positions` and `masked_labels` (int32 `[B, P]`,
+        zeros past the end), `masked_weights` (float32 `[B, P]`: 1 for a prediction, 0 past the
+        end), `next_sentence_label` (int32 `[B]`: 0 next, 1 random) and `example_seed`
+        (uint32 `[B]`).
+
+    Raises:
+        ValueError: an option is out of range, `batch_size` is not divisible by `process_count`, or
+            the corpus does not fill one batch.
+    """
+    return _stream(corpus, batch_size, sequence_length, seed, process_index, process_count)[0]
+
+
+def evaluation_batches(
+    corpus: TokenizedCorpus,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    seed: int = 0,
+    max_batches: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yields at most `max_batches` whole batches, the same ones at each call.
+
+    They are the first batches that `batches` gives for these arguments, within one epoch: which
+    text they hold, its pairs and its masks depend on the seed alone.
+
+    Args:
+        corpus: the held-out documents, from `tokenize`.
+        batch_size: as for `batches`.
+        sequence_length: as for `batches`.
+        seed: as for `batches`.
+        max_batches: how many batches at most, 1 or more.
+        process_index: as for `batches`.
+        process_count: as for `batches`.
+
+    Returns:
+        An iterator over dicts of arrays as `batches` gives them.
+
+    Raises:
+        ValueError: as for `batches`, or `max_batches` is below 1.
+    """
+    _check(max_batches >= 1, "max_batches", max_batches, "at least 1")
+    stream, per_epoch = _stream(
+        corpus, batch_size, sequence_length, seed, process_index, process_count
+    )
+    return itertools.islice(stream, min(max_batches, per_epoch))
+
+
+def _stream(
+    corpus: TokenizedCorpus,
+    batch_size: int,
+    sequence_length: int,
+    seed: int,
+    process_index: int,
+    process_count: int,
+) -> tuple[grain.DatasetIterator[dict[str, np.ndarray]], int]:
+    """One process's shares of the endless global batches, and how many of these an epoch fills."""
+    _check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
+    _check(0 <= seed < 2**32, "seed", seed, "0 to 2**32 - 1")
+    _check(process_count >= 1, "process_count", process_count, "at least 1")
+    _check(
+        0 <= process_index < process_count, "process_index", process_index, f"below {process_count}"
+    )
+    _check(
+        batch_size >= 1 and batch_size % process_count == 0,
+        "batch_size",
+        batch_size,
+        f"a positive multiple of process_count, which is {process_count}",
+    )
+    make_example = _ExampleMaker(corpus, sequence_length)
+    per_epoch = len(make_example.chunks) // batch_size
+    if per_epoch == 0:
+        raise ValueError(
+            f"the corpus gives {len(make_example.chunks)} sequences of {sequence_length} tokens, "
+            f"less than one batch: batch_size is {batch_size}; give more text or a smaller batch"
+        )
+    # Batched by shares before slicing, so that share k of process p belongs to global batch k.
+    shares = (
+        grain.MapDataset.range(len(make_example.chunks))
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .random_map(make_example)
+        .batch(batch_size // process_count)
+    )
+    # Arrays in memory: threads would only fight the training loop for the interpreter's lock.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return iter(shares[process_index::process_count].to_iter_dataset(options)), per_epoch
+
+
+class _ExampleMaker:
+    """Makes an example from a chunk's number and a random generator.
+
+    As BERT's own data, a chunk of consecutive sentences that fills a sequence is divided between
+    two sentences into A and B, or, half the time, B is taken from another document. The longer
+    of the two is cut to fit; A loses its beginning and B its end, so that where they meet is kept.
+
+    A sentence longer than half a sequence counts as several, so every chunk can be divided, and
+    the two labels are equally likely. Chunks overlap where a sentence was cut at the end of one.
+    """
+
+    def __init__(self, corpus: TokenizedCorpus, sequence_length: int):
+        self.length = sequence_length
+        self.room = sequence_length - _SPECIAL_POSITIONS
+        self.corpus = corpus
+        special = [corpus.tokenizer.vocabulary.index(token) for token in SPECIAL_TOKENS]
+        self.ordinary = np.setdiff1d(
+            np.arange(corpus.tokenizer.vocab_size, dtype=np.int32), special
+        )
+        longest = self.room // 2
+        lengths = np.diff(corpus.sentence_starts)
+        pieces = -(-lengths // longest)
+        first_piece = _starts(pieces)
+        within = np.arange(first_piece[-1]) - np.repeat(first_piece[:-1], pieces)
+        starts = np.repeat(corpus.sentence_starts[:-1], pieces) + longest * within
+        self.starts = np.append(starts, corpus.sentence_starts[-1])
+        self.documents = first_piece[corpus.document_starts]
+        self.chunks = self._chunks()
+        if len(corpus.document_starts) == 2:
+            raise ValueError(
+                "the corpus is one document, and next-sentence prediction takes its random "
+                "sentences from another: put a blank line between documents, or add a file"
+            )
+
+    def _chunks(self) -> np.ndarray:
+        """First piece, piece after the last, and document of each chunk: int64 `[chunks, 3]`."""
+        starts = self.starts.tolist()
+        ends = self.documents.tolist()
+        chunks = []
+        for document, (first, end) in enumerate(itertools.pairwise(ends)):
+            while end - first >= 2:
+                full = starts[first] + self.room
+                stop = min(end, bisect.bisect_left(starts, full, first))
+                chunks.append((first, stop, document))
+                first = stop - 1 if starts[stop] > full else stop
+        return np.array(chunks, np.int64).reshape(-1, 3)
+
+    def __call__(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        seed = rng.integers(2**32)
+        label = IS_NEXT if rng.random() < 0.5 else IS_RANDOM
+        a, b = self._pair(index, label, rng)
+        tokenizer = self.corpus.tokenizer
+        used = len(a) + len(b) + _SPECIAL_POSITIONS
+        input_ids = np.full(self.length, tokenizer.pad_id, np.int32)
+        input_ids[0] = tokenizer.cls_id
+        input_ids[1 : 1 + len(a)] = a
+        input_ids[1 + len(a)] = tokenizer.sep_id
+        input_ids[2 + len(a) : used - 1] = b
+        input_ids[used - 1] = tokenizer.sep_id
+        token_type_ids = np.zeros(self.length, np.int32)
+        token_type_ids[2 + len(a) : used] = 1
+        attention_mask = np.zeros(self.length, np.int32)
+        attention_mask[:used] = 1
+        positions, labels, weights = self._mask(input_ids, len(a), len(b), rng)
+        return {
+            "input_ids": input_ids,
+            "token_type_ids": token_type_ids,
+            "attention_mask": attention_mask,
+            "masked_positions": positions,
+            "masked_labels": labels,
+            "masked_weights": weights,
+            "next_sentence_label": np.array(label, np.int32),
+            "example_seed": np.array(seed, np.uint32),
+        }
+
+    def _pair(
+        self, index: int, label: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray]:
+        first, stop, document = self.chunks[index].tolist()
+        starts = self.starts
+        room = min(self.room, int(starts[stop] - starts[first]))
+        a_stop = int(rng.integers(first + 1, stop))
+        a_length = int(starts[a_stop] - starts[first])
+        b_first, b_stop = a_stop, stop
+        if label == IS_RANDOM:
+            own, after = self.documents[document], self.documents[document + 1]
+            b_first = int(rng.integers(len(starts) - 1 - (after - own)))
+            b_first += int(after - own) if b_first >= own else 0
+            b_document_stop = self.documents[np.searchsorted(self.documents, b_first, "right")]
+            b_full = np.searchsorted(starts, starts[b_first] + room - a_length)
+            b_stop = min(b_full, b_document_stop)
+        a_end, b_start = int(starts[a_stop]), int(starts[b_first])
+        b_length = int(starts[b_stop]) - b_start
+        a_length = min(a_length, max(room - b_length, (room + 1) // 2))
+        b_length = min(b_length, room - a_length)
+        tokens = self.corpus.tokens
+        return tokens[a_end - a_length : a_end], tokens[b_start : b_start + b_length]
+
+    def _mask(
+        self, input_ids: np.ndarray, a_length: int, b_length: int, rng: np.random.Generator
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Masks `input_ids` in place; returns positions, labels and weights, each `[P]`."""
+        room = max_predictions(self.length)
+        # As in BERT, [CLS] and [SEP] count towards the 15 %, though they are never masked.
+        used = a_length + b_length + _SPECIAL_POSITIONS
+        count = max(1, round(used * MASKED_PERCENT / 100))
+        chosen = np.sort(rng.permutation(a_length + b_length)[:count])
+        where = chosen + 1 + (chosen >= a_length)
+        positions = np.zeros(room, np.int32)
+        labels = np.zeros(room, np.int32)
+        weights = np.zeros(room, np.float32)
+        positions[:count] = where
+        labels[:count] = input_ids[where]
+        weights[:count] = 1
+        fate = rng.random(count)
+        random_ids = self.ordinary[rng.integers(len(self.ordinary), size=count)]
+        kept_or_random = np.where(fate < 0.9, random_ids, input_ids[where])
+        input_ids[where] = np.where(fate < 0.8, self.corpus.tokenizer.mask_id, kept_or_random)
+        return positions, labels, weights
+
+
+def _check(holds: bool, name: str, value: int, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value}; it must be {expected}")
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])

@@ -1,0 +1,150 @@
+"""What a run reports while it trains: progress bar, `metrics.jsonl`, TensorBoard events."""
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TextIO
+
+import jax
+import numpy as np
+import tensorboardX
+from tqdm import tqdm
+
+from train.bert.checkpoint import Progress
+from train.bert.config import Config
+
+Phase = Literal["dense", "compressed"]
+
+
+def phase_of(step: int, frozen_at: int) -> Phase:
+    """The phase of step `step`, counted from 0.
+
+    Args:
+        step: the updates made before it.
+        frozen_at: the updates made when the variance froze, -1 if it has not.
+    """
+    return "compressed" if 0 <= frozen_at <= step else "dense"
+
+
+class MetricsLog:
+    """The log of one optimizer's training; a context manager. Process 0 alone writes.
+
+    What an earlier start logged past the checkpoint that the run goes on from is taken back.
+
+    Args:
+        name: the optimizer.
+        config: the run.
+        progress: where the run goes on from.
+        bytes_sent: what a worker sends in a step of a phase.
+    """
+
+    def __init__(
+        self, name: str, config: Config, progress: Progress, bytes_sent: Callable[[Phase], int]
+    ):
+        self.progress = progress
+        self._config = config
+        self._bytes_sent = bytes_sent
+        self._learning_rate = config.learning_rate_schedule()
+        self._begin = time.perf_counter() - progress.seconds
+        self._in_flight: tuple[int, dict[str, jax.Array]] | None = None
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            folder = config.folder / name
+            self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
+            self._events = tensorboardX.SummaryWriter(str(folder), purge_step=progress.step + 1)
+        self._bar = tqdm(
+            desc=name,
+            total=config.steps * config.batch_size,
+            initial=progress.step * config.batch_size,
+            unit=" samples",
+            unit_scale=True,
+            dynamic_ncols=True,
+            disable=not self._writes,
+        )
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        if self._writes:
+            self._lines.close()
+            self._events.close()
+
+    def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of step `step`, which may still be running, and lands the one before.
+
+        Staying one step behind, the host never makes the device wait.
+        """
+        self.land()
+        self._in_flight = step, metrics
+
+    def land(self) -> Progress:
+        """Waits for the last step's metrics, logs them, and returns the progress made."""
+        if self._in_flight is None:
+            return self.progress
+        step, metrics = self._in_flight
+        self._in_flight = None
+        values = {key: value.item() for key, value in jax.device_get(metrics).items()}
+        phase = phase_of(step, self.progress.frozen_at)
+        sent = self._bytes_sent(phase)
+        self.progress = Progress(
+            step=step + 1,
+            bytes_sent=self.progress.bytes_sent + sent,
+            seconds=time.perf_counter() - self._begin,
+            frozen_at=values.pop("frozen_at", -1),
+        )
+        if self._writes:
+            self._show(phase, values["loss"], sent)
+            if self.progress.step % self._config.log_every == 0:
+                self._write(
+                    values | {"phase": phase, "lr": np.asarray(self._learning_rate(step)).item()}
+                )
+        return self.progress
+
+    def flush(self) -> None:
+        """Brings all that was logged to disk."""
+        if self._writes:
+            self._lines.flush()
+            self._events.flush()
+
+    def _show(self, phase: Phase, loss: float, sent: int) -> None:
+        self._bar.set_postfix_str(
+            f"step {self.progress.step}, loss {loss:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step",
+            refresh=False,
+        )
+        self._bar.update(self._config.batch_size)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        step = self.progress.step
+        row = {
+            "step": step,
+            **values,
+            "samples": step * self._config.batch_size,
+            "bytes_sent": self.progress.bytes_sent,
+            "seconds": round(self.progress.seconds, 4),
+        }
+        # JSON has no NaN.
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        self._lines.write(json.dumps(row) + "\n")
+        for key, value in row.items():
+            if key not in ("step", "phase") and value is not None:
+                self._events.add_scalar(key, value, step)
+
+
+def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
+    """Opens a file of JSON lines to append to, without the lines past `step`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    if path.exists():
+        # Only whole lines: a process that was killed may have left half a one.
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+    path.write_text("".join(kept), encoding="utf-8")
+    return path.open("a", buffering=1, encoding="utf-8")  # a line at a time

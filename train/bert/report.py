@@ -1,0 +1,220 @@
+"""The report of a comparison: held-out losses, bytes sent, and one picture of the loss.
+
+`pretrain` writes it at its end. From what the trainings logged it is written again by
+
+    python -m train.bert.report runs/bert-tiny
+
+(the optimizers that have not finished are left out).
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+
+from train.bert.config import Optimizer
+from train.bert.metrics import Phase
+
+_LABELS = {"adam": "Adam", "onebit_adam": "1-bit Adam"}
+# Blue and vermilion of Okabe and Ito's palette: told apart by every kind of colour vision.
+_COLOURS = {"adam": "#0072B2", "onebit_adam": "#D55E00"}
+# The curves are one until warm-up ends: the first stays visible below the second.
+_WIDTHS = {"adam": 3.5, "onebit_adam": 1.5}
+_SMOOTHED_FRACTION = 1 / 40
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class Run(NamedTuple):
+    """A finished training with one optimizer: `result.json` and the lines of `metrics.jsonl`."""
+
+    name: str
+    result: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def column(self, key: str) -> np.ndarray:
+        """One of the metrics at every logged step: float64, NaN where it was not finite."""
+        return np.array([row[key] for row in self.rows], dtype=np.float64)
+
+    def seconds_a_step(self, phase: Phase) -> float:
+        """Median over the steps of a phase, so that compiling and pauses do not count."""
+        inside = np.array([row["phase"] == phase for row in self.rows])
+        pairs = inside[1:] & inside[:-1]
+        times = np.diff(self.column("seconds"))[pairs] / np.diff(self.column("step"))[pairs]
+        return float(np.median(times)) if len(times) else float("nan")
+
+
+def write_report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+    """Writes `report.md` and `loss.png` for every optimizer that was trained with in `folder`.
+
+    Returns:
+        The report's text and the picture's path.
+
+    Raises:
+        ValueError: no training in `folder` has finished.
+    """
+    runs = [_read_run(folder / name) for name in get_args(Optimizer) if (folder / name).is_dir()]
+    runs = [run for run in runs if run is not None]
+    if not runs:
+        raise ValueError(f"{folder} holds no finished training; run python -m train.bert.pretrain")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    picture = folder / "loss.png"
+    _draw(runs, config, picture)
+    text = _text(runs, config)
+    (folder / "report.md").write_text(f"{text}\n![loss]({picture.name})\n", encoding="utf-8")
+    return text, picture
+
+
+def _read_run(folder: pathlib.Path) -> Run | None:
+    if not (folder / "result.json").exists():
+        return None
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return Run(folder.name, result, [json.loads(line) for line in lines])
+
+
+def _text(runs: list[Run], config: dict[str, Any]) -> str:
+    table: dict[str, Callable[[Run], str]] = {
+        "held-out MLM loss, nats a masked token": lambda run: _beside_first(
+            run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
+        ),
+        "held-out NSP loss": lambda run: f"{run.result['heldout_nsp_loss']:.4f}",
+        f"training loss, mean of the last {_window(runs[0])} logged steps": lambda run: (
+            f"{np.mean(run.column('loss')[-_window(run) :]):.4f}"
+        ),
+        "steps": lambda run: f"{run.result['steps']:,}",
+        "warm-up ended": lambda run: _warmup_end(run, config),
+        **{
+            f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
+                run, phase
+            )
+            for phase in _PHASES
+        },
+        "MB a worker sent in all": lambda run: _total_cell(run),
+        **{
+            f"seconds a step, {phase} (median)": lambda run, phase=phase: (
+                f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
+            )
+            for phase in _PHASES
+        },
+    }
+    lines = [
+        f"# BERT {config['size']}, {config['workers']} workers, "
+        f"{runs[0].result['parameters']:,} parameters",
+        "",
+        f"{config['batch_size']} sequences of {config['sequence_length']} tokens a step, seed "
+        f"{config['seed']}, the same batches for each optimizer. Corpus: "
+        f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
+        f"{runs[0].result['heldout_masked_tokens']:,} masked tokens.",
+        "",
+        "| | " + " | ".join(_LABELS[run.name] for run in runs) + " |",
+        "|---" * (len(runs) + 1) + "|",
+        *(
+            f"| {title} | " + " | ".join(cell(run) for run in runs) + " |"
+            for title, cell in table.items()
+        ),
+    ]
+    for run in runs:
+        lines += ["", f"What a step with {_LABELS[run.name]} sends, read from its programs:", ""]
+        lines += [f"    {line}" for line in run.result["wire"].splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _beside_first(value: float, first: float) -> str:
+    return f"{value:.4f}" if value == first else f"{value:.4f} ({value / first - 1:+.2%})"
+
+
+def _warmup_end(run: Run, config: dict[str, Any]) -> str:
+    frozen_at = run.result["frozen_at"]
+    if run.name == "adam":
+        return "-"
+    if frozen_at < 0:
+        return "not yet"
+    if config["warmup"] != "auto":
+        return f"after step {frozen_at:,}, as given"
+    # It stays what it was when the variance froze.
+    ratio = run.rows[-1]["variance_ratio"]
+    return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
+
+
+def _bytes_cell(run: Run, phase: Phase) -> str:
+    sent = run.result["bytes_a_step"]
+    if phase not in sent:
+        return "-"
+    cell = f"{sent[phase] / 1e6:.4g}"
+    return cell if phase == "dense" else f"{cell} (1/{sent['dense'] / sent[phase]:.1f} of dense)"
+
+
+def _total_cell(run: Run) -> str:
+    sent, result = run.result["bytes_sent"], run.result
+    dense = result["bytes_a_step"]["dense"] * result["steps"]
+    cell = f"{sent / 1e6:,.0f}"
+    return cell if sent == dense else f"{cell} ({sent / dense:.1%} of dense)"
+
+
+def _window(run: Run) -> int:
+    return max(1, round(len(run.rows) * _SMOOTHED_FRACTION))
+
+
+def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
+    figure, (by_step, by_bytes) = plt.subplots(
+        1, 2, figsize=(11, 4.4), sharey=True, layout="constrained"
+    )
+    for run in runs:
+        window = _window(run)
+        loss = np.convolve(run.column("loss"), np.full(window, 1 / window), mode="valid")
+        centres = slice((window - 1) // 2, (window - 1) // 2 + len(loss))
+        colour = _COLOURS[run.name]
+        heldout = run.result["heldout_mlm_loss"]
+        label = f"{_LABELS[run.name]} (held-out MLM loss {heldout:.3f})"
+        frozen_at = run.result["frozen_at"]
+        for axes, key, scale in ((by_step, "step", 1), (by_bytes, "bytes_sent", 1e-6)):
+            x = run.column(key) * scale
+            axes.plot(x, run.column("loss"), color=colour, alpha=0.15, linewidth=0.8)
+            axes.plot(x[centres], loss, color=colour, linewidth=_WIDTHS[run.name], label=label)
+            if frozen_at >= 0:
+                end = np.searchsorted(run.column("step"), frozen_at)
+                axes.axvline(
+                    x[min(end, len(x) - 1)],
+                    color=colour,
+                    linestyle="--",
+                    linewidth=1,
+                    zorder=1,
+                    label=f"{_LABELS[run.name]}: warm-up ends, step {frozen_at:,}",
+                )
+    by_step.set(xlabel="step", ylabel="training loss, MLM + NSP (nats)")
+    by_step.legend(frameon=False, fontsize=9)
+    by_bytes.set(xlabel="MB sent by a worker", xscale="log")
+    by_bytes.xaxis.set_major_formatter("{x:,.0f}")
+    for axes in (by_step, by_bytes):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"BERT {config['size']} on {config['workers']} workers, "
+        f"{config['batch_size']} sequences of {config['sequence_length']} tokens a step; "
+        f"lines: mean over {_window(runs[0])} logged steps",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> int:
+    """Writes the report of a folder again; exit code 2 if there is nothing to report."""
+    folder = tyro.cli(tyro.conf.Positional[pathlib.Path], prog="python -m train.bert.report")
+    try:
+        text, picture = write_report(folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""BERT's uncased WordPiece: trained on a corpus, or read from a `vocab.txt`."""
+
+import collections
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from train.bert.corpus import read_utf8
+
+PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_CONTINUING = "##"
+_MAX_ALPHABET = 1000
+_MIN_FREQUENCY = 2
+# Encodings hold far more than the ids that are kept of them, so only this many texts at once.
+_TEXTS_AT_ONCE = 8192
+
+
+class WordPieceTokenizer:
+    """Text to WordPiece ids: lower case, accents stripped, split at spaces and punctuation.
+
+    Special tokens are ids only: text that happens to contain `[MASK]` is split like any other.
+
+    Args:
+        vocabulary: the tokens, in the order of their ids; the five `SPECIAL_TOKENS` among them.
+
+    Raises:
+        ValueError: a special token is missing, or a token occurs twice.
+    """
+
+    def __init__(self, vocabulary: Sequence[str]):
+        missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
+        if missing:
+            raise ValueError(f"no {', '.join(missing)}: BERT needs {', '.join(SPECIAL_TOKENS)}")
+        ids = {token: index for index, token in enumerate(vocabulary)}
+        if len(ids) < len(vocabulary):
+            token, count = collections.Counter(vocabulary).most_common(1)[0]
+            raise ValueError(f"token {token!r} occurs {count} times; each must have one id")
+        self.vocabulary = tuple(vocabulary)
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            ids[token] for token in SPECIAL_TOKENS
+        )
+        self._tokenizer = _tokenizer(ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, special ones included."""
+        return len(self.vocabulary)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, int32 `[tokens]`, without `[CLS]` and `[SEP]`."""
+        return [
+            np.array(encoding.ids, np.int32)
+            for start in range(0, len(texts), _TEXTS_AT_ONCE)
+            for encoding in self._tokenizer.encode_batch_fast(
+                list(texts[start : start + _TEXTS_AT_ONCE]), add_special_tokens=False
+            )
+        ]
+
+    def save_vocab(self, folder: str | os.PathLike[str]) -> pathlib.Path:
+        """Writes `vocab.txt`, which `load_tokenizer` reads, into `folder`; returns its path."""
+        path = pathlib.Path(folder) / "vocab.txt"
+        path.write_text("".join(f"{token}\n" for token in self.vocabulary), "utf-8", newline="\n")
+        return path
+
+
+def load_tokenizer(vocab_file: str | os.PathLike[str]) -> WordPieceTokenizer:
+    """Reads BERT's `vocab.txt`: UTF-8, one token a line, the line's number is the id.
+
+    Raises:
+        ValueError: no such file, not UTF-8, a special token missing, or a token twice.
+    """
+    path = pathlib.Path(vocab_file)
+    if not path.is_file():
+        raise ValueError(f"vocab_file {path} is not a file: give a vocab.txt, one token a line")
+    text = read_utf8(path)
+    try:
+        return WordPieceTokenizer([line.rstrip("\r") for line in text.rstrip("\n").split("\n")])
+    except ValueError as error:
+        raise ValueError(f"vocab_file {path}: {error}") from error
+
+
+def train_tokenizer(documents: Iterable[Sequence[str]], vocab_size: int) -> WordPieceTokenizer:
+    """Trains a WordPiece vocabulary: the same documents always give the same one.
+
+    Args:
+        documents: lists of paragraphs.
+        vocab_size: the number of tokens wanted, special ones included. A small corpus may give
+            fewer: a pair of pieces that is seen only once is not joined.
+
+    Raises:
+        ValueError: `vocab_size` does not hold the special tokens and the corpus's characters.
+
+    Example:
+        >>> tokenizer = train_tokenizer([["to be or not to be", "to be is to do"]], 40)
+        >>> [tokenizer.vocabulary[i] for i in tokenizer.encode(["To be!"])[0]]
+        ['to', 'be', '[UNK]']
+    """
+    paragraphs = [paragraph for document in documents for paragraph in document]
+    tokenizer = _tokenizer({UNK: 0})
+    alphabet = _alphabet(tokenizer, paragraphs)
+    # The trainer numbers the continuing characters in the order of a randomly seeded hash map, and
+    # breaks ties between pairs by those numbers. Given in advance, their numbers are fixed.
+    pieces = [*SPECIAL_TOKENS, *alphabet, *_continuing_characters(tokenizer, alphabet)]
+    if vocab_size < len(pieces):
+        raise ValueError(
+            f"vocab_size is {vocab_size}; this corpus needs at least {len(pieces)} for the special "
+            "tokens and its single characters"
+        )
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=_MIN_FREQUENCY,
+        special_tokens=pieces,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=_CONTINUING,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(paragraphs, trainer)
+    ids = tokenizer.get_vocab()
+    return WordPieceTokenizer(sorted(ids, key=ids.__getitem__))
+
+
+def _tokenizer(ids: dict[str, int]) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        models.WordPiece(ids, unk_token=UNK, continuing_subword_prefix=_CONTINUING)
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _alphabet(tokenizer: tokenizers.Tokenizer, paragraphs: Iterable[str]) -> list[str]:
+    """The commonest characters, by code point; chosen here so that no tie is left to chance."""
+    counts = collections.Counter[str]()
+    for paragraph in paragraphs:
+        counts.update(tokenizer.normalizer.normalize_str(paragraph))
+    characters = [character for character in counts if not character.isspace()]
+    characters.sort(key=lambda character: (-counts[character], character))
+    return sorted(characters[:_MAX_ALPHABET])
+
+
+def _continuing_characters(
+    tokenizer: tokenizers.Tokenizer, alphabet: Iterable[str]
+) -> Iterable[str]:
+    """`##c` for each character that can continue a word; punctuation and CJK stand alone."""
+    for character in alphabet:
+        word = tokenizer.normalizer.normalize_str("a" + character)
+        if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1:
+            yield _CONTINUING + character
