@@ -60,8 +60,9 @@ class ScaleByOnebitAdamState(NamedTuple):
 
         Returns:
           ``phase`` of the last update (0 dense, 1 compressed), ``frozen_at`` and
-          ``variance_ratio`` as in the state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in warm-up: where it keeps growing,
-          the momentum changes faster than one bit a step can follow.
+          ``variance_ratio`` as in the state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in
+          warm-up: where it keeps growing, the momentum changes faster than one bit a step can
+          follow.
         """
         compressing = self.frozen_at >= 0
         residuals = jax.tree.leaves(self.m_then_residual)
