@@ -75,8 +75,8 @@ def collectives(
             whose bytes cannot be read from its text (`ragged_all_to_all`).
 
     >>> import jax, jax.numpy as jnp
-    >>> from jax.sharding import AbstractMesh, PartitionSpec as P
-    >>> mesh = AbstractMesh((8,), ("data",))
+    >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+    >>> mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     >>> @jax.jit
     ... @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     ... def mean(x):

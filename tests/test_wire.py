@@ -81,7 +81,7 @@ def test_bytes_against_numbers_by_hand(mesh):
 
 
 def test_fractions_of_a_byte_round_up():
-    mesh = AbstractMesh((3,), ("data",))
+    mesh = AbstractMesh((3,), ("data",), axis_types=(AxisType.Auto,))
     [found] = wire.collectives(
         lower(lambda x: lax.psum(x, "data"), mesh, jax.ShapeDtypeStruct((3,), jnp.float32)), mesh
     )
@@ -98,7 +98,7 @@ def test_all_to_all_and_all_gather_of_any_shape(n, shape, dtype):
     def worker(x):
         return lax.all_to_all(x, "data", 0, 0, tiled=True), lax.all_gather(x, "data")
 
-    mesh = AbstractMesh((n,), ("data",))
+    mesh = AbstractMesh((n,), ("data",), axis_types=(AxisType.Auto,))
     operand = n * math.prod(shape) * jnp.dtype(dtype).itemsize
     argument = jax.ShapeDtypeStruct((n * n * shape[0], *shape[1:]), dtype)
     found = wire.collectives(lower(worker, mesh, argument), mesh)
