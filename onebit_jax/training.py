@@ -49,8 +49,18 @@ def _map_per_worker(f: Callable[[jax.Array], jax.Array], opt_state: optax.OptSta
     )
 
 
-def _automatic(mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes, which take unsharded inputs whatever mesh the user made."""
+def _data_parallel(mesh: Mesh) -> Mesh:
+    """The mesh with an automatic axis, which takes unsharded inputs whatever mesh the user made.
+
+    Raises:
+      ValueError: for a mesh of several axes. An optimizer averages over one; along another the
+        replicas would go apart, and nobody would be told.
+    """
+    if len(mesh.axis_names) != 1:
+        raise ValueError(
+            f"mesh has the axes {mesh.axis_names}, but must have one, along which every device is "
+            f"a worker: jax.make_mesh(({mesh.size},), ('data',))."
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -60,16 +70,17 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
     Args:
       tx: the optimizer; its ``axis_name`` must be an axis of the mesh.
       params: the parameters, equal on all processes.
-      mesh: a mesh of one axis or more, over the devices of one process or of many.
+      mesh: a mesh of one axis, over the devices of one process or of many.
 
     Returns:
       The state in the mesh view: global arrays, what workers share replicated, what each has for
       itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded over the mesh.
 
     Raises:
-      ValueError: from the optimizer: an axis that the mesh has not, parameters it cannot train.
+      ValueError: for a mesh of several axes; from the optimizer for an axis that the mesh has not
+        and for parameters that it cannot train.
     """
-    mesh = _automatic(mesh)
+    mesh = _data_parallel(mesh)
 
     def worker(params: optax.Params) -> optax.OptState:
         return _map_per_worker(lambda x: x[None], tx.init(params))
@@ -128,7 +139,7 @@ class TrainStep:
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
-        self._mesh = _automatic(mesh)
+        self._mesh = _data_parallel(mesh)
         self._accumulation = accumulation
         self._max_grad_norm = max_grad_norm
         self._clip = clip
@@ -256,7 +267,7 @@ def train_step(
         that and a dict of scalar metrics.
       tx: the optimizer. It must average over the mesh itself, as this library's do; put
         :func:`onebit_jax.mean_gradients` before a dense one.
-      mesh: a mesh of one axis or more, over the devices of one process or of many.
+      mesh: a mesh of one axis, over the devices of one process or of many.
       accumulation: number of microbatches that a worker's share is cut into; their gradients are
         averaged in float32.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
@@ -279,8 +290,9 @@ def train_step(
       that knows it; ``step.lower`` takes the same arguments.
 
     Raises:
-      ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range, and from
-        the step, for a batch that does not divide into workers and microbatches.
+      ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range, for a
+        mesh of several axes, and from the step, for a batch that does not divide into workers and
+        microbatches.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
