@@ -156,30 +156,28 @@ def scale_by_onebit_adam(
             b2 * x + (1 - b2) * y**2
             for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g, strict=True)
         ]
-        root_correction = corrected(b2, t)
-        inverse_root = [jnp.where(x > 0, 1 / (jnp.sqrt(x / root_correction) + eps), 0.0) for x in v]
-        u = [x / corrected(b1, t) * y for x, y in zip(m, inverse_root, strict=True)]
-
-        v_norm = sum((jnp.sum(x) for x in v), jnp.float32(0))
-        v_norms, ratio = warmup_end.observe(state.v_norms, v_norm, t, b2)
+        root_correction, m_correction = corrected(b2, t), corrected(b1, t)
+        v_norms, ratio = warmup_end.observe(
+            state.v_norms, sum((jnp.sum(x) for x in v), jnp.float32(0)), t, b2
+        )
         frozen = warmup_end.ends(warmup, t, ratio)
 
-        def find_live() -> Any:
-            live = []
-            for block, x in zip(layout(grads), inverse_root, strict=True):
-                live.append(pack_bits(block.chunks(x) > 0))
-            return tree.unflatten(live)
+        def root(x: jax.Array) -> jax.Array:
+            return jnp.sqrt(x / root_correction) + eps
 
+        u = [x / m_correction / root(y) for x, y in zip(m, v, strict=True)]
+        v = [jnp.where(frozen, jnp.where(x > 0, 1 / root(x), 0.0), x) for x in v]
+
+        def find_live() -> list[jax.Array]:
+            return [pack_bits(b.chunks(x) > 0) for b, x in zip(layout(grads), v, strict=True)]
+
+        live = lax.cond(frozen, find_live, lambda: jax.tree.leaves(state.live))
         return u, state._replace(
             count=t,
             frozen_at=jnp.where(frozen, t, -1),
-            # The first residual is b1 m: added to what nobody has received yet, it makes the first
-            # compressed momentum b1 m + (1 - b1) g_i, and no third phase is needed for it.
-            m_then_residual=PerWorker(tree.unflatten([jnp.where(frozen, b1 * x, x) for x in m])),
-            v_then_inverse_root=tree.unflatten(
-                [jnp.where(frozen, x, y) for x, y in zip(inverse_root, v, strict=True)]
-            ),
-            live=lax.cond(frozen, find_live, lambda: state.live),
+            m_then_residual=PerWorker(tree.unflatten(m)),
+            v_then_inverse_root=tree.unflatten(v),
+            live=tree.unflatten(live),
             v_norms=v_norms,
             variance_ratio=ratio,
         )
@@ -195,9 +193,12 @@ def scale_by_onebit_adam(
             block.tensor(jnp.multiply(b1, x)) + (1 - b1) * g.astype(jnp.float32)
             for block, x, g in zip(blocks, shared_m, grads, strict=True)
         ]
+        # The first time m is where the residual will be, and nothing has been received yet: b1 m in
+        # place of both makes the first m_i what it should be, without a program of its own.
+        kept = jnp.where(state.count == state.frozen_at, b1, 1.0)
         received, residual, server_residual = ec1.all_reduce(
             m,
-            jax.tree.leaves(state.m_then_residual),
+            [kept * e for e in jax.tree.leaves(state.m_then_residual)],
             jax.tree.leaves(state.server_residual),
             jax.tree.leaves(state.live),
             blocks,
