@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.per_worker import is_per_worker
 from onebit_jax.transforms.onebit_adam import Phase
 
@@ -88,10 +90,12 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
     def on_mesh(out_specs: Any) -> Callable[[optax.Params], optax.OptState]:
         return jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
 
-    specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    replicated = NamedSharding(mesh, P())
-    return jax.jit(on_mesh(specs), in_shardings=replicated, out_shardings=shardings)(params)
+    # The mesh is set, lest shard_map refuse it where the user has set the one it was made from.
+    with jax.set_mesh(mesh):
+        specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        replicated = NamedSharding(mesh, P())
+        return jax.jit(on_mesh(specs), in_shardings=replicated, out_shardings=shardings)(params)
 
 
 def _loss_and_gradients(
@@ -101,7 +105,8 @@ def _loss_and_gradients(
 
     def with_metrics(params: optax.Params, batch: Any) -> tuple[jax.Array, Metrics]:
         result = loss_fn(params, batch)
-        return result if isinstance(result, tuple) else (result, {})
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        return loss, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
 
     gradients = jax.value_and_grad(with_metrics, has_aux=True)
     if accumulation == 1:
@@ -140,6 +145,7 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._mesh = _data_parallel(mesh)
+        self._replicated = NamedSharding(self._mesh, P())
         self._accumulation = accumulation
         self._max_grad_norm = max_grad_norm
         self._clip = clip
@@ -153,7 +159,11 @@ class TrainStep:
         phase: Phase | None = None,
     ) -> tuple[optax.Params, optax.OptState, Metrics]:
         """Makes one update; ``params`` and ``opt_state`` are donated."""
-        return self._jit(opt_state, batch, phase)(params, opt_state, batch)
+        # Arguments placed otherwise than the results will be would cost a second compilation.
+        if any(getattr(x, "sharding", None) != self._replicated for x in jax.tree.leaves(params)):
+            params = jax.device_put(params, self._replicated)
+        with jax.set_mesh(self._mesh):
+            return self._jit(opt_state, batch, phase)(params, opt_state, batch)
 
     def lower(
         self,
@@ -163,7 +173,8 @@ class TrainStep:
         phase: Phase | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it."""
-        return self._jit(opt_state, batch, phase).lower(params, opt_state, batch)
+        with jax.set_mesh(self._mesh):
+            return self._jit(opt_state, batch, phase).lower(params, opt_state, batch)
 
     def _jit(self, opt_state: optax.OptState, batch: Any, phase: Phase | None) -> Any:
         """The jitted step for a state of this structure."""
@@ -185,12 +196,11 @@ class TrainStep:
                 out_specs=(P(), specs, P()),
                 check_vma=False,
             )
-            replicated = NamedSharding(self._mesh, P())
             states = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
             self._jitted[key] = jax.jit(
                 mapped,
-                in_shardings=(replicated, states, NamedSharding(self._mesh, P(axes))),
-                out_shardings=(replicated, states, replicated),
+                in_shardings=(self._replicated, states, NamedSharding(self._mesh, P(axes))),
+                out_shardings=(self._replicated, states, self._replicated),
                 donate_argnums=(0, 1),
             )
         return self._jitted[key]
@@ -198,9 +208,10 @@ class TrainStep:
     def _check_batch(self, batch: Any) -> None:
         parts = self._mesh.size * self._accumulation
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not leaf.shape or leaf.shape[0] % parts or not leaf.shape[0]:
+            shape = np.shape(leaf)
+            if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {leaf.shape}, but its first axis "
+                    f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
                     f"must be a multiple of {parts} = {self._mesh.size} workers x accumulation "
                     f"{self._accumulation}. Change the batch size or the accumulation."
                 )
@@ -224,12 +235,17 @@ class TrainStep:
         updates, opt_state = self._tx.update(grads, opt_state, params, phase=phase)
         params = optax.apply_updates(params, updates)
 
-        metrics = dict(metrics) | {"loss": loss, "phase": jnp.int32(0)}
+        own = {"loss": loss, "phase": jnp.int32(0), "grad_norm": squared_norm}
         for node in jax.tree.leaves(opt_state, is_leaf=_reports_metrics):
             if _reports_metrics(node):
-                metrics |= node.metrics()
-        metrics, squared_norm = _mean_over_workers((metrics, squared_norm), axes)
-        metrics["grad_norm"] = jnp.sqrt(squared_norm)
+                own |= node.metrics()
+        if taken := own.keys() & metrics.keys():
+            raise ValueError(
+                f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
+                f"give them other names."
+            )
+        metrics = _mean_over_workers(metrics | own, axes)
+        metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         return params, _map_per_worker(lambda x: x[None], opt_state), metrics
 
 
@@ -238,9 +254,9 @@ def _reports_metrics(node: Any) -> bool:
     return hasattr(node, "metrics")
 
 
-def _mean_over_workers(tree: Any, axes: tuple[str, ...]) -> Any:
+def _mean_over_workers(metrics: Metrics, axes: tuple[str, ...]) -> Metrics:
     """Averages float scalars in one exchange; integers are the same on all workers as they are."""
-    leaves, structure = jax.tree.flatten(tree)
+    leaves, structure = jax.tree.flatten(metrics)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     means = lax.pmean(jnp.stack([leaves[i].astype(jnp.float32) for i in floats]), axes)
     for i, mean in zip(floats, means, strict=True):
@@ -309,8 +325,7 @@ def train_step(
       >>> int(metrics["phase"]), bool(metrics["loss"] < 0.01)
       (1, True)
     """
-    if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
-        raise ValueError(f"accumulation={accumulation!r} must be an int of at least 1.")
+    validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
     if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0, or None for no clipping.")
     if clip not in ("common", "local"):

@@ -1,0 +1,78 @@
+"""One of the processes of `test_processes.py`; also run alone, with all workers in it.
+
+    python -m tests.process_worker FOLDER PROCESSES RANK PORT
+
+trains a small network on four workers spread over PROCESSES, and writes what each of this process's
+devices holds in the end to `FOLDER/PROCESSES-RANK.npz`. Run alone it also leaves its state of the
+middle of the run there, from which every later process takes one compressed step.
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+
+WORKERS, STEPS, WARMUP, MIDDLE = 4, 12, 6, 8
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORKERS // processes)
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
+    tx = onebit_jax.onebit_adam(1e-2, weight_decay=0.01, warmup=WARMUP, axis_name="data")
+    step = onebit_jax.train_step(loss_fn, tx, mesh)
+
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    def on_mesh(value, sharding):
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    # No tensor fills whole bytes on all workers, so that each of them is padded.
+    params = {"hidden": {"kernel": draw(5, 33), "bias": draw(33)}, "out": draw(33, 3)}
+    rows = NamedSharding(mesh, P("data"))
+    batches = [
+        {"x": on_mesh(draw(16, 5), rows), "y": on_mesh(draw(16, 3), rows)} for _ in range(STEPS)
+    ]
+
+    held = {}
+
+    def record(when, state):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            for shard in leaf.addressable_shards:
+                worker = mesh.devices.tolist().index(shard.device)
+                name = f"{when}, worker {worker}, {jax.tree_util.keystr(path)}"
+                held[name] = np.asarray(shard.data)
+
+    state = params, onebit_jax.init(tx, params, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, state[1])
+    for t, batch in enumerate(batches):
+        if t == MIDDLE and processes == 1:
+            np.savez(folder / "middle.npz", *jax.tree.leaves(jax.device_get(state)))
+        state = step(*state, batch)[:2]
+    record("run", state)
+
+    with np.load(folder / "middle.npz") as middle:
+        params, opt_state = jax.tree.unflatten(jax.tree.structure(state), list(middle.values()))
+    opt_state = jax.tree.map(on_mesh, opt_state, shardings)
+    record("step", step(params, opt_state, batches[MIDDLE], phase="compression")[:2])
+    np.savez(folder / f"{processes}-{rank}.npz", **held)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))
