@@ -424,7 +424,11 @@ def test_programs_for_tpus(mesh):
     ]
 
 
-@pytest.mark.parametrize("program", [None, 3, "module @jit_f {}", jax.jit(lambda x: x)], ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [None, 3, "module @jit_f {}", jax.jit(lambda x: x)],
+    ids=["none", "number", "stablehlo", "jitted"],
+)
 def test_what_is_no_program_is_refused(program):
     with pytest.raises(ValueError, match=r"program is .*; expected a jax.stages.Lowered"):
         wire.collectives(program)
