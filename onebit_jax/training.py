@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
@@ -91,7 +91,7 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         return jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
 
     # The mesh is set, lest shard_map refuse it where the user has set the one it was made from.
-    with jax.set_mesh(mesh):
+    with use_abstract_mesh(mesh.abstract_mesh):
         specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         replicated = NamedSharding(mesh, P())
@@ -162,7 +162,7 @@ class TrainStep:
         # Arguments placed otherwise than the results will be would cost a second compilation.
         if any(getattr(x, "sharding", None) != self._replicated for x in jax.tree.leaves(params)):
             params = jax.device_put(params, self._replicated)
-        with jax.set_mesh(self._mesh):
+        with use_abstract_mesh(self._mesh.abstract_mesh):
             return self._jit(opt_state, batch, phase)(params, opt_state, batch)
 
     def lower(
@@ -173,7 +173,7 @@ class TrainStep:
         phase: Phase | None = None,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it."""
-        with jax.set_mesh(self._mesh):
+        with use_abstract_mesh(self._mesh.abstract_mesh):
             return self._jit(opt_state, batch, phase).lower(params, opt_state, batch)
 
     def _jit(self, opt_state: optax.OptState, batch: Any, phase: Phase | None) -> Any:

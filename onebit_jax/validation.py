@@ -1,12 +1,13 @@
 """Checks of what users pass in: each says what was wrong, what was expected and how to mend it."""
 
 import math
-import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -15,39 +16,42 @@ def _is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def _check_number(name: str, value: Any, holds: Callable[[float], bool], expected: str) -> None:
+    if _is_traced(value):
+        return
+    is_number = isinstance(value, (int, float, np.number, jax.Array)) and np.shape(value) == ()
+    if not is_number or not holds(float(value)):
+        raise ValueError(f"{name}={value!r} must be {expected}.")
+
+
 def check_decay(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is a decay rate, in [0, 1)."""
-    if not _is_traced(value) and not 0 <= value < 1:
-        raise ValueError(f"{name}={value} must be in [0, 1): it is the decay of a running average.")
+    expected = "a number in [0, 1), the decay of a running average; 0.9 or 0.999 are usual"
+    _check_number(name, value, lambda x: 0 <= x < 1, expected)
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
-    if not _is_traced(value) and not 0 < value < math.inf:
-        raise ValueError(f"{name}={value} must be a finite number above 0; 1e-8 is usual for eps.")
+    expected = f"a finite number above 0; {usual} is usual"
+    _check_number(name, value, lambda x: 0 < x < math.inf, expected)
 
 
 def check_learning_rate(learning_rate: Any) -> None:
-    """Raises ``ValueError`` for a learning rate that is NaN or infinite; schedules pass."""
-    if callable(learning_rate) or _is_traced(learning_rate):
-        return
-    if not math.isfinite(learning_rate):
-        raise ValueError(f"learning_rate={learning_rate} must be a finite number or a schedule.")
+    """Raises ``ValueError`` for a learning rate that is no finite number; schedules pass."""
+    if not callable(learning_rate):
+        expected = "a finite number, or a schedule of the number of updates"
+        _check_number("learning_rate", learning_rate, math.isfinite, expected)
 
 
 def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
     """Raises ``ValueError`` unless ``value`` is an integer of at least ``at_least``."""
-    if (
-        isinstance(value, jax.Array)
-        and value.ndim == 0
-        and jnp.issubdtype(value.dtype, jnp.integer)
-    ):
-        is_integer = True
+    if isinstance(value, (jax.Array, np.generic)):
+        is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
     else:
-        is_integer = not isinstance(value, bool) and hasattr(value, "__index__")
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer:
         raise ValueError(f"{name}={value!r} must be an int (got {type(value).__name__}). {mend}")
-    if not _is_traced(value) and operator.index(value) < at_least:
+    if not _is_traced(value) and int(value) < at_least:
         raise ValueError(f"{name}={value} must be at least {at_least}. {mend}")
 
 

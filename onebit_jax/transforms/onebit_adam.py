@@ -83,6 +83,14 @@ class ScaleByOnebitAdamState(NamedTuple):
         }
 
 
+def _float32(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """Keeps a hyperparameter of higher precision from promoting the state.
+
+    Python's floats do not: and 1 - 0.999 in float32 would be off by 1e-5 of itself.
+    """
+    return x.astype(jnp.float32) if isinstance(x, jax.Array) else float(cast(float, x))
+
+
 def scale_by_onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
@@ -112,10 +120,12 @@ def scale_by_onebit_adam(
     """
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps)
+    validation.check_positive("eps", eps, usual=1e-8)
     warmup_end.check_warmup(warmup)
     if scale not in ("rms", "mean_abs"):
         raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+
+    b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
 
     def layout(leaves: list[jax.Array]) -> list[Block]:
         return block_layout([leaf.shape for leaf in leaves], validation.bound_axis_size(axis_name))
@@ -158,7 +168,7 @@ def scale_by_onebit_adam(
         ]
         root_correction, m_correction = corrected(b2, t), corrected(b1, t)
         v_norms, ratio = warmup_end.observe(
-            state.v_norms, sum((jnp.sum(x) for x in v), jnp.float32(0)), t, b2
+            warmup, state.v_norms, sum((jnp.sum(x) for x in v), jnp.float32(0)), t, b2
         )
         frozen = warmup_end.ends(warmup, t, ratio)
 

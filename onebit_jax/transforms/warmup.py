@@ -35,7 +35,9 @@ def variance_stable(threshold: float = 0.96, min_steps: int = 1) -> VarianceStab
         \|v_t\|_1 / \|v_{t-D}\|_1 \ge \mathrm{threshold}, \quad D = \mathrm{round}(1/(1-\beta_2))
 
     v is frozen. v is the same on all workers, so all of them agree. The rule looks ``D`` updates
-    back, so that ``D + 1`` is the earliest update at which it can hold: 1,001 for b2 = 0.999.
+    back, so that ``D + 1`` is the earliest update at which it can hold: 1,001 for b2 = 0.999. That
+    is also where it mostly holds, as v is then still filling up from zero, and growth counts as
+    stable: it watches the gradients shrink only with ``min_steps`` well above ``D``.
 
     Args:
       threshold: in (0, inf); the paper's 0.96.
@@ -54,7 +56,7 @@ def variance_stable(threshold: float = 0.96, min_steps: int = 1) -> VarianceStab
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021, section 7.1.
     """
-    validation.check_positive("threshold", threshold)
+    validation.check_positive("threshold", threshold, usual=0.96)
     validation.check_step_count("min_steps", min_steps, 0, "Give the learning rate's warm-up.")
     return VarianceStable(threshold, min_steps)
 
@@ -88,21 +90,29 @@ def record_length(warmup: int | VarianceStable, b2: Any) -> int:
 
 
 def observe(
-    norms: jax.Array, norm: jax.Array, t: jax.Array, b2: jax.typing.ArrayLike
+    warmup: int | VarianceStable,
+    norms: jax.Array,
+    norm: jax.Array,
+    t: jax.Array,
+    b2: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Records ``||v_t||_1`` and compares it with the one a window earlier.
 
     Args:
+      warmup: the rule that the record was made for.
       norms: the record, float32 ``[length]``; that of update ``t`` stands at ``t % length``.
       norm: ``||v_t||_1``, float32 ``[]``.
       t: the number of the update, from 1; int32 ``[]``.
-      b2: decay of v; its window is cut to the record's length.
+      b2: decay of v. Where ``warmup`` is a number, its window is cut to the record's length.
 
     Returns:
       The new record and ``||v_t||_1 / ||v_{t-D}||_1``, which is 0 while ``t <= D``.
     """
     length = norms.shape[0]
-    window = jnp.clip(jnp.round(1 / (1 - jnp.float32(b2))), 1, length).astype(jnp.int32)
+    if isinstance(warmup, VarianceStable):
+        window = length
+    else:
+        window = jnp.clip(jnp.round(1 / (1 - jnp.float32(b2))), 1, length).astype(jnp.int32)
     before = norms[(t - window) % length]
     defined = (t > window) & (before > 0)
     ratio = jnp.where(defined, norm / jnp.where(defined, before, 1.0), 0.0)

@@ -1,0 +1,205 @@
+"""What 1-bit Adam's parts are for: every naive form must stay worse, what replaces it as good.
+
+Eight simulated workers learn to classify short texts of a toy language. Words follow Zipf's law, so
+that most rows of the embedding seldom have a gradient and Adam's variance matters; each worker sees
+mainly classes of its own, so that gradients differ between workers. Every form is judged by the
+training loss at its best learning rate of one sweep.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import onebit_jax
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import block_layout, true_elements
+from tests.workers import AXIS, replicate
+
+WORKERS, STEPS, WARMUP = 8, 600, 120
+TEXTS, WORDS, TEXT_LENGTH, CLASSES, HIDDEN, BATCH = 8192, 256, 6, 10, 16, 8
+LEARNING_RATES = np.array([3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1], np.float32)
+
+
+class Texts(NamedTuple):
+    words: np.ndarray
+    classes: np.ndarray
+    batches: np.ndarray  # [steps, workers, batch]: which texts each worker sees
+
+
+def draw_texts() -> Texts:
+    rng = np.random.default_rng(0)
+    frequency = 1 / np.arange(1, WORDS + 1)
+    words = rng.choice(WORDS, (TEXTS, TEXT_LENGTH), p=frequency / frequency.sum())
+    meanings = 8 * rng.standard_normal((WORDS, CLASSES))
+    scores = meanings[words].mean(1) + rng.gumbel(size=(TEXTS, CLASSES))
+    classes = scores.argmax(-1)
+    by_class = classes.argsort(kind="stable")
+    own = rng.integers(TEXTS // WORKERS, size=(STEPS, WORKERS, BATCH))
+    own += TEXTS // WORKERS * np.arange(WORKERS)[:, None]
+    others = rng.integers(TEXTS, size=own.shape)
+    batches = np.where(rng.random(own.shape) < 0.5, own, others)
+    return Texts(words[by_class], classes[by_class], batches)
+
+
+def initial_parameters() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(1)
+    shapes = {"embedding": (WORDS, HIDDEN), "hidden": (HIDDEN, HIDDEN), "output": (HIDDEN, CLASSES)}
+    return {k: jnp.asarray(0.3 * rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
+
+
+def loss(params, words, classes):
+    hidden = jax.nn.relu(params["embedding"][words].mean(1) @ params["hidden"])
+    logits = hidden @ params["output"]
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
+
+
+class Form(NamedTuple):
+    """An optimizer, given its learning rate, and the number of updates of phase "warmup"."""
+
+    optimizer: Callable[[optax.Schedule], optax.GradientTransformation]
+    warmup: int
+
+
+def adam(learning_rate):
+    return optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(learning_rate))
+
+
+def onebit_adam(learning_rate, warmup=WARMUP):
+    # Corrected as optax.adam's averages are, so that all forms are the same Adam.
+    return onebit_jax.onebit_adam(
+        learning_rate, warmup=warmup, axis_name=AXIS, bias_correction=True
+    )
+
+
+def adam_of_onebit_gradients(learning_rate):
+    """EC1 averages the gradients, and Adam knows nothing of it."""
+
+    def init(params):
+        blocks = block_layout([p.shape for p in jax.tree.leaves(params)], WORKERS)
+        return optax.tree.zeros_like(params), [jnp.zeros((8, b.chunk_bytes)) for b in blocks]
+
+    def update(updates, state: Any, params=None):
+        del params
+        own, server = state
+        leaves, tree = jax.tree.flatten(updates)
+        blocks = block_layout([g.shape for g in leaves], WORKERS)
+        received, own, server = ec1.all_reduce(
+            leaves,
+            jax.tree.leaves(own),
+            server,
+            [jnp.asarray(true_elements(b)) for b in blocks],
+            blocks,
+            axis_name=AXIS,
+        )
+        means = [b.tensor(x) for b, x in zip(blocks, ec1.decode(received, blocks), strict=True)]
+        return tree.unflatten(means), (tree.unflatten(own), server)
+
+    onebit_gradients = optax.GradientTransformation(init, update)
+    return optax.chain(onebit_gradients, optax.adam(learning_rate))
+
+
+def without_error_feedback(learning_rate):
+    """Residuals are forgotten after every compressed update."""
+    tx = onebit_adam(learning_rate)
+
+    def update(updates, state, params=None, *, phase=None):
+        updates, state = tx.update(updates, state, params, phase=phase)
+        onebit, *rest = cast(tuple, state)
+        if phase == "compression":
+            onebit = onebit._replace(
+                m_then_residual=optax.tree.zeros_like(onebit.m_then_residual),
+                server_residual=optax.tree.zeros_like(onebit.server_residual),
+            )
+        return updates, (onebit, *rest)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def frozen_variance(learning_rate, b1=0.9, b2=0.999, eps=1e-8):
+    """Adam whose variance freezes as that of 1-bit Adam, with momenta averaged uncompressed."""
+
+    def init(params):
+        return jnp.zeros([], jnp.int32), *2 * [optax.tree.zeros_like(params)]
+
+    def update(updates, state: Any, params=None):
+        del params
+        count, m, v = state
+        mean = lax.pmean(updates, AXIS)
+        m = optax.tree.update_moment(mean, m, b1, 1)
+        fresh = optax.tree.update_moment(mean, v, b2, 2)
+        v = jax.tree.map(lambda new, old: jnp.where(count < WARMUP, new, old), fresh, v)
+        m_hat = optax.tree.bias_correction(m, b1, count + 1)
+        v_hat = optax.tree.bias_correction(v, b2, jnp.minimum(count + 1, WARMUP))
+        updates = jax.tree.map(
+            lambda m, v: jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0), m_hat, v_hat
+        )
+        return updates, (count + 1, m, v)
+
+    scale_by_frozen = optax.GradientTransformation(init, update)
+    return optax.chain(scale_by_frozen, optax.scale_by_learning_rate(learning_rate))
+
+
+ADAM = Form(adam, STEPS)
+ONEBIT_ADAM = Form(onebit_adam, WARMUP)
+FROZEN_VARIANCE = Form(frozen_variance, STEPS)
+ONEBIT_GRADIENTS = Form(adam_of_onebit_gradients, STEPS)
+NO_ERROR_FEEDBACK = Form(without_error_feedback, WARMUP)
+WARMUP_OF_ONE = Form(functools.partial(onebit_adam, warmup=1), 1)
+
+
+def final_loss(form: Form, texts: Texts, learning_rate: jax.Array) -> jax.Array:
+    """The training loss after `STEPS` updates, the learning rate falling linearly to zero."""
+    falling = optax.linear_schedule(1.0, 0.0, STEPS)
+    tx = optax.with_extra_args_support(form.optimizer(lambda t: learning_rate * falling(t)))
+
+    def step(phase, params_and_state, batches):
+        def worker(params, state, batch):
+            grads = jax.grad(loss)(params, texts.words[batch], texts.classes[batch])
+            updates, state = tx.update(grads, state, params, phase=phase)
+            return optax.apply_updates(params, updates), state
+
+        params, state = params_and_state
+        return jax.vmap(worker, axis_name=AXIS)(params, state, batches), None
+
+    params = replicate(initial_parameters(), WORKERS)
+    trained = params, jax.vmap(tx.init, axis_name=AXIS)(params)
+    # The phase is given, since vmap would make of a choice inside the step a run through both.
+    warmup, compression = texts.batches[: form.warmup], texts.batches[form.warmup :]
+    trained, _ = lax.scan(functools.partial(step, "warmup"), trained, warmup)
+    trained, _ = lax.scan(functools.partial(step, "compression"), trained, compression)
+    params = jax.tree.map(lambda p: p[0], trained[0])
+    return loss(params, texts.words, texts.classes)
+
+
+@functools.cache
+def best_loss(form: Form) -> float:
+    texts = jax.tree.map(jnp.asarray, draw_texts())
+    losses = jax.vmap(functools.partial(final_loss, form), in_axes=(None, 0))
+    finite = [float(x) for x in jax.jit(losses)(texts, LEARNING_RATES) if math.isfinite(x)]
+    return min(finite, default=math.inf)
+
+
+@pytest.mark.parametrize(
+    "form", [ONEBIT_ADAM, FROZEN_VARIANCE], ids=["onebit_adam", "frozen_variance"]
+)
+def test_as_good_as_adam(form):
+    ours, theirs = best_loss(form), best_loss(ADAM)
+    assert ours < 1.05 * theirs, f"final loss {ours:.3f}, Adam's {theirs:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("form", "times"),
+    [(ONEBIT_GRADIENTS, 1.2), (NO_ERROR_FEEDBACK, 2.0), (WARMUP_OF_ONE, 1.3)],
+    ids=["onebit_gradients", "no_error_feedback", "warmup_of_one"],
+)
+def test_naive_form_is_worse_than_adam(form, times):
+    naive, theirs = best_loss(form), best_loss(ADAM)
+    assert naive > times * theirs, f"final loss {naive:.3f}, Adam's {theirs:.3f}"
