@@ -203,8 +203,8 @@ def scale_by_onebit_adam(
             block.tensor(jnp.multiply(b1, x)) + (1 - b1) * g.astype(jnp.float32)
             for block, x, g in zip(blocks, shared_m, grads, strict=True)
         ]
-        # The first time m is where the residual will be, and nothing has been received yet: b1 m in
-        # place of both makes the first m_i what it should be, without a program of its own.
+        # The first compressed update still finds m in the residual's place, and nothing received:
+        # taking b1 m for the residual there makes its m_i right without a program of its own.
         kept = jnp.where(state.count == state.frozen_at, b1, 1.0)
         received, residual, server_residual = ec1.all_reduce(
             m,
