@@ -52,7 +52,8 @@ def _scale(x: jax.Array, live: jax.Array, kind: Scale) -> jax.Array:
 def _compress(x: jax.Array, live: jax.Array, kind: Scale) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Signs ``[..., L]``, scale ``[]`` and residual ``[..., 8, L]`` of ``C(x)``."""
     mask = unpack_bits(live)
-    # Without the barrier XLA computes x twice, once for the scale and once for what needs it.
+    # Keeps x from being computed twice, for the scale and for what needs the scale. XLA for CPUs
+    # drops the barrier before it fuses, but its sums read arrays, so that x is written once there.
     x = lax.optimization_barrier(jnp.where(mask, x, 0.0))
     scale = _scale(x, live, kind)
     residual = jnp.where(mask, x - jnp.where(x >= 0, scale, -scale), 0.0)
