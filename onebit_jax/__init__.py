@@ -1,6 +1,6 @@
 """Optax optimizers that send one bit a parameter, and the collectives beneath them."""
 
-from onebit_jax import wire
+from onebit_jax import plan, wire
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.training import TrainStep, init, state_specs, train_step
 from onebit_jax.transforms.mean_gradients import mean_gradients
@@ -19,6 +19,7 @@ __all__ = [
     "init",
     "mean_gradients",
     "onebit_adam",
+    "plan",
     "scale_by_onebit_adam",
     "state_specs",
     "train_step",

@@ -7,13 +7,13 @@ class PerWorker(NamedTuple):
     """A part of an optimizer state that every worker has for itself.
 
     Residuals, and anything else that differs between workers, stand inside a ``PerWorker``; all
-    other leaves of a state are equal on all workers, bit for bit. In the worker view (inside
-    ``shard_map``, ``pmap`` or ``vmap``) the leaves of ``value`` have the worker's own shape. In the
-    mesh view (outside) they carry one more leading axis, a row a worker, which is sharded over the
-    mesh: :func:`onebit_jax.init` places them so, and Orbax then saves every worker's row.
+    other leaves of a state are equal on all workers, bit for bit. The first axis of a leaf counts
+    workers: in the worker view (inside ``shard_map``, ``pmap`` or ``vmap``) its length is 1, and in
+    the mesh view (outside) it has a row a worker and is sharded over the mesh.
+    :func:`onebit_jax.init` places them so, and Orbax then saves every worker's row.
 
     Attributes:
-      value: any pytree of arrays.
+      value: any pytree of arrays with that first axis.
     """
 
     value: Any

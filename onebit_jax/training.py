@@ -42,15 +42,6 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def _map_per_worker(f: Callable[[jax.Array], jax.Array], opt_state: optax.OptState) -> Any:
-    """Applies ``f`` to each worker's own leaves: adds or drops the mesh view's leading axis."""
-    return jax.tree.map(
-        lambda node: jax.tree.map(f, node) if is_per_worker(node) else node,
-        opt_state,
-        is_leaf=is_per_worker,
-    )
-
-
 def _data_parallel(mesh: Mesh) -> Mesh:
     """The mesh with an automatic axis, which takes unsharded inputs whatever mesh the user made.
 
@@ -84,11 +75,8 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
     """
     mesh = _data_parallel(mesh)
 
-    def worker(params: optax.Params) -> optax.OptState:
-        return _map_per_worker(lambda x: x[None], tx.init(params))
-
     def on_mesh(out_specs: Any) -> Callable[[optax.Params], optax.OptState]:
-        return jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
+        return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
 
     # The mesh is set, lest shard_map refuse it where the user has set the one it was made from.
     with use_abstract_mesh(mesh.abstract_mesh):
@@ -221,7 +209,6 @@ class TrainStep:
     ) -> tuple[optax.Params, optax.OptState, Metrics]:
         """The step as one worker makes it, in the worker view."""
         axes = self._mesh.axis_names
-        opt_state = _map_per_worker(lambda x: x[0], opt_state)
         loss, metrics, grads = _loss_and_gradients(self._loss_fn, params, batch, self._accumulation)
         squared_norm = optax.tree.norm(
             jax.tree.map(lambda g: g.astype(jnp.float32), grads), squared=True
@@ -246,7 +233,7 @@ class TrainStep:
             )
         metrics = _mean_over_workers(metrics | own, axes)
         metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
-        return params, _map_per_worker(lambda x: x[None], opt_state), metrics
+        return params, opt_state, metrics
 
 
 def _reports_metrics(node: Any) -> bool:

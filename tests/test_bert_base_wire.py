@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import PerWorker, wire
+from onebit_jax import wire
 from train.bert.model import BertConfig, init_params
 
 WORKERS = 8
@@ -23,17 +23,9 @@ def collectives(size, phase):
     opt_state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), params)
     specs = onebit_jax.state_specs(opt_state, "data")
 
-    def per_worker(f, state):
-        is_own = lambda node: isinstance(node, PerWorker)  # noqa: E731
-        return jax.tree.map(
-            lambda node: jax.tree.map(f, node) if is_own(node) else node, state, is_leaf=is_own
-        )
-
     def update(grads, opt_state, params):
         grads = jax.tree.map(lambda x: x[0], grads)
-        opt_state = per_worker(lambda x: x[0], opt_state)
-        updates, opt_state = tx.update(grads, opt_state, params, phase=phase)
-        return updates, per_worker(lambda x: x[None], opt_state)
+        return tx.update(grads, opt_state, params, phase=phase)
 
     mapped = jax.shard_map(
         update,

@@ -57,9 +57,9 @@ def test_four_processes_train_as_one_does(tmp_path):
         elif expected.dtype != np.uint8:  # bytes hold the scales, whose last bits may differ
             allowed = TOLERANCE * np.abs(expected).max(initial=0)
             np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
-    residuals = [
+    compensated = [
         value
         for name, value in together.items()
-        if name.startswith("step") and "m_then_residual.value['out']" in name
+        if name.startswith("step") and "m_then_compensated.value['out']" in name
     ]
-    assert len(np.unique(residuals, axis=0)) == WORKERS
+    assert len(np.unique(compensated, axis=0)) == WORKERS

@@ -9,8 +9,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import PerWorker, wire
-from tests.workers import onebit_state, replicate
+from onebit_jax import wire
+from onebit_jax.per_worker import is_per_worker
+from tests.workers import onebit_state, replicate, residuals
 
 WORKERS, ROWS, WARMUP, LEARNING_RATE = 8, 32, 3, 1e-2
 ONEBIT_METRICS = {"loss", "grad_norm", "phase", "frozen_at", "variance_ratio", "residual_ratio"}
@@ -74,10 +75,6 @@ def shares(batch):
     return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
 
 
-def is_per_worker(node):
-    return isinstance(node, PerWorker)
-
-
 def norm(tree):
     return np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in jax.tree.leaves(tree)))
 
@@ -120,7 +117,7 @@ def simulate(tx, params, batches):
     for batch in batches:
         params, state = update(params, state, shares(batch))
         yield jax.tree.map(
-            lambda node: node if is_per_worker(node) else node[0],
+            lambda node: jax.tree.map(lambda x: x[:, 0], node) if is_per_worker(node) else node[0],
             (params, state),
             is_leaf=is_per_worker,
         )
@@ -146,8 +143,8 @@ def test_every_worker_trains_on_its_own_gradient(request, mesh_name, dtype, stat
         phase = ("warmup" if t < WARMUP else "compression") if static else None
         params, opt_state, _ = step(params, opt_state, batch, phase=phase)
         assert_close((params, opt_state), expected)
-    residuals = onebit_state(opt_state).m_then_residual.value["out"]
-    assert len(np.unique(residuals, axis=0)) == WORKERS
+    e = residuals(onebit_state(opt_state))[0]["out"]
+    assert len(np.unique(e, axis=0)) == WORKERS
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -234,8 +231,8 @@ def test_metrics_by_hand(mesh):
         if t > WARMUP:
             moved = jax.tree.map(lambda p, q: (p - np.asarray(q)) / LEARNING_RATE, before, params)
             momentum = jax.tree.map(lambda u, v: u * (np.sqrt(v) + 1e-8), moved, v)
-            residuals = jax.device_get(onebit_state(opt_state).m_then_residual.value)
-            norms = [norm(jax.tree.map(lambda e: e[i], residuals)) for i in range(WORKERS)]  # noqa: B023
+            e, _ = residuals(onebit_state(opt_state))
+            norms = [norm(jax.tree.map(lambda x: x[i], e)) for i in range(WORKERS)]  # noqa: B023
             residual_ratio = np.mean(norms) / norm(momentum)
         expected = {
             "loss": loss,
@@ -332,8 +329,8 @@ def test_a_restored_state_continues_bit_for_bit(mesh):
     uninterrupted = train(step, *middle, batches[-3:])
     resumed = train(step, params, jax.device_put(opt_state, shardings), batches[-3:])
     jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
-    residuals = onebit_state(opt_state).m_then_residual.value["out"]
-    assert len(np.unique(residuals, axis=0)) == WORKERS
+    e = residuals(onebit_state(opt_state))[0]["out"]
+    assert len(np.unique(e, axis=0)) == WORKERS
 
 
 # How it is called

@@ -4,9 +4,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import block_layout, live_leaves
+from onebit_jax.per_worker import is_per_worker
 
 AXIS = "workers"
 Binding = Literal["vmap", "pmap", "shard_map"]
@@ -37,6 +42,34 @@ def onebit_state(opt_state: Any) -> onebit_jax.ScaleByOnebitAdamState:
     """The state of 1-bit Adam inside the state of a chain."""
     is_state = lambda node: isinstance(node, onebit_jax.ScaleByOnebitAdamState)  # noqa: E731
     return next(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
+    """The workers' residuals and the servers', two trees with a row a worker.
+
+    `state` has a row a worker too, or is in the mesh view.
+    """
+    if not state.count.ndim:
+        workers = state.worker_scales.value.shape[0]
+        state = jax.tree.map(
+            lambda node: (
+                jax.tree.map(lambda x: x[:, None], node)
+                if is_per_worker(node)
+                else jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), node)
+            ),
+            state,
+            is_leaf=is_per_worker,
+        )
+
+    def own(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
+        inverse_roots, tree = jax.tree.flatten(state.v_then_inverse_root)
+        blocks = block_layout([x.shape for x in inverse_roots], state.received.shape[0])
+        feedback, live = state.feedback(), live_leaves(state.live)
+        e = ec1.worker_residuals(feedback, live, blocks)
+        E = ec1.server_residuals(feedback, live, blocks, lax.axis_index(AXIS))
+        return tree.unflatten([x[0] for x in e]), tree.unflatten([x[0] for x in E])
+
+    return jax.device_get(jax.vmap(own, axis_name=AXIS)(jax.device_get(state)))
 
 
 def replicate(tree: Any, workers: int) -> Any:

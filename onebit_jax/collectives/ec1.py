@@ -23,73 +23,71 @@ References:
   Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
 
 Differences from the paper:
+  What is kept from call to call is :math:`c_i` and :math:`a_j`, from which the residuals follow by
+  the scales (:class:`Feedback`): writing the residuals out would cost one more pass over memory.
   The scale is computed over *live* elements only (see :func:`all_reduce`), and padding never has a
   residual; the paper speaks of neither.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block
+from onebit_jax.collectives.layout import Block, Live
 from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
 
 Scale = Literal["rms", "mean_abs"]
 
 
-def _scale(x: jax.Array, live: jax.Array, kind: Scale) -> jax.Array:
-    """``s(x)`` over live elements; 0 where there are none. ``x`` is 0 on all others."""
-    count = jnp.sum(lax.population_count(live).astype(jnp.float32))
-    count = jnp.maximum(count, 1)
+class Feedback(NamedTuple):
+    """What one worker keeps from call to call; zeros before the first.
+
+    A residual is what compression left over of a value, ``c - s sgn(c)``. The value and its scale
+    are kept instead, which are known before the scale is: so nothing is written after it.
+
+    Attributes:
+      compensated: ``c_i`` of the last call, 0 where not live; float32 or bfloat16, for each block an
+        array with the tensor's elements in order, of any shape.
+      scales: ``s_i`` of the last call; float32 ``[number of blocks]``.
+      served: ``a_j`` of the chunk that this worker serves, 0 where not live; ``[8, L]`` for each
+        block, or any shape with these elements in order; of the dtype of ``compensated``.
+      received: what all workers received, signs and scales; uint8 ``[n, row_bytes]``, the same on
+        all workers. :func:`decode` makes numbers of it.
+    """
+
+    compensated: Sequence[jax.Array]
+    scales: jax.Array
+    served: Sequence[jax.Array]
+    received: jax.Array
+
+
+def _left_over(compensated: jax.Array, scale: jax.Array) -> jax.Array:
+    """The residual ``c - s sgn(c)``, in float32; -s where ``c`` is not live."""
+    compensated = compensated.astype(jnp.float32)
+    return compensated - jnp.where(compensated >= 0, scale, -scale)
+
+
+def _scale(c: jax.Array, count: jax.Array, kind: Scale) -> jax.Array:
+    """``s(c)`` over ``count`` live elements; 0 where there are none. ``c`` is 0 on all others."""
+    # Flat, since XLA's CPU then adds small tensors up in the same order under vmap as elsewhere.
+    c, count = c.reshape(-1).astype(jnp.float32), jnp.maximum(count, 1)
     if kind == "rms":
-        return jnp.sqrt(jnp.sum(x * x) / count)
-    return jnp.sum(jnp.abs(x)) / count
-
-
-def _compress(x: jax.Array, live: jax.Array, kind: Scale) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Signs ``[..., L]``, scale ``[]`` and residual ``[..., 8, L]`` of ``C(x)``."""
-    mask = unpack_bits(live)
-    # Keeps x from being computed twice, for the scale and for what needs the scale. XLA for CPUs
-    # drops the barrier before it fuses, but its sums read arrays, so that x is written once there.
-    x = lax.optimization_barrier(jnp.where(mask, x, 0.0))
-    scale = _scale(x, live, kind)
-    residual = jnp.where(mask, x - jnp.where(x >= 0, scale, -scale), 0.0)
-    return pack_signs(x), scale, residual
-
-
-def _serve(
-    rows: jax.Array,
-    scales: jax.Array,
-    residual: jax.Array,
-    live: jax.Array,
-    kind: Scale,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Averages what ``n`` workers sent for one chunk, ``[n, L]`` and ``[n]``, and compresses it."""
-
-    def add(total, row):
-        return total + signed(*row), None
-
-    # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
-    # Adding to the residual what is already divided by n leaves no product for the compiler to
-    # contract into the sum, here but not there.
-    shares = scales / len(rows)
-    total, _ = lax.scan(add, residual, (rows, shares), unroll=min(len(rows), 8))
-    return _compress(total, live, kind)
+        return jnp.sqrt(jnp.sum(c * c) / count)
+    return jnp.sum(jnp.abs(c)) / count
 
 
 def all_reduce(
     values: Sequence[jax.Array],
-    residuals: Sequence[jax.Array],
-    server_residuals: Sequence[jax.Array],
-    live: Sequence[jax.Array],
+    feedback: Feedback,
+    live: Sequence[Live],
     blocks: Sequence[Block],
     *,
     axis_name: str,
     scale: Scale = "rms",
-) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+) -> Feedback:
     """Averages the workers' values with one bit an element each way.
 
     Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound. An element that is not
@@ -98,37 +96,58 @@ def all_reduce(
 
     Args:
       values: each worker's own values, ``z_i``: float arrays of the blocks' shapes.
-      residuals: ``e_i``: float32, of the same shapes. Zeros at first.
-      server_residuals: ``E_j``: float32 ``[8, L]`` for each block. Zeros at first.
-      live: packed bits of the elements that count, uint8 ``[n, L]`` for each block; the same on
-        all workers. :func:`~onebit_jax.collectives.layout.true_elements` makes the bits that mark
-        every element but the padding.
+      feedback: what the last call returned. Its residuals are added to the values.
+      live: which elements count, for each block; the same on all workers.
+        :func:`~onebit_jax.collectives.layout.true_elements` marks every element but the padding.
       blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
       axis_name: the axis the workers run along.
       scale: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
 
     Returns:
-      What was received, uint8 ``[n, row_bytes]``, the same on all workers (:func:`decode` makes
-      numbers of it); the new residuals; the new server residuals.
+      The new feedback; the means are what it ``received``.
     """
     workers = lax.axis_size(axis_name)
-    sections, new_residuals = [jnp.zeros((workers, 0), jnp.uint8)], []
-    for block, value, residual, bits in zip(blocks, values, residuals, live, strict=True):
-        compensated = block.chunks(value.astype(jnp.float32) + residual)
-        signs, s, left_over = _compress(compensated, bits, scale)
-        sections.append(block.join(signs, jnp.broadcast_to(s, (workers,))))
-        new_residuals.append(block.tensor(left_over))
+    sections, compensated, scales = [jnp.zeros((workers, 0), jnp.uint8)], [], []
+    for i, (block, z, c, counted) in enumerate(
+        zip(blocks, values, feedback.compensated, live, strict=True)
+    ):
+        # In the shape that c is held in from end to end: only then does XLA write the new c over
+        # the old one. A reshape on the way would make it copy.
+        mask = block.tensor(unpack_bits(counted.bits)).reshape(c.shape)
+        total = z.astype(jnp.float32).reshape(c.shape) + _left_over(c, feedback.scales[i])
+        # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs
+        # drops the barrier before it fuses, but its sums read arrays, so that c is written there.
+        c = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(c.dtype))
+        s = _scale(c, jnp.sum(counted.counts), scale)
+        sections.append(block.join(pack_signs(block.chunks(c)), jnp.broadcast_to(s, (workers,))))
+        compensated.append(c)
+        scales.append(s)
     to_serve = lax.all_to_all(jnp.concatenate(sections, -1), axis_name, 0, 0, tiled=True)
 
     chunk = lax.axis_index(axis_name)
-    sections, new_server_residuals = [jnp.zeros((0,), jnp.uint8)], []
-    for block, residual, bits in zip(blocks, server_residuals, live, strict=True):
-        rows, scales = block.split(to_serve)
-        signs, s, left_over = _serve(rows, scales, residual, bits[chunk], scale)
-        sections.append(block.join(signs, s))
-        new_server_residuals.append(left_over)
+    sections, served = [jnp.zeros((0,), jnp.uint8)], []
+    for block, a, counted in zip(blocks, feedback.served, live, strict=True):
+        total = _left_over(a, block.split(feedback.received[chunk])[1])
+        total = _add_mean(total, *block.split(to_serve))
+        mask = unpack_bits(counted.bits[chunk]).reshape(a.shape)
+        a = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(a.dtype))
+        signs = pack_signs(a.reshape(8, block.chunk_bytes))
+        sections.append(block.join(signs, _scale(a, counted.counts[chunk], scale)))
+        served.append(a)
     received = lax.all_gather(jnp.concatenate(sections), axis_name)
-    return received, new_residuals, new_server_residuals
+    return Feedback(compensated, jnp.stack(scales) if scales else feedback.scales, served, received)
+
+
+def _add_mean(total: jax.Array, rows: jax.Array, scales: jax.Array) -> jax.Array:
+    """Adds the mean of what ``n`` workers sent for one chunk, ``[n, L]`` and ``[n]``."""
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + signed(*row).reshape(total.shape), None
+
+    # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
+    # Adding to the residual what is already divided by n leaves no product for the compiler to
+    # contract into the sum, here but not there.
+    return lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))[0]
 
 
 def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
@@ -143,3 +162,46 @@ def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
       them into the tensor's shape.
     """
     return [signed(*block.split(received)) for block in blocks]
+
+
+def worker_residuals(
+    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block]
+) -> list[jax.Array]:
+    """The residuals ``e_i`` that the next call will add; float32, of the shapes of ``compensated``.
+
+    Args:
+      feedback: what :func:`all_reduce` returned.
+      live: as given to it.
+      blocks: the layout.
+    """
+    return [
+        jnp.where(
+            block.tensor(unpack_bits(counted.bits)).reshape(c.shape),
+            _left_over(c, feedback.scales[i]),
+            0.0,
+        )
+        for i, (block, c, counted) in enumerate(
+            zip(blocks, feedback.compensated, live, strict=True)
+        )
+    ]
+
+
+def server_residuals(
+    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], chunk: jax.Array
+) -> list[jax.Array]:
+    """The residuals ``E_j`` of the chunk that a worker serves; float32, of the shapes of ``served``.
+
+    Args:
+      feedback: what :func:`all_reduce` returned.
+      live: as given to it.
+      blocks: the layout.
+      chunk: the worker's index along the axis, ``j``.
+    """
+    return [
+        jnp.where(
+            unpack_bits(counted.bits[chunk]).reshape(a.shape),
+            _left_over(a, block.split(feedback.received[chunk])[1]),
+            0.0,
+        )
+        for block, a, counted in zip(blocks, feedback.served, live, strict=True)
+    ]

@@ -10,12 +10,13 @@ blocks, each followed by its scale as four bytes, are laid side by side::
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+
+from onebit_jax.collectives.signs import pack_bits
 
 _SCALE_BYTES = 4
 
@@ -73,6 +74,19 @@ class Block(NamedTuple):
         return rows[..., self.offset : end], scale
 
 
+class Live(NamedTuple):
+    """Which elements of a block count: neither padding nor dead.
+
+    Attributes:
+      bits: one bit an element, packed as signs are; uint8 ``[n, L]``.
+      counts: how many of each chunk's are set; float32 ``[n]``. Kept because counting bits takes as
+        long as packing them.
+    """
+
+    bits: jax.Array
+    counts: jax.Array
+
+
 def block_layout(shapes: Sequence[tuple[int, ...]], workers: int) -> list[Block]:
     """Lays tensors side by side in the rows of one buffer.
 
@@ -103,13 +117,25 @@ def row_bytes(blocks: Sequence[Block]) -> int:
     return sum(block.row_bytes for block in blocks)
 
 
-def true_elements(block: Block) -> np.ndarray:
-    """Which bits of a block stand for elements and which for padding, packed: uint8 ``[n, L]``.
+def live_leaves(tree: Any) -> list[Live]:
+    """The :class:`Live` nodes of a tree, in order."""
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Live))
 
-    >>> true_elements(block_layout([(9,)], 2)[0])
-    array([[255],
+
+def mark_live(flags: jax.Array) -> Live:
+    """Marks the elements of a block that count.
+
+    Args:
+      flags: bool ``[n, 8, L]``.
+    """
+    return Live(pack_bits(flags), jnp.sum(flags, axis=(1, 2), dtype=jnp.float32))
+
+
+def true_elements(block: Block) -> Live:
+    """Marks all elements of a block, leaving out its padding.
+
+    >>> true_elements(block_layout([(9,)], 2)[0]).bits
+    Array([[255],
            [  1]], dtype=uint8)
     """
-    flags = np.arange(block.workers * 8 * block.chunk_bytes) < block.size
-    flags = flags.reshape(block.workers, 8, block.chunk_bytes)
-    return np.packbits(flags, axis=1, bitorder="little")[:, 0]
+    return mark_live(block.chunks(jnp.ones(block.shape)) > 0)

@@ -10,13 +10,20 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import Block, block_layout, row_bytes
-from onebit_jax.collectives.signs import pack_bits
+from onebit_jax.collectives.layout import (
+    Block,
+    Live,
+    block_layout,
+    live_leaves,
+    mark_live,
+    row_bytes,
+)
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.warmup import VarianceStable
 
 Phase = Literal["warmup", "compression"]
+ResidualDtype = Literal["float32", "bfloat16"]
 
 
 class ScaleByOnebitAdamState(NamedTuple):
@@ -29,14 +36,17 @@ class ScaleByOnebitAdamState(NamedTuple):
     Attributes:
       count: number of updates made; int32 ``[]``.
       frozen_at: number of updates made when v froze, -1 in warm-up; int32 ``[]``.
-      m_then_residual: the momentum ``m`` in warm-up (then equal on all workers), the worker's
-        residual ``e_i`` in compression; float32, a tree like the parameters.
+      m_then_compensated: the momentum ``m`` in warm-up (then equal on all workers), the worker's
+        compensated momentum ``c_i`` in compression; a tree like the parameters, ``[1, *shape]``.
+      worker_scales: the worker's own scale ``s_i`` for each parameter, 0 in warm-up; float32
+        ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for dead coordinates; float32, a tree like the parameters.
-      server_residual: the residual ``E_j`` of the chunk that this worker serves; float32
-        ``[8, L]`` for each parameter, ``L`` bytes being a chunk's signs.
-      live: one bit a parameter, once v is frozen: 0 for dead coordinates and for padding; uint8
-        ``[n, L]`` for each parameter.
+      served: the compensated mean ``a_j`` of the chunk that this worker serves; ``[1, 8, L]`` for each
+        parameter, ``L`` bytes being a chunk's signs. The residual ``E_j`` is ``a_j - S_j sgn(a_j)``,
+        with the scale ``S_j`` that is in row ``j`` of ``received``.
+      live: which coordinates are not dead, once v is frozen: a
+        :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
       received: the momentum in compression, as the signs and scales that the last exchange brought;
         uint8 ``[n, bytes of a row]``.
       v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
@@ -47,13 +57,23 @@ class ScaleByOnebitAdamState(NamedTuple):
 
     count: jax.Array
     frozen_at: jax.Array
-    m_then_residual: PerWorker
+    m_then_compensated: PerWorker
+    worker_scales: PerWorker
     v_then_inverse_root: Any
-    server_residual: PerWorker
+    served: PerWorker
     live: Any
     received: jax.Array
     v_norms: jax.Array
     variance_ratio: jax.Array
+
+    def feedback(self) -> ec1.Feedback:
+        """What the exchange keeps from call to call, seen from one worker, in compression."""
+        return ec1.Feedback(
+            jax.tree.leaves(self.m_then_compensated),
+            self.worker_scales.value[0],
+            jax.tree.leaves(self.served),
+            self.received,
+        )
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -65,13 +85,13 @@ class ScaleByOnebitAdamState(NamedTuple):
           follow.
         """
         compressing = self.frozen_at >= 0
-        residuals = jax.tree.leaves(self.m_then_residual)
-        blocks = block_layout([e.shape for e in residuals], self.received.shape[0])
+        feedback, live = self.feedback(), live_leaves(self.live)
+        blocks = block_layout([c.shape[1:] for c in feedback.compensated], self.received.shape[0])
         squared_momentum = jnp.float32(0)
-        for block, bits in zip(blocks, jax.tree.leaves(self.live), strict=True):
+        for block, counted in zip(blocks, live, strict=True):
             _, scale = block.split(self.received)
-            live = jnp.sum(lax.population_count(bits).astype(jnp.float32), axis=-1)
-            squared_momentum += jnp.sum(scale**2 * live)
+            squared_momentum += jnp.sum(scale**2 * counted.counts)
+        residuals = ec1.worker_residuals(feedback, live, blocks)
         squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
         measured = compressing & (squared_momentum > 0)
         ratio = jnp.sqrt(squared_residual / jnp.where(measured, squared_momentum, 1.0))
@@ -100,6 +120,7 @@ def scale_by_onebit_adam(
     axis_name: str,
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
+    residual_dtype: ResidualDtype = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; see :func:`onebit_adam`, which adds decay and learning rate.
 
@@ -111,6 +132,7 @@ def scale_by_onebit_adam(
       axis_name: the axis that the workers run along.
       bias_correction: whether to divide by ``1 - b1**t`` and ``1 - b2**t`` as Adam does.
       scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
+      residual_dtype: see :func:`onebit_adam`.
 
     Returns:
       A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
@@ -124,6 +146,11 @@ def scale_by_onebit_adam(
     warmup_end.check_warmup(warmup)
     if scale not in ("rms", "mean_abs"):
         raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    if residual_dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
+            f"residuals would underflow."
+        )
 
     b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
 
@@ -141,12 +168,17 @@ def scale_by_onebit_adam(
         return ScaleByOnebitAdamState(
             count=jnp.zeros([], jnp.int32),
             frozen_at=jnp.full([], -1, jnp.int32),
-            m_then_residual=PerWorker(optax.tree.zeros_like(params, dtype=jnp.float32)),
-            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
-            server_residual=PerWorker(
-                tree.unflatten([jnp.zeros((8, b.chunk_bytes), jnp.float32) for b in blocks])
+            m_then_compensated=PerWorker(
+                jax.tree.map(lambda p: jnp.zeros((1, *p.shape), residual_dtype), params)
             ),
-            live=tree.unflatten([jnp.zeros((workers, b.chunk_bytes), jnp.uint8) for b in blocks]),
+            worker_scales=PerWorker(jnp.zeros((1, len(leaves)), jnp.float32)),
+            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
+            served=PerWorker(
+                tree.unflatten([jnp.zeros((1, 8, b.chunk_bytes), residual_dtype) for b in blocks])
+            ),
+            live=tree.unflatten(
+                [mark_live(jnp.zeros((workers, 8, b.chunk_bytes), bool)) for b in blocks]
+            ),
             received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
             v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
             variance_ratio=jnp.zeros([], jnp.float32),
@@ -159,33 +191,44 @@ def scale_by_onebit_adam(
         tree = jax.tree.structure(state.v_then_inverse_root)
         g = lax.pmean([x.astype(jnp.float32) for x in grads], axis_name)
         m = [
-            b1 * x + (1 - b1) * y
-            for x, y in zip(jax.tree.leaves(state.m_then_residual), g, strict=True)
+            (b1 * x.astype(jnp.float32) + (1 - b1) * y[None]).astype(residual_dtype)
+            for x, y in zip(jax.tree.leaves(state.m_then_compensated), g, strict=True)
         ]
         v = [
             b2 * x + (1 - b2) * y**2
             for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g, strict=True)
         ]
         root_correction, m_correction = corrected(b2, t), corrected(b1, t)
-        v_norms, ratio = warmup_end.observe(
-            warmup, state.v_norms, sum((jnp.sum(x) for x in v), jnp.float32(0)), t, b2
-        )
-        frozen = warmup_end.ends(warmup, t, ratio)
+        v_norm = sum((jnp.sum(x) for x in v), jnp.float32(0))
+        v_norms, ratio = warmup_end.observe(warmup, state.v_norms, v_norm, t, b2)
+        # Nothing that is not finite is frozen. That the norm must be known first also orders its
+        # sum before the loop, which may then write over v.
+        frozen = warmup_end.ends(warmup, t, ratio) & jnp.isfinite(v_norm)
 
         def root(x: jax.Array) -> jax.Array:
             return jnp.sqrt(x / root_correction) + eps
 
-        u = [x / m_correction / root(y) for x, y in zip(m, v, strict=True)]
-        v = [jnp.where(frozen, jnp.where(x > 0, 1 / root(x), 0.0), x) for x in v]
+        # A loop of one turn or none writes over v, and only when v freezes: a select would work out
+        # the reciprocal roots in every step, and a cond would copy v. Below only what comes out
+        # of it is read, or v would have to be kept beside it.
+        _, v = lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (~carry[0], [jnp.where(x > 0, 1 / root(x), 0.0) for x in carry[1]]),
+            (frozen, v),
+        )
 
-        def find_live() -> list[jax.Array]:
-            return [pack_bits(b.chunks(x) > 0) for b, x in zip(layout(grads), v, strict=True)]
+        def find_live() -> list[Live]:
+            return [mark_live(b.chunks(x) > 0) for b, x in zip(layout(grads), v, strict=True)]
 
-        live = lax.cond(frozen, find_live, lambda: jax.tree.leaves(state.live))
+        live = lax.cond(frozen, find_live, lambda: live_leaves(state.live))
+        u = [
+            jnp.where(frozen, x[0] / m_correction * y, x[0] / m_correction / root(y))
+            for x, y in zip(m, v, strict=True)
+        ]
         return u, state._replace(
             count=t,
             frozen_at=jnp.where(frozen, t, -1),
-            m_then_residual=PerWorker(tree.unflatten(m)),
+            m_then_compensated=PerWorker(tree.unflatten(m)),
             v_then_inverse_root=tree.unflatten(v),
             live=tree.unflatten(live),
             v_norms=v_norms,
@@ -203,14 +246,16 @@ def scale_by_onebit_adam(
             block.tensor(jnp.multiply(b1, x)) + (1 - b1) * g.astype(jnp.float32)
             for block, x, g in zip(blocks, shared_m, grads, strict=True)
         ]
-        # The first compressed update still finds m in the residual's place, and nothing received:
-        # taking b1 m for the residual there makes its m_i right without a program of its own.
-        kept = jnp.where(state.count == state.frozen_at, b1, 1.0)
-        received, residual, server_residual = ec1.all_reduce(
+        # The first one still finds m in place of c, with a scale of 0, and nothing received: taking
+        # b1 m for the residual there makes its m_i right without a program of its own.
+        kept = jnp.where(state.count == state.frozen_at, jnp.asarray(b1, jnp.float32), 1.0)
+        feedback = state.feedback()
+        feedback = ec1.all_reduce(
             m,
-            [kept * e for e in jax.tree.leaves(state.m_then_residual)],
-            jax.tree.leaves(state.server_residual),
-            jax.tree.leaves(state.live),
+            feedback._replace(
+                compensated=[(kept * c).astype(c.dtype) for c in feedback.compensated]
+            ),
+            live_leaves(state.live),
             blocks,
             axis_name=axis_name,
             scale=scale,
@@ -219,16 +264,17 @@ def scale_by_onebit_adam(
             block.tensor(x) / corrected(b1, t) * inverse_root
             for block, x, inverse_root in zip(
                 blocks,
-                ec1.decode(received, blocks),
+                ec1.decode(feedback.received, blocks),
                 jax.tree.leaves(state.v_then_inverse_root),
                 strict=True,
             )
         ]
         return u, state._replace(
             count=t,
-            m_then_residual=PerWorker(tree.unflatten(residual)),
-            server_residual=PerWorker(tree.unflatten(server_residual)),
-            received=received,
+            m_then_compensated=PerWorker(tree.unflatten(feedback.compensated)),
+            worker_scales=PerWorker(feedback.scales[None]),
+            served=PerWorker(tree.unflatten(feedback.served)),
+            received=feedback.received,
         )
 
     def update_fn(
@@ -272,6 +318,7 @@ def onebit_adam(
     axis_name: str,
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
+    residual_dtype: ResidualDtype = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit a parameter instead of 32.
 
@@ -329,6 +376,9 @@ def onebit_adam(
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, as Adam
         does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
+      residual_dtype: dtype of the arrays that hold the residuals, and in warm-up the momentum:
+        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is rounded off
+        there is lost: up to one part in 256 of a momentum or compensated momentum, each step.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -376,6 +426,7 @@ def onebit_adam(
             axis_name=axis_name,
             bias_correction=bias_correction,
             scale=scale,
+            residual_dtype=residual_dtype,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

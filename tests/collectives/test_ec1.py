@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from onebit_jax import wire
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
+from onebit_jax.collectives.layout import block_layout, mark_live, row_bytes, true_elements
 from tests import reference
 from tests.workers import AXIS, BINDINGS, Binding, on_workers
 
@@ -16,40 +17,63 @@ SHAPES = [(9,), (), (0,), (4, 16), (130,), (1,)]
 
 
 class Exchange:
-    """Calls EC1 on lists of tensors with a leading worker axis, and keeps the residuals."""
+    """Calls EC1 on lists of tensors with a leading worker axis, and keeps the feedback."""
 
     def __init__(
-        self, shapes, workers, binding: Binding = "vmap", scale: ec1.Scale = "rms", live=None
+        self,
+        shapes,
+        workers,
+        binding: Binding = "vmap",
+        scale: ec1.Scale = "rms",
+        live=None,
+        dtype=jnp.float32,
     ):
         self.blocks = block_layout(shapes, workers)
-        self.workers = workers
-        self.live = [jnp.asarray(true_elements(b)) for b in self.blocks] if live is None else live
-        self.residuals = [jnp.zeros((workers, *s), jnp.float32) for s in shapes]
-        self.server_residuals = [jnp.zeros((workers, 8, b.chunk_bytes)) for b in self.blocks]
+        self.live = [true_elements(b) for b in self.blocks] if live is None else live
+        self.feedback = ec1.Feedback(
+            [jnp.zeros((workers, *s), dtype) for s in shapes],
+            jnp.zeros((workers, len(shapes))),
+            [jnp.zeros((workers, 8, b.chunk_bytes), dtype) for b in self.blocks],
+            jnp.zeros((workers, workers, row_bytes(self.blocks)), jnp.uint8),
+        )
 
-        def call(values, residuals, server_residuals):
-            received, residuals, server_residuals = ec1.all_reduce(
-                values,
-                residuals,
-                server_residuals,
-                self.live,
-                self.blocks,
-                axis_name=AXIS,
-                scale=scale,
+        def call(values, feedback):
+            feedback = ec1.all_reduce(
+                values, feedback, self.live, self.blocks, axis_name=AXIS, scale=scale
             )
             result = [
                 b.tensor(x)
-                for b, x in zip(self.blocks, ec1.decode(received, self.blocks), strict=True)
+                for b, x in zip(
+                    self.blocks, ec1.decode(feedback.received, self.blocks), strict=True
+                )
             ]
-            return result, received, residuals, server_residuals
+            return result, feedback
 
-        self._call = on_workers(call, workers, binding)
+        def residuals(feedback):
+            chunk = lax.axis_index(AXIS)
+            return (
+                ec1.worker_residuals(feedback, self.live, self.blocks),
+                ec1.server_residuals(feedback, self.live, self.blocks, chunk),
+            )
+
+        self.call = on_workers(call, workers, binding)
+        self._residuals = on_workers(residuals, workers, binding)
 
     def __call__(self, values):
-        result, self.received, self.residuals, self.server_residuals = self._call(
-            values, self.residuals, self.server_residuals
-        )
+        result, self.feedback = self.call(values, self.feedback)
         return result
+
+    @property
+    def received(self):
+        return self.feedback.received
+
+    @property
+    def residuals(self):
+        return self._residuals(self.feedback)[0]
+
+    @property
+    def server_residuals(self):
+        return self._residuals(self.feedback)[1]
 
 
 def draw(rng, shapes, workers, dtype=np.float32):
@@ -97,8 +121,8 @@ def test_agrees_with_numpy(size, workers, kind, seed):
     block = block_layout([(size,)], workers)[0]
     padded = np.zeros(block.workers * 8 * block.chunk_bytes, bool)
     padded[:size] = alive
-    live = np.packbits(padded.reshape(workers, 8, -1), axis=1, bitorder="little")[:, 0]
-    exchange = Exchange([(size,)], workers, scale=kind, live=[jnp.asarray(live)])
+    live = mark_live(jnp.asarray(padded.reshape(workers, 8, -1)))
+    exchange = Exchange([(size,)], workers, scale=kind, live=[live])
     residuals = reference.zero_residuals(size, workers)
     for _ in range(3):
         z = rng.standard_normal((workers, size)).astype(np.float32)
@@ -108,6 +132,23 @@ def test_agrees_with_numpy(size, workers, kind, seed):
         np.testing.assert_allclose(exchange.residuals[0], np.stack(residuals.e), atol=2e-6)
         server = np.asarray(block.tensor(exchange.server_residuals[0]))
         np.testing.assert_allclose(server, np.concatenate(residuals.E), atol=2e-6)
+
+
+def test_bfloat16_loses_no_more_than_it_rounds():
+    """Three calls' worth of rounding to eight bits, on the workers and on the servers."""
+    rng = np.random.default_rng(0)
+    exchange = Exchange([(64, 8)], 4, dtype=jnp.bfloat16)
+    difference, largest = np.zeros((64, 8)), 0.0
+    for _ in range(3):
+        [z] = draw(rng, [(64, 8)], 4)
+        difference += np.asarray(z, np.float64).mean(0) - np.asarray(exchange([z])[0][0])
+        kept = [*exchange.feedback.compensated, *exchange.feedback.served]
+        assert {x.dtype for x in kept} == {jnp.dtype(jnp.bfloat16)}
+        largest = max(largest, *(float(jnp.abs(x).max()) for x in kept))
+    left_over = np.asarray(exchange.residuals[0]).mean(0)
+    left_over += np.asarray(exchange.blocks[0].tensor(exchange.server_residuals[0]))
+    lost = np.abs(difference - left_over).max()
+    assert 0 < lost <= 3 * 2 * largest * 2**-9
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -156,9 +197,9 @@ def test_zeros_decode_to_zeros_and_leave_no_residual():
 def test_dead_and_padded_elements_hold_no_residual():
     workers, size = 3, 13
     block = block_layout([(size,)], workers)[0]
-    live = np.array(true_elements(block))
-    live[0, 0] &= ~np.uint8(0b100)  # element 2
-    exchange = Exchange([(size,)], workers, live=[jnp.asarray(live)])
+    flags = (np.arange(size) != 2).astype(np.float32)
+    live = mark_live(block.chunks(jnp.asarray(flags)) > 0)
+    exchange = Exchange([(size,)], workers, live=[live])
     rng = np.random.default_rng(0)
     for _ in range(5):
         exchange(draw(rng, [(size,)], workers))
@@ -186,7 +227,7 @@ def test_two_uint8_collectives_however_many_tensors(workers):
     blocks = block_layout(shapes, workers)
     exchange = Exchange(shapes, workers, "shard_map")
     values = draw(np.random.default_rng(0), shapes, workers)
-    compiled = exchange._call.lower(values, exchange.residuals, exchange.server_residuals).compile()
+    compiled = exchange.call.lower(values, exchange.feedback).compile()
     sent = wire.collectives(compiled)
     assert sorted((c.op, c.dtype) for c in sent) == [("all-gather", "u8"), ("all-to-all", "u8")]
     assert wire.bytes_sent(sent) == 2 * (workers - 1) * row_bytes(blocks)

@@ -48,8 +48,10 @@ def test_an_empty_tensor_takes_no_bytes():
 
 def test_true_elements_leave_out_the_padding():
     for block in block_layout(SHAPES, 3):
-        bits = np.unpackbits(true_elements(block)[:, None], axis=1, bitorder="little")
+        live = true_elements(block)
+        bits = np.unpackbits(np.asarray(live.bits)[:, None], axis=1, bitorder="little")
         assert bits.sum() == block.size
+        np.testing.assert_array_equal(live.counts, bits.sum((1, 2)))
         np.testing.assert_array_equal(
             block.tensor(jnp.asarray(bits)), np.ones(block.shape, np.uint8)
         )

@@ -20,7 +20,7 @@ from jax import lax
 
 import onebit_jax
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, true_elements
+from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
 from tests.workers import AXIS, replicate
 
 WORKERS, STEPS, WARMUP = 8, 600, 120
@@ -83,24 +83,23 @@ def adam_of_onebit_gradients(learning_rate):
     """EC1 averages the gradients, and Adam knows nothing of it."""
 
     def init(params):
-        blocks = block_layout([p.shape for p in jax.tree.leaves(params)], WORKERS)
-        return optax.tree.zeros_like(params), [jnp.zeros((8, b.chunk_bytes)) for b in blocks]
+        leaves = jax.tree.leaves(params)
+        blocks = block_layout([p.shape for p in leaves], WORKERS)
+        return ec1.Feedback(
+            [jnp.zeros(p.shape) for p in leaves],
+            jnp.zeros((len(leaves),)),
+            [jnp.zeros((8, b.chunk_bytes)) for b in blocks],
+            jnp.zeros((WORKERS, row_bytes(blocks)), jnp.uint8),
+        )
 
     def update(updates, state: Any, params=None):
         del params
-        own, server = state
         leaves, tree = jax.tree.flatten(updates)
         blocks = block_layout([g.shape for g in leaves], WORKERS)
-        received, own, server = ec1.all_reduce(
-            leaves,
-            jax.tree.leaves(own),
-            server,
-            [jnp.asarray(true_elements(b)) for b in blocks],
-            blocks,
-            axis_name=AXIS,
-        )
-        means = [b.tensor(x) for b, x in zip(blocks, ec1.decode(received, blocks), strict=True)]
-        return tree.unflatten(means), (tree.unflatten(own), server)
+        live = [true_elements(b) for b in blocks]
+        state = ec1.all_reduce(leaves, state, live, blocks, axis_name=AXIS)
+        decoded = ec1.decode(state.received, blocks)
+        return tree.unflatten([b.tensor(x) for b, x in zip(blocks, decoded, strict=True)]), state
 
     onebit_gradients = optax.GradientTransformation(init, update)
     return optax.chain(onebit_gradients, optax.adam(learning_rate))
@@ -115,8 +114,9 @@ def without_error_feedback(learning_rate):
         onebit, *rest = cast(tuple, state)
         if phase == "compression":
             onebit = onebit._replace(
-                m_then_residual=optax.tree.zeros_like(onebit.m_then_residual),
-                server_residual=optax.tree.zeros_like(onebit.server_residual),
+                m_then_compensated=optax.tree.zeros_like(onebit.m_then_compensated),
+                worker_scales=optax.tree.zeros_like(onebit.worker_scales),
+                served=optax.tree.zeros_like(onebit.served),
             )
         return updates, (onebit, *rest)
 

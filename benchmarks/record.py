@@ -1,0 +1,59 @@
+"""What every benchmark writes beside its figures: machine, versions and the command."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+from typing import Any
+
+import jax
+
+
+def machine() -> dict[str, Any]:
+    """The machine as far as it says what it is."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, jax and the named packages; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "optax", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> None:
+    """Writes figures as JSON.
+
+    Args:
+      path: the file.
+      options: the benchmark's options, a dataclass.
+      figures: what was measured.
+      *packages: whose versions matter besides jax's.
+    """
+    main = sys.modules["__main__"].__spec__
+    command = ["python", "-m", main.name] if main else ["python", sys.argv[0]]
+    record = {
+        "command": shlex.join([*command, *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": versions(*packages),
+        "options": dataclasses.asdict(options),
+        "figures": figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Times optimizer steps over sizes and numbers of workers: does the cost grow as it should?
+
+    python -m benchmarks.scaling
+
+Two workers with matrices of 2^20 to 2^28 elements each, and 2, 4, 8 and 16 workers with matrices of
+2^22; workers are devices of one process and share its memory. Bytes sent are read from the compiled
+programs, beside the bound `2 (n-1)/n d/8`. Time has a model as well: what the compiled program
+reads and writes, at the speed at which the machine scales an array in place. Prints two tables,
+writes JSON, and draws both.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import tyro
+
+from benchmarks import record
+from benchmarks.step import Run, kinds, make_mesh, memory_bandwidth
+from onebit_jax import wire
+
+KINDS = ("Adam with pmean", "1-bit Adam")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time."""
+
+    least: int = 20
+    """Binary logarithm of the smallest matrix."""
+    most: int = 28
+    """Binary logarithm of the largest matrix; 2^28 elements take 11 GB."""
+    workers: tuple[int, ...] = (2, 4, 8, 16)
+    """Numbers of workers."""
+    workers_elements: int = 22
+    """Binary logarithm of the matrix that each of the workers has."""
+    rounds: int = 9
+    """Steps of each kind and size."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/scaling.json")
+    """File to write the figures to."""
+    plot: pathlib.Path = pathlib.Path("runs/benchmarks/scaling.png")
+    """File to draw the picture in."""
+
+
+def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
+    """Times each kind on a matrix of `2**exponent` elements a worker."""
+    shape = (2 ** (exponent - exponent // 2), 2 ** (exponent // 2))
+    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    mesh, figures = make_mesh(workers), {}
+    # One after the other, since two of the largest do not fit beside each other.
+    for name in KINDS:
+        run = Run(kinds()[name], shapes, mesh)
+        figures[name] = {
+            "seconds": [run.step() for _ in range(rounds)],
+            "sent": wire.bytes_sent(wire.collectives(run.compiled, mesh)),
+            **run.memory(),
+        }
+    return {"elements": 2**exponent, "workers": workers, "kinds": figures}
+
+
+def bound(elements: int, workers: int) -> float:
+    """The least that a worker sends for one bit an element each way, in bytes."""
+    return 2 * (workers - 1) / workers * elements / 8
+
+
+def modelled(figure: dict[str, Any], name: str, bandwidth: float) -> float:
+    """Seconds to read and write what the program does, in all workers, at this bandwidth."""
+    elements = figure["elements"] * figure["workers"]
+    return figure["kinds"][name]["accessed"] * elements / bandwidth
+
+
+def print_table(figures: list[dict[str, Any]], bandwidth: float) -> None:
+    """One line a size and kind."""
+    columns = ("elements", "workers", "ms", "model", "ns/element", "sent", "to bound")
+    print(f"{'':20}" + "".join(f"{column:>13}" for column in columns))
+    for figure in figures:
+        elements, workers = figure["elements"], figure["workers"]
+        for name in KINDS:
+            kind = figure["kinds"][name]
+            seconds = statistics.median(kind["seconds"])
+            print(f"{name:20}{elements:13,}{workers:13}{1e3 * seconds:13.2f}", end="")
+            print(f"{1e3 * modelled(figure, name, bandwidth):13.2f}", end="")
+            print(f"{1e9 * seconds / elements / workers:13.3f}{kind['sent']:13,}", end="")
+            print(f"{kind['sent'] / bound(elements, workers):13.3f}")
+
+
+def draw(
+    path: pathlib.Path, sizes: list[dict[str, Any]], counts: list[dict[str, Any]], bandwidth: float
+) -> None:
+    """Draws time against size, and time and bytes against workers; lines are the models."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for panel, runs, over in ((axes[0], sizes, "elements"), (axes[1], counts, "workers")):
+        for color, name in zip(("C0", "C1"), KINDS, strict=True):
+            x = [run[over] for run in runs]
+            seconds = [statistics.median(run["kinds"][name]["seconds"]) for run in runs]
+            panel.plot(x, [1e3 * s for s in seconds], "o", color=color, label=name)
+            model = [1e3 * modelled(run, name, bandwidth) for run in runs]
+            panel.plot(x, model, "-", color=color, label=f"{name}: accessed bytes / bandwidth")
+        panel.set(xscale="log", yscale="log", xlabel=f"{over} (log)", ylabel="ms a step (log)")
+    axes[0].set_title("two workers")
+    axes[1].set_title(f"{counts[0]['elements']:,} elements a worker")
+    for color, name in zip(("C0", "C1"), KINDS, strict=True):
+        x = [run["workers"] for run in counts]
+        sent = [run["kinds"][name]["sent"] / 1e6 for run in counts]
+        axes[2].plot(x, sent, "o", color=color, label=name)
+        bits = 32 if name == KINDS[0] else 1
+        model = [bits * bound(run["elements"], run["workers"]) / 1e6 for run in counts]
+        axes[2].plot(x, model, "-", color=color, label=f"2 (n-1)/n d x {bits} bits")
+    axes[2].set(xscale="log", yscale="log", xlabel="workers (log)", ylabel="MB a worker (log)")
+    axes[2].set_title("sent in a step")
+    for panel in axes:
+        panel.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    jax.config.update("jax_num_cpu_devices", max(2, *options.workers))
+    bandwidth = memory_bandwidth(make_mesh(2))
+    sizes = [measure(e, 2, options.rounds) for e in range(options.least, options.most + 1)]
+    counts = [measure(options.workers_elements, n, options.rounds) for n in options.workers]
+    print_table(sizes, bandwidth)
+    print_table(counts, bandwidth)
+    figures = {"memory bytes a second": bandwidth, "sizes": sizes, "workers": counts}
+    record.write(options.json, options, figures)
+    draw(options.plot, sizes, counts, bandwidth)
+    print(f"wrote {options.json} and {options.plot}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

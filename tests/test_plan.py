@@ -1,0 +1,320 @@
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onebit_jax
+from onebit_jax import __main__ as command
+from onebit_jax import plan, wire
+
+FLAT, HIERARCHICAL = plan.ONEBIT
+SETTING = plan.Setting(
+    parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
+)
+ARGUMENTS = ["--parameters", "340e6", "--workers", "64", "--per-node", "4", "--bandwidth"]
+ARGUMENTS += ["10Gbit", "--step-time", "0.45", "--steps", "150000", "--warmup", "0.15"]
+
+# Tang et al., ICML 2021, table 1: BERT-Large, batch 16 a GPU, float16 gradients, four V100 a node,
+# 40 Gb Ethernet that carries 4.1 Gb/s. Nodes, milliseconds of the all-reduce, and of all else.
+ETHERNET = {2: (1897.21, 171.44), 4: (2133.24, 176.61), 8: (2173.35, 174.25), 16: (2275.43, 172.11)}
+
+
+def ethernet(nodes, bandwidth=4.1e9):
+    # One node's own all-reduce took 239.76 ms: 4.25 GB/s from device to device.
+    local = 8 * 2 * 3 / 4 * 680e6 / 0.23976
+    return plan.Setting(
+        parameters=340_000_000,
+        workers=4 * nodes,
+        per_node=4,
+        bandwidth=bandwidth,
+        step_time=ETHERNET[nodes][1] / 1e3,
+        steps=162_000,
+        warmup=24_500 / 162_000,
+        local_bandwidth=local,
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "least", "most"), [(2, -0.31, -0.29), (4, -0.1, 0), (8, 0, 0.1), (16, 0, 0.1)]
+)
+def test_dense_all_reduce_against_the_published_profile(nodes, least, most):
+    # Within 10 % but for two nodes, where a plain ring, which sends 7/8 of twice the bytes
+    # and not 1/2, explains what was measured; the model gives dense the benefit of the doubt.
+    predicted = plan.predict(plan.BFLOAT16, ethernet(nodes)).exchange
+    assert least < 1e3 * predicted / ETHERNET[nodes][0] - 1 < most
+
+
+def test_share_of_the_all_reduce_in_a_step_against_the_published_profile():
+    step = plan.predict(plan.BFLOAT16, ethernet(16))
+    assert step.exchange / step.step == pytest.approx(0.93, abs=0.01)
+
+
+def test_compressed_stage_on_ethernet_against_the_published_speedup():
+    # Published: 6.6 on 32 V100. The model stays a third below, with the quoted bandwidth.
+    setting = ethernet(8)
+    dense = plan.predict(plan.BFLOAT16, setting).step
+    assert -0.35 < dense / plan.predict(FLAT, setting).step / 6.6 - 1 < -0.3
+
+
+def test_whole_run_on_ethernet_against_the_published_speedup():
+    # Published: 3.3 at most. Here the warm-up is float32, there it was float16: that and the
+    # compressed stage make the model a third too low.
+    result = plan.plan(ethernet(16))
+    assert -0.4 < result.dense[1].run / result.onebit[0].run / 3.3 - 1 < -0.3
+
+
+def test_compressed_stage_on_infiniband_against_the_published_speedup():
+    # Published: 2 on 64 V100, 8 a node. The line rate of 100 Gb/s makes the dense all-reduce 3.5
+    # times too fast; with the share of it that the published 336.40 ms mean, one bit is 5 % off.
+    setting = ethernet(8)._replace(
+        workers=64, per_node=8, step_time=0.15059, bandwidth=100e9, local_bandwidth=336e9
+    )  # 336 Gb/s: one node's own all-reduce took 28.18 ms
+    dense = plan.predict(plan.BFLOAT16, setting)
+    assert 3.4 < 0.3364 / dense.exchange < 3.6
+    setting = setting._replace(efficiency=dense.exchange / 0.3364)
+    speedup = plan.predict(plan.BFLOAT16, setting).step / plan.predict(FLAT, setting).step
+    assert abs(speedup / 2 - 1) < 0.05
+
+
+@pytest.mark.parametrize(("parameters", "published"), [(25_600_000, 2.47), (110_000_000, 6.26)])
+def test_birder_against_the_published_speedup(parameters, published):
+    # 64 A100, 8 a node, 10 Gb/s, against float32. The steps' own compute is not published: between
+    # 50 and 100 ms, which is assumed here, the model passes the published figure.
+    birder = HIERARCHICAL._replace(name="Birder", warmup=False)
+    speedups = []
+    for step_time in (0.05, 0.1):
+        setting = plan.Setting(
+            parameters, 64, 10e9, step_time, 1, per_node=8, local_bandwidth=2400e9
+        )
+        dense = plan.predict(plan.FLOAT32, setting).step
+        speedups.append(dense / plan.predict(birder, setting).step)
+    assert speedups[0] > published > speedups[1]
+
+
+def test_volume_is_the_published_formula():
+    for w in (0.0, 0.15, 1.0):
+        result = plan.plan(SETTING._replace(warmup=w))
+        share = result.onebit[0].run_bytes / result.dense[0].run_bytes
+        assert share == pytest.approx(w + (1 - w) / 32)
+
+
+def test_volume_is_that_of_the_compiled_programs():
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
+    params = {"w": jnp.ones((256, 256))}
+    step = onebit_jax.train_step(lambda p, x: jnp.sum(p["w"] @ x[0]), tx, mesh)
+    state = onebit_jax.init(tx, params, mesh)
+    sent = wire.by_phase(step, params, state, np.ones((8, 256), np.float32), mesh=mesh)
+    setting = SETTING._replace(parameters=256 * 256)
+    for phase, optimizer in (("warmup", plan.FLOAT32), ("compression", FLAT)):
+        predicted = plan.predict(optimizer, setting).step_bytes
+        assert predicted == pytest.approx(wire.bytes_sent(sent[phase]), rel=0.01)
+
+
+def test_bfloat16_halves_what_dense_sends():
+    dense = plan.plan(SETTING).dense
+    assert dense[1].step_bytes == dense[0].step_bytes / 2
+    assert dense[1].exchange == pytest.approx(dense[0].exchange / 2)
+
+
+def test_forms_agree_where_each_node_has_one_device():
+    flat, hierarchical = (plan.predict(optimizer, SETTING) for optimizer in plan.ONEBIT)
+    assert hierarchical.step_bytes == pytest.approx(flat.step_bytes)
+    assert hierarchical.run == pytest.approx(flat.run)
+
+
+def test_only_the_hierarchical_form_does_not_grow_with_the_devices_of_a_node():
+    two, four = (SETTING._replace(workers=8 * L, per_node=L) for L in (2, 4))
+    assert plan.predict(FLAT, four).step_bytes > 1.5 * plan.predict(FLAT, two).step_bytes
+    assert plan.predict(HIERARCHICAL, four).step_bytes == plan.predict(HIERARCHICAL, two).step_bytes
+
+
+def test_within_one_node_nothing_crosses_the_card_and_the_advice_is_not_to_use_it():
+    result = plan.plan(SETTING._replace(per_node=8, latency=1.0, local_bandwidth=2400e9))
+    assert all(p.run_bytes == 0 for p in (*result.dense, *result.onebit))
+    assert result.thresholds[HIERARCHICAL.name] == (0, 0)
+    assert result.advice.startswith("Do not use it")
+
+
+def test_latency_counts_by_message():
+    late = SETTING._replace(latency=1e-3)
+    for optimizer in (plan.FLOAT32, FLAT, HIERARCHICAL):
+        extra = plan.predict(optimizer, late).exchange - plan.predict(optimizer, SETTING).exchange
+        assert extra == pytest.approx(14e-3)
+
+
+@pytest.mark.parametrize("optimizer", plan.ONEBIT, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_thresholds_are_where_the_runs_take_the_same_time(optimizer, per_node):
+    setting = SETTING._replace(per_node=per_node, local_bandwidth=1e15, latency=50e-6)
+    thresholds = plan.plan(setting).thresholds[optimizer.name]
+    for dense, threshold in zip((plan.FLOAT32, plan.BFLOAT16), thresholds, strict=True):
+        assert 0 < threshold < math.inf
+        for factor, sooner in ((0.9, True), (1.1, False)):
+            at = setting._replace(bandwidth=factor * threshold)
+            assert (plan.predict(optimizer, at).run < plan.predict(dense, at).run) == sooner
+
+
+def test_threshold_is_the_lowest_where_one_bit_loses_in_between_and_wins_again():
+    # Slow local links limit the dense exchange; the flat form still gains from a faster card.
+    setting = plan.Setting(
+        340_000_000, 64, 1e9, 0.45, 1000, 0.0, per_node=8, latency=0.0, memory_bandwidth=8.8e11
+    )
+    threshold = plan.plan(setting).thresholds[FLAT.name][1]
+
+    def sooner(bandwidth):
+        at = setting._replace(bandwidth=bandwidth)
+        return plan.predict(FLAT, at).run < plan.predict(plan.BFLOAT16, at).run
+
+    assert sooner(1e18)
+    assert 0 < threshold < 1e12
+    assert not sooner(1.05 * threshold)
+
+
+def test_no_bandwidth_pays_for_a_run_that_is_all_warm_up():
+    result = plan.plan(SETTING._replace(warmup=1.0))
+    assert result.thresholds[FLAT.name] == (0, 0)
+    assert result.advice.startswith("Do not use it")
+
+
+@pytest.mark.parametrize(
+    ("setting", "matches"),
+    [
+        (SETTING._replace(bandwidth=1e7), r"1-bit Adam, flat, ends \d+\.\d times sooner .*use it"),
+        (SETTING._replace(bandwidth=2e9), r"Hardly worth it: .* would end \d\.\d % sooner"),
+        (SETTING._replace(bandwidth=1e11), r"Do not use it: .* would end 0\.\d % sooner"),
+        (
+            SETTING._replace(bandwidth=1e11, memory_bandwidth=1e10),
+            r"Do not use it: .* \d\.\d % later .* no compression .* It would end sooner below \d",
+        ),
+    ],
+    ids=["use", "hardly", "small", "dear"],
+)
+def test_advice(setting, matches):
+    assert re.match(matches, plan.plan(setting).advice)
+
+
+def test_advice_names_a_form_to_come_but_does_not_recommend_it():
+    setting = SETTING._replace(workers=64, per_node=8, bandwidth=1e8, local_bandwidth=2400e9)
+    first, second = plan.plan(setting).advice.split(": use it. ")
+    assert first.startswith("1-bit Adam, flat")
+    assert second.startswith("1-bit Adam, hierarchical, which this version does not have yet")
+
+
+def write_calibration(path, **changes):
+    kinds = {
+        "Adam with pmean": [0.3, 0.9, 0.3],
+        "Adam, no exchange": [0.1, 0.1, 0.7],
+        "1-bit Adam, warm-up": [0.4],
+        "1-bit Adam": [0.2],
+    }
+    figures = {"elements": 1000, "kinds": {kind: {"seconds": s} for kind, s in kinds.items()}}
+    path.write_text(json.dumps({"figures": figures | changes}), encoding="utf-8")
+    return path
+
+
+def test_calibration_replaces_the_memory_bandwidth(tmp_path):
+    calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
+    setting = SETTING._replace(parameters=2000, calibration=calibration, memory_bandwidth=1.0)
+    dense, onebit = plan.plan(setting).dense[0], plan.plan(setting).onebit[0]
+    assert dense.work == pytest.approx(0.4)
+    assert onebit.work == pytest.approx(0.2)
+    assert onebit.warmup_step == pytest.approx(0.1 + 0.6 + dense.exchange)
+
+
+def test_calibration_in_which_compression_is_dear_turns_the_advice(tmp_path):
+    calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
+    setting = SETTING._replace(bandwidth=1e8, calibration=calibration | {"1-bit Adam": 0.1})
+    assert plan.plan(setting._replace(calibration=None)).advice.endswith("use it.")
+    assert plan.plan(setting).advice.startswith("Do not use it")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"elements": 0}, {"kinds": []}, {"kinds": {"Adam with pmean": {"seconds": []}}}]
+)
+def test_calibration_that_is_no_record_is_refused(tmp_path, changes):
+    with pytest.raises(ValueError, match=r"calibration=.*step\.json.*is no record"):
+        plan.read_calibration(write_calibration(tmp_path / "step.json", **changes))
+
+
+def test_calibration_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"calibration=.*cannot be read.*benchmarks\.step --json"):
+        plan.read_calibration(tmp_path / "step.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": 0}, r"parameters=0 must be an int of at least 1"),
+        ({"parameters": 3.5}, r"parameters=3\.5 must be an int"),
+        ({"workers": 1}, r"workers=1 must be an int of at least 2: a single worker exchanges"),
+        ({"per_node": 3}, r"workers=8 must be a multiple of per_node=3"),
+        ({"steps": 0}, r"steps=0 must be"),
+        ({"bandwidth": 0.0}, r"bandwidth=0\.0 must be above 0 and finite, in bit/s"),
+        ({"bandwidth": "10Gbit"}, r"bandwidth='10Gbit' must be"),
+        ({"step_time": math.nan}, r"step_time=nan must be above 0 and finite, in seconds"),
+        ({"local_bandwidth": -1.0}, r"local_bandwidth=-1\.0 must be"),
+        ({"memory_bandwidth": math.inf}, r"memory_bandwidth=inf must be"),
+        ({"latency": -1.0}, r"latency=-1\.0 must be at least 0"),
+        ({"warmup": 15}, r"warmup=15 must be in \[0, 1\]"),
+        ({"efficiency": 0.0}, r"efficiency=0\.0 must be in \(0, 1\]"),
+        ({"calibration": {"Adam with pmean": 1e-9}}, r"calibration has the kinds .* but needs"),
+        (
+            {"calibration": dict.fromkeys(plan.CALIBRATED_KINDS, 0.0)},
+            r"calibration\['1-bit Adam'\]=0\.0 must be above 0",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        plan.plan(SETTING._replace(**changes))
+
+
+@pytest.mark.parametrize("text", ["10Gb", "10G", "fast", "-1Gbit", "10gbit", "", "1.2.3"])
+def test_rates_that_could_mean_two_things_are_refused(text):
+    with pytest.raises(ValueError, match=r"bandwidth='.*' must be a rate such as 10Gbit"):
+        plan.parse_rate("bandwidth", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("4.1Gbit", 4.1e9), ("100 Mbit/s", 1e8), ("1e10", 1e10), ("25GB", 2e11), ("1.5Tbit", 1.5e12)],
+)
+def test_rates(text, rate):
+    assert plan.parse_rate("bandwidth", text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["1h", "5min", "soon", "-1", ""])
+def test_durations_in_no_known_unit_are_refused(text):
+    with pytest.raises(ValueError, match=r"latency='.*' must be a duration such as 50us"):
+        plan.parse_seconds("latency", text)
+
+
+def test_command_prints_the_table_and_ends_with_the_advice(capsys):
+    command.main(["plan", *ARGUMENTS])
+    printed = capsys.readouterr().out
+    setting = plan.Setting(340_000_000, 64, 10e9, 0.45, 150_000, 0.15, per_node=4)
+    assert printed == plan.table(plan.plan(setting)) + "\n"
+    assert printed.rstrip().endswith(plan.plan(setting).advice)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--warmup", "15"], "warmup=15.0 must be in [0, 1]"),
+        (["--bandwidth", "10Gb"], "bandwidth='10Gb' must be a rate"),
+        (["--parameters", "0.5"], "parameters=0.5 must be an int"),
+        (["--calibration", "absent.json"], "calibration='absent.json' cannot be read"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_command_ends_with_2_and_says_why(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["plan", *ARGUMENTS, *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
