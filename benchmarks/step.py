@@ -78,9 +78,9 @@ def parameters(options: Options) -> Any:
     if options.tree == "bert-base":
         model = BertConfig.of_size("base", vocab_size=30522)
         return jax.eval_shape(functools.partial(init_params, model, seed=0))
-    columns = 2 ** (options.elements.bit_length() // 2)
-    if options.elements % columns:
+    if options.elements < 1 or options.elements.bit_count() != 1:
         raise ValueError(f"elements={options.elements} must be a power of two, such as {2**26}.")
+    columns = 2 ** (options.elements.bit_length() // 2)
     return {"w": jax.ShapeDtypeStruct((options.elements // columns, columns), jnp.float32)}
 
 
@@ -132,8 +132,9 @@ class Run:
     def memory(self) -> dict[str, float]:
         """Bytes an element, on one device."""
         elements = sum(x.size for x in jax.tree.leaves(self.params))
-        sizes = self.compiled.memory_analysis()
-        cost = self.compiled.cost_analysis()
+        sizes, cost = self.compiled.memory_analysis(), self.compiled.cost_analysis()
+        assert sizes is not None
+        assert cost is not None
         arguments, results = sizes.argument_size_in_bytes, sizes.output_size_in_bytes
         peak = arguments + results - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
         state = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(self.state))

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, Live
+from onebit_jax.collectives.layout import Block, Live, row_padding
 from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
 
 Scale = Literal["rms", "mean_abs"]
@@ -45,11 +45,11 @@ Scale = Literal["rms", "mean_abs"]
 class Feedback(NamedTuple):
     """What one worker keeps from call to call; zeros before the first.
 
-    A residual is what compression left over of a value, ``c - s sgn(c)``. The value and its scale
-    are kept instead, which are known before the scale is: so nothing is written after it.
+    A residual is what compression leaves of a value, ``c - s sgn(c)``. The value and its scale are
+    kept instead: the value can be written before its scale is known, the residual could not.
 
     Attributes:
-      compensated: ``c_i`` of the last call, 0 where not live; float32 or bfloat16, for each block an
+      compensated: ``c_i`` of the last call, 0 where not live; for each block a float32 or bfloat16
         array with the tensor's elements in order, of any shape.
       scales: ``s_i`` of the last call; float32 ``[number of blocks]``.
       served: ``a_j`` of the chunk that this worker serves, 0 where not live; ``[8, L]`` for each
@@ -107,7 +107,8 @@ def all_reduce(
       The new feedback; the means are what it ``received``.
     """
     workers = lax.axis_size(axis_name)
-    sections, compensated, scales = [jnp.zeros((workers, 0), jnp.uint8)], [], []
+    padding = jnp.zeros((row_padding(blocks),), jnp.uint8)
+    sections, compensated, scales = [], [], []
     for i, (block, z, c, counted) in enumerate(
         zip(blocks, values, feedback.compensated, live, strict=True)
     ):
@@ -122,10 +123,11 @@ def all_reduce(
         sections.append(block.join(pack_signs(block.chunks(c)), jnp.broadcast_to(s, (workers,))))
         compensated.append(c)
         scales.append(s)
+    sections.append(jnp.broadcast_to(padding, (workers, padding.size)))
     to_serve = lax.all_to_all(jnp.concatenate(sections, -1), axis_name, 0, 0, tiled=True)
 
     chunk = lax.axis_index(axis_name)
-    sections, served = [jnp.zeros((0,), jnp.uint8)], []
+    sections, served = [], []
     for block, a, counted in zip(blocks, feedback.served, live, strict=True):
         total = _left_over(a, block.split(feedback.received[chunk])[1])
         total = _add_mean(total, *block.split(to_serve))
@@ -134,7 +136,7 @@ def all_reduce(
         signs = pack_signs(a.reshape(8, block.chunk_bytes))
         sections.append(block.join(signs, _scale(a, counted.counts[chunk], scale)))
         served.append(a)
-    received = lax.all_gather(jnp.concatenate(sections), axis_name)
+    received = lax.all_gather(jnp.concatenate([*sections, padding]), axis_name)
     return Feedback(compensated, jnp.stack(scales) if scales else feedback.scales, served, received)
 
 
@@ -167,7 +169,7 @@ def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
 def worker_residuals(
     feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block]
 ) -> list[jax.Array]:
-    """The residuals ``e_i`` that the next call will add; float32, of the shapes of ``compensated``.
+    """The residuals ``e_i`` that the next call will add; float32, shapes as ``compensated``.
 
     Args:
       feedback: what :func:`all_reduce` returned.
@@ -189,7 +191,7 @@ def worker_residuals(
 def server_residuals(
     feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], chunk: jax.Array
 ) -> list[jax.Array]:
-    """The residuals ``E_j`` of the chunk that a worker serves; float32, of the shapes of ``served``.
+    """The residuals ``E_j`` of the chunk that a worker serves; float32, shapes as ``served``.
 
     Args:
       feedback: what :func:`all_reduce` returned.

@@ -5,7 +5,7 @@ chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``
 goes to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
 blocks, each followed by its scale as four bytes, are laid side by side::
 
-    row j:   | block 0: L_0 bytes | scale | block 1: L_1 bytes | scale | ...
+    row j:   | block 0: L_0 bytes | scale | block 1: L_1 bytes | scale | ... | padding |
 """
 
 import math
@@ -19,6 +19,7 @@ from jax import lax
 from onebit_jax.collectives.signs import pack_bits
 
 _SCALE_BYTES = 4
+_ROW_MULTIPLE = 128
 
 
 class Block(NamedTuple):
@@ -109,12 +110,22 @@ def block_layout(shapes: Sequence[tuple[int, ...]], workers: int) -> list[Block]
 
 
 def row_bytes(blocks: Sequence[Block]) -> int:
-    """Length of a row of the buffer that holds these blocks.
+    """Length of a row of the buffer that holds these blocks, a multiple of 128.
 
     >>> row_bytes(block_layout([(8, 8), (0,), (5,)], 2))
-    13
+    128
     """
-    return sum(block.row_bytes for block in blocks)
+    # XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
+    return -(-sum(block.row_bytes for block in blocks) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def row_padding(blocks: Sequence[Block]) -> int:
+    """Bytes at the end of a row that stand for nothing.
+
+    >>> row_padding(block_layout([(8, 8), (0,), (5,)], 2))
+    115
+    """
+    return row_bytes(blocks) - sum(block.row_bytes for block in blocks)
 
 
 def live_leaves(tree: Any) -> list[Live]:

@@ -42,9 +42,9 @@ class ScaleByOnebitAdamState(NamedTuple):
         ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for dead coordinates; float32, a tree like the parameters.
-      served: the compensated mean ``a_j`` of the chunk that this worker serves; ``[1, 8, L]`` for each
-        parameter, ``L`` bytes being a chunk's signs. The residual ``E_j`` is ``a_j - S_j sgn(a_j)``,
-        with the scale ``S_j`` that is in row ``j`` of ``received``.
+      served: the compensated mean ``a_j`` of the chunk that this worker serves; ``[1, 8, L]`` for
+        each parameter, ``L`` bytes being a chunk's signs. The residual ``E_j`` is
+        ``a_j - S_j sgn(a_j)``, with the scale ``S_j`` that is in row ``j`` of ``received``.
       live: which coordinates are not dead, once v is frozen: a
         :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
       received: the momentum in compression, as the signs and scales that the last exchange brought;
@@ -377,8 +377,8 @@ def onebit_adam(
         does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
       residual_dtype: dtype of the arrays that hold the residuals, and in warm-up the momentum:
-        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is rounded off
-        there is lost: up to one part in 256 of a momentum or compensated momentum, each step.
+        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is
+        rounded off there is lost: up to one part in 256 of a value, each step.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
+from onebit_jax.collectives.layout import block_layout, row_bytes, row_padding, true_elements
 
 SHAPES = [(8, 8), (5,), (), (0, 3), (3, 7, 11), (1,)]
 
@@ -34,7 +34,9 @@ def test_rows_hold_every_block_without_gap_or_overlap(workers):
         ],
         -1,
     )
-    assert rows.shape == (workers, row_bytes(blocks))
+    assert rows.shape == (workers, row_bytes(blocks) - row_padding(blocks))
+    assert row_bytes(blocks) % 128 == 0
+    assert 0 <= row_padding(blocks) < 128
     for block, x, s in zip(blocks, signs, scales, strict=True):
         got_signs, got_scale = block.split(rows)
         np.testing.assert_array_equal(got_signs, x)

@@ -1,0 +1,244 @@
+"""Times the encoding of 1-bit Adam on a GPU, against what its memory can do.
+
+    python -m benchmarks.gpu
+
+What a step does around its exchange is bounded by memory. So each program is given as GB/s, every
+argument read once and every result written once, and as a share of what a plain copy reaches on
+the same card. A program that goes over memory twice reaches half of it.
+
+- encode: the worker's stage of EC1: adds the residual, finds the scale, packs the signs;
+- decode: makes numbers of the received bits and applies them to the parameters;
+- Adam: the dense update and its application, for comparison.
+
+Whole steps of 1-bit Adam are timed too, exchange included, with workers that `jax.vmap` simulates
+on the one card: what a study of convergence runs at. Programs take turns, and each turn makes
+several calls before it waits, so that starting a kernel is not what is timed.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from benchmarks import record, step
+from onebit_jax import validation
+from onebit_jax.collectives.layout import Block, Live, block_layout, true_elements
+from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time."""
+
+    elements: int = 2**26
+    """Elements of the matrix that is encoded and decoded, a power of two."""
+    workers: tuple[int, ...] = (2, 4, 8, 16)
+    """Numbers of workers to simulate."""
+    worker_elements: int = 2**22
+    """Elements of each simulated worker's matrix, a power of two."""
+    rounds: int = 15
+    """How often the programs take turns."""
+    calls: int = 20
+    """Calls in a turn."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/gpu.json")
+    """File to write the figures to."""
+
+
+class Timed:
+    """A compiled program whose results take the place of its first argument, call after call.
+
+    Args:
+      function: `function(carried, fixed)` gives the next `carried` and whatever else it writes.
+      carried: arrays that the program writes over; donated.
+      fixed: arrays that it only reads.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], tuple[Any, Any]], carried: Any, fixed: Any):
+        self._compiled = jax.jit(function, donate_argnums=0).lower(carried, fixed).compile()
+        self._carried, self._fixed = carried, fixed
+        sizes = self._compiled.memory_analysis()
+        assert sizes is not None, "XLA for CPUs and GPUs says what memory its programs take"
+        self.bytes = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        self.seconds(calls=1)
+
+    def seconds(self, calls: int) -> float:
+        """Seconds a call."""
+        jax.block_until_ready(self._carried)
+        start = time.perf_counter()
+        for _ in range(calls):
+            self._carried, written = self._compiled(self._carried, self._fixed)
+        jax.block_until_ready((self._carried, written))
+        return (time.perf_counter() - start) / calls
+
+
+def encode(
+    value: jax.Array, compensated: jax.Array, scale: jax.Array, live: Live, block: Block
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `ec1.all_reduce` does before its all-to-all, for one block.
+
+    Nothing of the library is called between the momentum and the packed signs, so that it has to be
+    said again here; the tests hold it to `ec1.all_reduce`.
+
+    Returns:
+      The new compensated value, its scale and its packed signs.
+    """
+    left_over = compensated - jnp.where(compensated >= 0, scale, -scale)
+    total = jnp.where(block.tensor(unpack_bits(live.bits)), value + left_over, 0.0)
+    c = jax.lax.optimization_barrier(total)
+    scale = jnp.sqrt(jnp.sum(c * c) / jnp.maximum(jnp.sum(live.counts), 1))
+    return c, scale, pack_signs(block.chunks(c))
+
+
+def decode(
+    params: jax.Array, packed: jax.Array, scales: jax.Array, inverse_root: jax.Array, block: Block
+) -> jax.Array:
+    """Applies received bits to the parameters, over a frozen variance."""
+    return params - 1e-4 * block.tensor(signed(packed, scales)) * inverse_root
+
+
+def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
+    """The programs that are bounded by memory; the copy first, which others are compared with."""
+    [block] = block_layout([shape], 1)
+    live = jax.jit(lambda: true_elements(block))()
+    packed, scales = live.bits, jnp.full((1,), 1e-3)
+    adam = optax.adam(1e-4)
+
+    def full(value: float) -> jax.Array:
+        return jnp.full(shape, value)
+
+    def encode_again(carried: Any, fixed: Any) -> Any:
+        (c, scale), (value, live) = carried, fixed
+        c, scale, packed = encode(value, c, scale, live, block)
+        return (c, scale), packed
+
+    def apply_again(params: Any, fixed: Any) -> Any:
+        packed, scales, inverse_root = fixed
+        return decode(params, packed, scales, inverse_root, block), ()
+
+    def adam_again(carried: Any, grads: Any) -> Any:
+        params, state = carried
+        updates, state = adam.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), ()
+
+    return {
+        # Changes its values, lest XLA leave it out or have the copy engine do it; and in place, as
+        # the others are, lest new pages be what is timed.
+        "copy": Timed(lambda x, _: (-x, ()), full(0.5), ()),
+        "encode": Timed(encode_again, (full(0.0), jnp.float32(0)), (full(1e-3), live)),
+        "decode": Timed(apply_again, full(0.5), (packed, scales, full(1.0))),
+        "Adam": Timed(adam_again, (full(0.5), adam.init(full(0.5))), full(1e-3)),
+    }
+
+
+def simulated(workers: int, shape: tuple[int, ...]) -> Timed:
+    """A whole step of 1-bit Adam in compression, its workers simulated by `jax.vmap`."""
+    tx = optax.with_extra_args_support(step.kinds()["1-bit Adam"].make())
+
+    def update(phase: step.Phase) -> Callable[[Any, Any], Any]:
+        def one_worker(carried: Any, grads: Any) -> Any:
+            params, state = carried
+            updates, state = tx.update(grads, state, params, phase=phase)
+            return (optax.apply_updates(params, updates), state), ()
+
+        return jax.vmap(one_worker, axis_name=step.AXIS)
+
+    # Gradients of other signs on the odd workers.
+    signs = (-1.0) ** jnp.arange(workers).reshape(-1, 1, 1)
+    params, grads = jnp.full((workers, *shape), 0.5), 1e-3 * signs * jnp.ones(shape)
+    state = jax.jit(jax.vmap(tx.init, axis_name=step.AXIS))(params)
+    carried, _ = jax.jit(update("warmup"), donate_argnums=0)((params, state), grads)
+    return Timed(update("compression"), carried, grads)
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Times everything on the first device, whatever it is.
+
+    Raises:
+      ValueError: for `rounds`, `calls`, `workers` or a number of elements out of range.
+    """
+    for name in ("rounds", "calls", "elements", "worker_elements"):
+        validation.check_step_count(name, getattr(options, name), 1, "Give a whole number.")
+    for workers in options.workers:
+        validation.check_step_count("workers", workers, 1, "Give how many to simulate.")
+    shape, worker_shape = (
+        step.parameters(step.Options(elements=elements))["w"].shape
+        for elements in (options.elements, options.worker_elements)
+    )
+    programs = timed_programs(shape)
+    seconds = _take_turns(programs, options)
+    copied = _rate(programs["copy"], seconds["copy"])
+    memory = {}
+    for name, program in programs.items():
+        rate = _rate(program, seconds[name])
+        memory[name] = {
+            "seconds": seconds[name],
+            "bytes": program.bytes,
+            "GB/s": rate / 1e9,
+            "of copy": rate / copied,
+        }
+    # Their arrays would leave less of the card's memory to the simulated workers.
+    del programs, program
+    simulations = {}
+    for workers in options.workers:
+        name = str(workers)
+        times = _take_turns({name: simulated(workers, worker_shape)}, options)[name]
+        simulations[name] = {"seconds": times, "steps a second": 1 / statistics.median(times)}
+    return {"memory": memory, "simulated": simulations}
+
+
+def _take_turns(programs: dict[str, Timed], options: Options) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(options.rounds):
+        for name, program in programs.items():
+            seconds[name].append(program.seconds(options.calls))
+    return seconds
+
+
+def _rate(program: Timed, seconds: list[float]) -> float:
+    return program.bytes / statistics.median(seconds)
+
+
+def print_tables(options: Options, figures: dict[str, Any]) -> None:
+    """One line a program, then one a number of simulated workers."""
+    print(f"{jax.devices()[0].device_kind}, {options.elements:,} elements")
+    print(f"{'':16}{'ms':>9}{'bytes an element':>18}{'GB/s':>9}{'of copy':>9}")
+    for name, figure in figures["memory"].items():
+        milliseconds = 1e3 * statistics.median(figure["seconds"])
+        size = figure["bytes"] / options.elements
+        print(f"{name:16}{milliseconds:9.3f}{size:18.2f}", end="")
+        print(f"{figure['GB/s']:9.1f}{figure['of copy']:9.1%}")
+    print(f"1-bit Adam, simulated workers of {options.worker_elements:,} elements each")
+    print(f"{'workers':16}{'ms':>9}{'steps a second':>18}")
+    for workers, figure in figures["simulated"].items():
+        milliseconds = 1e3 * statistics.median(figure["seconds"])
+        print(f"{workers:16}{milliseconds:9.3f}{figure['steps a second']:18.1f}")
+
+
+def check_gpu() -> None:
+    """Raises ``ValueError`` unless JAX runs on a GPU."""
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            f"jax runs on {jax.devices()[0].device_kind!r}, but expected a GPU, whose memory this "
+            "measures. Install jax with its plug-in, such as `pip install 'jax[cuda12]'`, on a "
+            "machine that has one; benchmarks.step times the same on CPUs."
+        )
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    check_gpu()
+    figures = measure(options)
+    print_tables(options, figures)
+    record.write(options.json, options, figures, "jax-cuda12-plugin", "jax-cuda13-plugin")
+    print(f"wrote {options.json}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,136 @@
+"""What crosses on GPUs and TPUs, from programs compiled without them; plug-ins may be missing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from benchmarks import accelerators, step
+from onebit_jax.wire import Collective
+
+SMALL = accelerators.Options(elements=accelerators.LEAST_ELEMENTS)
+
+
+@pytest.fixture(scope="module")
+def mesh_of(shared_dir):
+    """Makes the mesh of a target; skips where its plug-ins are not installed."""
+
+    def make(target):
+        if missing := accelerators.missing_plugins(target):
+            pytest.skip(missing)
+        path = shared_dir / "h100.txtpb"
+        options = dataclasses.replace(SMALL, target=target, target_config=path)
+        topology = accelerators.HARDWARE[target].topology(accelerators.check(options))
+        return Mesh(np.array(topology.devices), (step.AXIS,), axis_types=(AxisType.Auto,))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "h100",
+        "v5e",
+    ],
+)
+def test_compression_sends_uint8_alone(target, mesh_of):
+    mesh = mesh_of(target)
+    shapes = step.parameters(step.Options(elements=SMALL.elements))
+    compiled = accelerators.optimizer_step(step.kinds()["1-bit Adam"], shapes, mesh)
+    program = accelerators.Program(
+        "1-bit Adam", "compression", compiled, SMALL.elements, has_metrics=False
+    )
+    assert accelerators.figures(program, mesh)["unexpected"] == []
+
+
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+@pytest.mark.parametrize("name", ["Adam with pmean", "1-bit Adam, warm-up"])
+def test_dense_steps_send_float32(target, name, mesh_of):
+    mesh, kind = mesh_of(target), step.kinds()[name]
+    shapes = step.parameters(step.Options(elements=SMALL.elements))
+    compiled = accelerators.optimizer_step(kind, shapes, mesh)
+    program = accelerators.Program(name, kind.phase, compiled, SMALL.elements, has_metrics=False)
+    assert accelerators.figures(program, mesh)["unexpected"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["warmup", "compression"])
+def test_training_step_adds_only_metrics_on_gpus(phase, mesh_of):
+    mesh = mesh_of("h100")
+    compiled, parameters = accelerators.training_step(phase, mesh)
+    program = accelerators.Program("BERT", phase, compiled, parameters, has_metrics=True)
+    assert accelerators.figures(program, mesh)["unexpected"] == []
+
+
+def collective(op, dtype, operand_bytes, sent):
+    return Collective(op, dtype, operand_bytes, 8, "workers", "", 1, sent)
+
+
+BITS = [collective("all-to-all", "u8", 800, 700), collective("all-gather", "u8", 100, 700)]
+DENSE = collective("all-reduce", "f32", 25_600, 44_800)
+METRICS = collective("all-reduce", "f32", 28, 49)
+
+
+def test_what_should_cross_is_accepted():
+    assert accelerators.unexpected("compression", False, BITS, 1400) == []
+    assert accelerators.unexpected("compression", True, [*BITS, METRICS], 1400) == []
+    assert accelerators.unexpected("warmup", True, [DENSE, METRICS], 1400) == []
+    assert accelerators.unexpected(None, False, [DENSE], 1400) == []
+
+
+@pytest.mark.parametrize(
+    ("sent", "problem"),
+    [
+        ([*BITS, METRICS], "sends f32 by all-reduce"),
+        ([BITS[0], collective("all-reduce", "u32", 800, 1400)], "sends u32 by all-reduce"),
+        (BITS[:1], "has no all-gather of u8"),
+        ([BITS[0], collective("all-gather", "u8", 400, 2800)], "sends 3,500 bytes"),
+        ([], "sends 0 bytes"),
+    ],
+    ids=["metrics", "widened", "one missing", "too much", "nothing"],
+)
+def test_what_should_not_cross_is_named(sent, problem):
+    assert any(problem in x for x in accelerators.unexpected("compression", False, sent, 1400))
+
+
+def test_large_all_reduces_do_not_pass_as_metrics():
+    sent = [*BITS, collective("all-reduce", "f32", 4096, 7168)]
+    assert "sends f32 by all-reduce" in accelerators.unexpected("compression", True, sent, 1400)
+
+
+def test_small_matrices_are_refused():
+    with pytest.raises(ValueError, match=r"^elements=1024 must be a power of two, at least"):
+        accelerators.check(dataclasses.replace(SMALL, elements=1024))
+
+
+def test_missing_plugins_are_all_named_before_anything_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(accelerators, "_installed", lambda requirement: False)
+    path = tmp_path / "figures.json"
+    with pytest.raises(ValueError, match="needs") as refusal:
+        accelerators.main(dataclasses.replace(SMALL, json=path))
+    gpu, tpu = str(refusal.value).splitlines()
+    assert gpu.startswith("target='h100'")
+    assert "pip install --no-deps jax-cuda12-plugin==" in gpu
+    assert "jax-cuda12-pjrt==" in gpu
+    assert tpu.startswith("target='v5e'")
+    assert tpu.endswith("pip install libtpu")
+    assert not path.exists()
+
+
+def test_the_description_of_the_gpu_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(accelerators, "_installed", lambda requirement: True)
+    monkeypatch.delenv("ONEBIT_SHARED", raising=False)
+    with pytest.raises(ValueError, match=r"^target_config=None .*--target-config"):
+        accelerators.check(SMALL)
+    other = tmp_path / "other.txt"
+    other.write_text("nothing of the kind", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds no gpu_device_info"):
+        accelerators.check(dataclasses.replace(SMALL, target_config=other))
+    assert accelerators.check(dataclasses.replace(SMALL, target="v5e")) == ""
+
+
+def test_the_description_may_lie_where_the_environment_says(monkeypatch, tmp_path):
+    (tmp_path / "h100.txtpb").write_text("gpu_device_info {}", encoding="utf-8")
+    monkeypatch.setenv("ONEBIT_SHARED", str(tmp_path))
+    assert accelerators.gpu_description(SMALL) == "gpu_device_info {}"
