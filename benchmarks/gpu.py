@@ -90,10 +90,10 @@ def encode(
       The new compensated value, its scale and its packed signs.
     """
     left_over = compensated - jnp.where(compensated >= 0, scale, -scale)
-    total = jnp.where(block.tensor(unpack_bits(live.bits)), value + left_over, 0.0)
+    total = jnp.where(block.tensor(unpack_bits(live.bits, axis=1)), value + left_over, 0.0)
     c = jax.lax.optimization_barrier(total)
     scale = jnp.sqrt(jnp.sum(c * c) / jnp.maximum(jnp.sum(live.counts), 1))
-    return c, scale, pack_signs(block.chunks(c))
+    return c, scale, pack_signs(block.chunks(c), axis=1)
 
 
 def decode(

@@ -52,8 +52,8 @@ class Feedback(NamedTuple):
       compensated: ``c_i`` of the last call, 0 where not live; for each block a float32 or bfloat16
         array with the tensor's elements in order, of any shape.
       scales: ``s_i`` of the last call; float32 ``[number of blocks]``.
-      served: ``a_j`` of the chunk that this worker serves, 0 where not live; ``[8, L]`` for each
-        block, or any shape with these elements in order; of the dtype of ``compensated``.
+      served: ``a_j`` of the chunk that this worker serves, 0 where not live; ``[8, *plane]`` for
+        each block, or any shape with these elements in order; of the dtype of ``compensated``.
       received: what all workers received, signs and scales; uint8 ``[n, row_bytes]``, the same on
         all workers. :func:`decode` makes numbers of it.
     """
@@ -114,13 +114,15 @@ def all_reduce(
     ):
         # In the shape that c is held in from end to end: only then does XLA write the new c over
         # the old one. A reshape on the way would make it copy.
-        mask = block.tensor(unpack_bits(counted.bits)).reshape(c.shape)
+        mask = block.tensor(unpack_bits(counted.bits, axis=1)).reshape(c.shape)
         total = z.astype(jnp.float32).reshape(c.shape) + _left_over(c, feedback.scales[i])
         # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs
         # drops the barrier before it fuses, but its sums read arrays, so that c is written there.
         c = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(c.dtype))
         s = _scale(c, jnp.sum(counted.counts), scale)
-        sections.append(block.join(pack_signs(block.chunks(c)), jnp.broadcast_to(s, (workers,))))
+        sections.append(
+            block.join(pack_signs(block.chunks(c), axis=1), jnp.broadcast_to(s, (workers,)))
+        )
         compensated.append(c)
         scales.append(s)
     sections.append(jnp.broadcast_to(padding, (workers, padding.size)))
@@ -131,9 +133,9 @@ def all_reduce(
     for block, a, counted in zip(blocks, feedback.served, live, strict=True):
         total = _left_over(a, block.split(feedback.received[chunk])[1])
         total = _add_mean(total, *block.split(to_serve))
-        mask = unpack_bits(counted.bits[chunk]).reshape(a.shape)
+        mask = unpack_bits(counted.bits[chunk], axis=0).reshape(a.shape)
         a = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(a.dtype))
-        signs = pack_signs(a.reshape(8, block.chunk_bytes))
+        signs = pack_signs(a.reshape(8, *block.plane), axis=0)
         sections.append(block.join(signs, _scale(a, counted.counts[chunk], scale)))
         served.append(a)
     received = lax.all_gather(jnp.concatenate([*sections, padding]), axis_name)
@@ -141,7 +143,7 @@ def all_reduce(
 
 
 def _add_mean(total: jax.Array, rows: jax.Array, scales: jax.Array) -> jax.Array:
-    """Adds the mean of what ``n`` workers sent for one chunk, ``[n, L]`` and ``[n]``."""
+    """Adds the mean of what ``n`` workers sent for one chunk, ``[n, *plane]`` and ``[n]``."""
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + signed(*row).reshape(total.shape), None
@@ -160,7 +162,7 @@ def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
       blocks: the layout.
 
     Returns:
-      For each block its chunks ``S_j sgn(a_j)``, float32 ``[n, 8, L]``; :meth:`Block.tensor` brings
+      For each block its chunks ``S_j sgn(a_j)``, float32 ``[n, 8, *plane]``; :meth:`Block.tensor` brings
       them into the tensor's shape.
     """
     return [signed(*block.split(received)) for block in blocks]
@@ -178,7 +180,7 @@ def worker_residuals(
     """
     return [
         jnp.where(
-            block.tensor(unpack_bits(counted.bits)).reshape(c.shape),
+            block.tensor(unpack_bits(counted.bits, axis=1)).reshape(c.shape),
             _left_over(c, feedback.scales[i]),
             0.0,
         )
@@ -201,7 +203,7 @@ def server_residuals(
     """
     return [
         jnp.where(
-            unpack_bits(counted.bits[chunk]).reshape(a.shape),
+            unpack_bits(counted.bits[chunk], axis=0).reshape(a.shape),
             _left_over(a, block.split(feedback.received[chunk])[1]),
             0.0,
         )

@@ -47,39 +47,53 @@ class Block(NamedTuple):
         """Bytes in a row of the buffer: signs and scale; none for an empty tensor."""
         return self.chunk_bytes + _SCALE_BYTES if self.size else 0
 
+    @property
+    def plane(self) -> tuple[int, ...]:
+        """The shape in which a chunk's ``L`` bytes are computed: ``(L,)``, or better.
+
+        Where the first axis can be cut into ``8 n`` pieces the others are left alone. The order is
+        the same, but on TPUs, where arrays are tiled, only then is a view free.
+        """
+        if self.shape and not self.shape[0] % (8 * self.workers):
+            return (self.shape[0] // (8 * self.workers), *self.shape[1:])
+        return (self.chunk_bytes,)
+
     def chunks(self, x: jax.Array) -> jax.Array:
-        """Views a tensor as its padded chunks, ``[n, 8, L]``; the padding is zero."""
-        flat = x.reshape(-1)
+        """Views a tensor as its padded chunks, ``[n, 8, *plane]``; the padding is zero."""
         padding = self.workers * 8 * self.chunk_bytes - self.size
         if padding:
-            flat = jnp.pad(flat, (0, padding))
-        return flat.reshape(self.workers, 8, self.chunk_bytes)
+            x = jnp.pad(x.reshape(-1), (0, padding))
+        return x.reshape(self.workers, 8, *self.plane)
 
     def tensor(self, chunks: jax.Array) -> jax.Array:
         """Undoes :meth:`chunks`, dropping the padding."""
-        return chunks.reshape(-1)[: self.size].reshape(self.shape)
+        if chunks.size > self.size:
+            chunks = chunks.reshape(-1)[: self.size]
+        return chunks.reshape(self.shape)
 
     def join(self, signs: jax.Array, scale: jax.Array) -> jax.Array:
-        """Puts packed signs ``[..., L]`` and float32 scales ``[...]`` into bytes of rows."""
+        """Puts packed signs ``[..., *plane]`` and float32 scales ``[...]`` into bytes of rows."""
+        signs = signs.reshape(*scale.shape, self.chunk_bytes)
         if not self.size:
             return signs
         scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8)
         return jnp.concatenate([signs, scale_bytes], axis=-1)
 
     def split(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes the block's packed signs ``[..., L]`` and scales ``[...]`` out of whole rows."""
+        """Takes packed signs ``[..., *plane]`` and scales ``[...]`` out of whole rows."""
+        leading = rows.shape[:-1]
         if not self.size:
-            return rows[..., :0], jnp.zeros(rows.shape[:-1], jnp.float32)
+            return jnp.zeros((*leading, *self.plane), jnp.uint8), jnp.zeros(leading, jnp.float32)
         end = self.offset + self.chunk_bytes
         scale = lax.bitcast_convert_type(rows[..., end : end + _SCALE_BYTES], jnp.float32)
-        return rows[..., self.offset : end], scale
+        return rows[..., self.offset : end].reshape(*leading, *self.plane), scale
 
 
 class Live(NamedTuple):
     """Which elements of a block count: neither padding nor dead.
 
     Attributes:
-      bits: one bit an element, packed as signs are; uint8 ``[n, L]``.
+      bits: one bit an element, packed as signs are; uint8 ``[n, *plane]``.
       counts: how many of each chunk's are set; float32 ``[n]``. Kept because counting bits takes as
         long as packing them.
     """
@@ -137,9 +151,10 @@ def mark_live(flags: jax.Array) -> Live:
     """Marks the elements of a block that count.
 
     Args:
-      flags: bool ``[n, 8, L]``.
+      flags: bool ``[n, 8, *plane]``.
     """
-    return Live(pack_bits(flags), jnp.sum(flags, axis=(1, 2), dtype=jnp.float32))
+    counts = jnp.sum(flags, axis=range(1, flags.ndim), dtype=jnp.float32)
+    return Live(pack_bits(flags, axis=1), counts)
 
 
 def true_elements(block: Block) -> Live:

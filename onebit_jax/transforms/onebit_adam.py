@@ -42,8 +42,8 @@ class ScaleByOnebitAdamState(NamedTuple):
         ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for dead coordinates; float32, a tree like the parameters.
-      served: the compensated mean ``a_j`` of the chunk that this worker serves; ``[1, 8, L]`` for
-        each parameter, ``L`` bytes being a chunk's signs. The residual ``E_j`` is
+      served: the compensated mean ``a_j`` of the chunk that this worker serves; for each
+        parameter ``[1, 8, *plane]`` of its block. The residual ``E_j`` is
         ``a_j - S_j sgn(a_j)``, with the scale ``S_j`` that is in row ``j`` of ``received``.
       live: which coordinates are not dead, once v is frozen: a
         :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
@@ -174,10 +174,10 @@ def scale_by_onebit_adam(
             worker_scales=PerWorker(jnp.zeros((1, len(leaves)), jnp.float32)),
             v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
             served=PerWorker(
-                tree.unflatten([jnp.zeros((1, 8, b.chunk_bytes), residual_dtype) for b in blocks])
+                tree.unflatten([jnp.zeros((1, 8, *b.plane), residual_dtype) for b in blocks])
             ),
             live=tree.unflatten(
-                [mark_live(jnp.zeros((workers, 8, b.chunk_bytes), bool)) for b in blocks]
+                [mark_live(jnp.zeros((workers, 8, *b.plane), bool)) for b in blocks]
             ),
             received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
             v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),

@@ -68,7 +68,7 @@ def test_encode_is_the_worker_stage_of_ec1():
 def test_decode_applies_what_was_sent():
     [block] = block_layout([(3, 5)], 1)
     sent = jnp.where(jnp.arange(15).reshape(3, 5) % 2 == 0, 2.0, -2.0)
-    packed = gpu.pack_signs(block.chunks(sent))
+    packed = gpu.pack_signs(block.chunks(sent), axis=1)
     params = gpu.decode(
         jnp.zeros((3, 5)), packed, jnp.full((1,), 2.0), jnp.full((3, 5), 3.0), block
     )

@@ -36,6 +36,8 @@ def test_refuses_what_is_no_bandwidth(name):
         ("kinds", ("SGD",), "kinds='SGD' must be among 'Adam, float32'"),
         ("kinds", (DENSE, DENSE), "kinds=.* nothing twice"),
         ("hosts", (1,), "hosts=1 must be from 2"),
+        ("elements", 0, "elements=0 must be a power of two"),
+        ("elements", 3, "elements=3 must be a power of two"),
         ("rounds", 0, "rounds=0 must be above 0"),
         ("budget", float("nan"), "budget=nan must be above 0"),
     ],

@@ -14,7 +14,7 @@ def test_chunks_are_contiguous_and_padding_is_zero(workers):
     for block in block_layout(SHAPES, workers):
         x = np.arange(1.0, block.size + 1, dtype=np.float32).reshape(block.shape)
         chunks = block.chunks(jnp.asarray(x))
-        assert chunks.shape == (workers, 8, block.chunk_bytes)
+        assert chunks.shape == (workers, 8, *block.plane)
         flat = np.asarray(chunks).reshape(-1)
         np.testing.assert_array_equal(flat[: block.size], x.reshape(-1))
         assert not flat[block.size :].any()
@@ -39,7 +39,7 @@ def test_rows_hold_every_block_without_gap_or_overlap(workers):
     assert 0 <= row_padding(blocks) < 128
     for block, x, s in zip(blocks, signs, scales, strict=True):
         got_signs, got_scale = block.split(rows)
-        np.testing.assert_array_equal(got_signs, x)
+        np.testing.assert_array_equal(got_signs.reshape(x.shape), x)
         if block.size:
             np.testing.assert_array_equal(got_scale, s)
 
@@ -51,9 +51,17 @@ def test_an_empty_tensor_takes_no_bytes():
 def test_true_elements_leave_out_the_padding():
     for block in block_layout(SHAPES, 3):
         live = true_elements(block)
-        bits = np.unpackbits(np.asarray(live.bits)[:, None], axis=1, bitorder="little")
+        packed = np.asarray(live.bits).reshape(3, 1, -1)
+        bits = np.unpackbits(packed, axis=1, bitorder="little")
         assert bits.sum() == block.size
         np.testing.assert_array_equal(live.counts, bits.sum((1, 2)))
         np.testing.assert_array_equal(
             block.tensor(jnp.asarray(bits)), np.ones(block.shape, np.uint8)
         )
+
+
+@pytest.mark.parametrize(("shape", "plane"), [((48, 5), (2, 5)), ((47, 5), (10,)), ((), (1,))])
+def test_a_plane_is_part_of_the_first_axis_where_that_divides(shape, plane):
+    [block] = block_layout([shape], 3)
+    assert block.plane == plane
+    assert np.prod(plane) == block.chunk_bytes

@@ -1,0 +1,132 @@
+"""What is timed in JAX: update and apply of an optimizer, with its exchange between the hosts."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from benchmarks.network.processes import Place
+from onebit_jax.transforms.onebit_adam import Phase
+
+AXIS = "hosts"
+
+
+class Kind(NamedTuple):
+    """One line of the table: an optimizer in a phase; warm-up ends after one update."""
+
+    make: Callable[[], optax.GradientTransformation]
+    phase: Phase | None = None
+
+
+def _mean_in_float16(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    # XLA for CPUs would send bfloat16 as float32.
+    del params
+    mean = lax.pmean(jax.tree.map(lambda x: x.astype(jnp.float16), updates), AXIS)
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), mean, updates)
+
+
+KINDS = {
+    "Adam, float32": Kind(lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(1e-4))),
+    "Adam, float16 on the wire": Kind(
+        lambda: optax.chain(optax.stateless(_mean_in_float16), optax.adam(1e-4))
+    ),
+    "1-bit Adam": Kind(
+        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS), "compression"
+    ),
+}
+
+
+class Worker:
+    """Times the kinds on one host, together with those on the others."""
+
+    def __init__(self, place: Place):
+        jax.config.update("jax_num_cpu_devices", 1)
+        address, port = place.meeting_point
+        jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
+        self._mesh = jax.make_mesh((place.hosts,), (AXIS,), axis_types=(AxisType.Auto,))
+        self._shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in place.shapes]
+        own = NamedSharding(self._mesh, P(AXIS))
+        rng = np.random.default_rng(place.rank)
+        self._grads = [
+            jax.make_array_from_process_local_data(own, gradient[None])
+            for gradient in random_gradients(place.shapes, rng)
+        ]
+        self._programs: dict[str, tuple[jax.stages.Compiled, list[jax.stages.Compiled]]] = {}
+        self._make_params = jax.jit(
+            lambda: [jnp.full(x.shape, 0.5) for x in self._shapes],
+            out_shardings=NamedSharding(self._mesh, P()),
+        )
+        self.release()
+
+    def prepare(self, kind: str) -> int:
+        """Compiles, makes parameters and state; the bytes that the compiled program sends."""
+        tx, phase = KINDS[kind].make(), KINDS[kind].phase
+        self._params = self._make_params()
+        if kind not in self._programs:
+            init = jax.jit(lambda params: onebit_jax.init(tx, params, self._mesh))
+            init = init.lower(self._params).compile()
+            self._state = init(self._params)
+            phases: list[Phase | None] = ["warmup", phase] if phase == "compression" else [phase]
+            self._programs[kind] = init, [self._compile(tx, phase) for phase in phases]
+        init, self._steps = self._programs[kind]
+        self._state = init(self._params)
+        return onebit_jax.wire.bytes_sent(onebit_jax.wire.collectives(self._steps[-1], self._mesh))
+
+    def warm_up(self) -> None:
+        """Makes a step of each phase."""
+        self.step()
+        while len(self._steps) > 1:
+            self._steps = self._steps[1:]
+            self.step()
+
+    def step(self) -> float:
+        """Makes one update; seconds."""
+        start = time.perf_counter()
+        self._params, self._state = self._steps[0](self._params, self._state, self._grads)
+        jax.block_until_ready((self._params, self._state))
+        return time.perf_counter() - start
+
+    def release(self) -> None:
+        """Frees parameters and state."""
+        self._params: Any = None
+        self._state: Any = None
+
+    def _compile(
+        self, tx: optax.GradientTransformation, phase: Phase | None
+    ) -> jax.stages.Compiled:
+        update = optax.with_extra_args_support(tx).update
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            extra = {} if phase is None else {"phase": phase}
+            updates, state = update([g[0] for g in grads], state, params, **extra)
+            return optax.apply_updates(params, updates), state
+
+        specs = onebit_jax.state_specs(self._state, AXIS)
+        mapped = jax.shard_map(
+            step,
+            mesh=self._mesh,
+            in_specs=(P(), specs, P(AXIS)),
+            out_specs=(P(), specs),
+            check_vma=False,
+        )
+        jitted = jax.jit(mapped, donate_argnums=(0, 1))
+        return jitted.lower(self._params, self._state, self._grads).compile()
+
+
+def random_gradients(
+    shapes: list[tuple[int, ...]], rng: np.random.Generator
+) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    """One host's own gradients."""
+    scale = np.float32(1e-3)
+    return [
+        scale * rng.standard_normal(math.prod(shape), np.float32).reshape(shape) for shape in shapes
+    ]
