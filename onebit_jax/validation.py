@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onebit_jax.collectives.layout import ROW_MULTIPLE
+
 
 def _is_traced(value: Any) -> bool:
     """Whether a number is not known yet: `optax.inject_hyperparams` passes such in."""
@@ -53,6 +55,19 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
         raise ValueError(f"{name}={value!r} must be an int (got {type(value).__name__}). {mend}")
     if not _is_traced(value) and int(value) < at_least:
         raise ValueError(f"{name}={value} must be at least {at_least}. {mend}")
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Raises ``ValueError`` unless ``bucket_bytes`` is None or a multiple of a row's unit."""
+    if bucket_bytes is None:
+        return
+    mend = (
+        f"It must be a multiple of {ROW_MULTIPLE} bytes, such as {2**17}, or None for one "
+        f"collective."
+    )
+    check_step_count("bucket_bytes", bucket_bytes, 1, mend)
+    if bucket_bytes % ROW_MULTIPLE:
+        raise ValueError(f"bucket_bytes={bucket_bytes}. {mend}")
 
 
 def bound_axis_size(axis_name: Any) -> int:

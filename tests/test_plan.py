@@ -105,11 +105,11 @@ def test_volume_is_the_published_formula():
 def test_volume_is_that_of_the_compiled_programs():
     mesh = jax.make_mesh((8,), ("data",))
     tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
-    params = {"w": jnp.ones((256, 256))}
+    params = {"w": jnp.ones((1024, 1024))}
     step = onebit_jax.train_step(lambda p, x: jnp.sum(p["w"] @ x[0]), tx, mesh)
     state = onebit_jax.init(tx, params, mesh)
-    sent = wire.by_phase(step, params, state, np.ones((8, 256), np.float32), mesh=mesh)
-    setting = SETTING._replace(parameters=256 * 256)
+    sent = wire.by_phase(step, params, state, np.ones((8, 1024), np.float32), mesh=mesh)
+    setting = SETTING._replace(parameters=1024 * 1024)
     for phase, optimizer in (("warmup", plan.FLOAT32), ("compression", FLAT)):
         predicted = plan.predict(optimizer, setting).step_bytes
         assert predicted == pytest.approx(wire.bytes_sent(sent[phase]), rel=0.01)

@@ -42,6 +42,10 @@ KINDS = {
     "1-bit Adam": Kind(
         lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS), "compression"
     ),
+    "1-bit Adam, buckets of 128 KiB": Kind(
+        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS, bucket_bytes=2**17),
+        "compression",
+    ),
 }
 
 

@@ -16,7 +16,8 @@ the same on every worker. What is lost in one call is in the residuals and is ma
 ones: over any number of calls, results and residuals together add up to the exact means.
 
 The scales :math:`s_i` and :math:`S_j` travel in the same bytes as the signs, so that a call is one
-``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are.
+``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are; or, in buckets, as
+many of each as the bytes fill.
 
 References:
   Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
@@ -36,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, Live, row_padding
+from onebit_jax.collectives.layout import Block, Live, row_padding, split_rows
 from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
 
 Scale = Literal["rms", "mean_abs"]
@@ -87,6 +88,7 @@ def all_reduce(
     *,
     axis_name: str,
     scale: Scale = "rms",
+    bucket_bytes: int | None = None,
 ) -> Feedback:
     """Averages the workers' values with one bit an element each way.
 
@@ -102,6 +104,8 @@ def all_reduce(
       blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
       axis_name: the axis the workers run along.
       scale: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
+      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
+        :data:`~onebit_jax.collectives.layout.ROW_MULTIPLE`; None for all in one.
 
     Returns:
       The new feedback; the means are what it ``received``.
@@ -126,7 +130,10 @@ def all_reduce(
         compensated.append(c)
         scales.append(s)
     sections.append(jnp.broadcast_to(padding, (workers, padding.size)))
-    to_serve = lax.all_to_all(jnp.concatenate(sections, -1), axis_name, 0, 0, tiled=True)
+    buckets = split_rows(jnp.concatenate(sections, -1), bucket_bytes)
+    to_serve = jnp.concatenate(
+        [lax.all_to_all(bucket, axis_name, 0, 0, tiled=True) for bucket in buckets], -1
+    )
 
     chunk = lax.axis_index(axis_name)
     sections, served = [], []
@@ -138,7 +145,8 @@ def all_reduce(
         signs = pack_signs(a.reshape(8, *block.plane), axis=0)
         sections.append(block.join(signs, _scale(a, counted.counts[chunk], scale)))
         served.append(a)
-    received = lax.all_gather(jnp.concatenate([*sections, padding]), axis_name)
+    buckets = split_rows(jnp.concatenate([*sections, padding]), bucket_bytes)
+    received = jnp.concatenate([lax.all_gather(bucket, axis_name) for bucket in buckets], -1)
     return Feedback(compensated, jnp.stack(scales) if scales else feedback.scales, served, received)
 
 
@@ -162,8 +170,8 @@ def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
       blocks: the layout.
 
     Returns:
-      For each block its chunks ``S_j sgn(a_j)``, float32 ``[n, 8, *plane]``; :meth:`Block.tensor` brings
-      them into the tensor's shape.
+      For each block its chunks ``S_j sgn(a_j)``, float32 ``[n, 8, *plane]``; :meth:`Block.tensor`
+      brings them into the tensor's shape.
     """
     return [signed(*block.split(received)) for block in blocks]
 

@@ -19,7 +19,8 @@ from jax import lax
 from onebit_jax.collectives.signs import pack_bits
 
 _SCALE_BYTES = 4
-_ROW_MULTIPLE = 128
+# XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
+ROW_MULTIPLE = 128
 
 
 class Block(NamedTuple):
@@ -129,8 +130,7 @@ def row_bytes(blocks: Sequence[Block]) -> int:
     >>> row_bytes(block_layout([(8, 8), (0,), (5,)], 2))
     128
     """
-    # XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
-    return -(-sum(block.row_bytes for block in blocks) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+    return -(-sum(block.row_bytes for block in blocks) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def row_padding(blocks: Sequence[Block]) -> int:
@@ -140,6 +140,17 @@ def row_padding(blocks: Sequence[Block]) -> int:
     115
     """
     return row_bytes(blocks) - sum(block.row_bytes for block in blocks)
+
+
+def split_rows(rows: jax.Array, bucket_bytes: int | None) -> list[jax.Array]:
+    """Cuts rows of the buffer, ``[..., row_bytes]``, into buckets of equal bytes but for the last.
+
+    >>> [bucket.shape for bucket in split_rows(jnp.zeros((2, 640), jnp.uint8), 256)]
+    [(2, 256), (2, 256), (2, 128)]
+    """
+    end = rows.shape[-1]
+    step = bucket_bytes or max(end, 1)
+    return [rows[..., start : start + step] for start in range(0, max(end, 1), step)]
 
 
 def live_leaves(tree: Any) -> list[Live]:

@@ -121,6 +121,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
+    bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; see :func:`onebit_adam`, which adds decay and learning rate.
 
@@ -133,6 +134,7 @@ def scale_by_onebit_adam(
       bias_correction: whether to divide by ``1 - b1**t`` and ``1 - b2**t`` as Adam does.
       scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
       residual_dtype: see :func:`onebit_adam`.
+      bucket_bytes: see :func:`onebit_adam`.
 
     Returns:
       A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
@@ -151,6 +153,7 @@ def scale_by_onebit_adam(
             f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
             f"residuals would underflow."
         )
+    validation.check_bucket_bytes(bucket_bytes)
 
     b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
 
@@ -259,6 +262,7 @@ def scale_by_onebit_adam(
             blocks,
             axis_name=axis_name,
             scale=scale,
+            bucket_bytes=bucket_bytes,
         )
         u = [
             block.tensor(x) / corrected(b1, t) * inverse_root
@@ -319,6 +323,7 @@ def onebit_adam(
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
+    bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit a parameter instead of 32.
 
@@ -379,6 +384,9 @@ def onebit_adam(
       residual_dtype: dtype of the arrays that hold the residuals, and in warm-up the momentum:
         ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is
         rounded off there is lost: up to one part in 256 of a value, each step.
+      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
+        128; None, the default, for all in one. It pays where the network is slow and its transport
+        does not send while it receives, as Gloo does not (docs/performance.md).
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -427,6 +435,7 @@ def onebit_adam(
             bias_correction=bias_correction,
             scale=scale,
             residual_dtype=residual_dtype,
+            bucket_bytes=bucket_bytes,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

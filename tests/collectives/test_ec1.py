@@ -27,6 +27,7 @@ class Exchange:
         scale: ec1.Scale = "rms",
         live=None,
         dtype=jnp.float32,
+        bucket_bytes: int | None = None,
     ):
         self.blocks = block_layout(shapes, workers)
         self.live = [true_elements(b) for b in self.blocks] if live is None else live
@@ -39,7 +40,13 @@ class Exchange:
 
         def call(values, feedback):
             feedback = ec1.all_reduce(
-                values, feedback, self.live, self.blocks, axis_name=AXIS, scale=scale
+                values,
+                feedback,
+                self.live,
+                self.blocks,
+                axis_name=AXIS,
+                scale=scale,
+                bucket_bytes=bucket_bytes,
             )
             result = [
                 b.tensor(x)
@@ -231,6 +238,25 @@ def test_two_uint8_collectives_however_many_tensors(workers):
     sent = wire.collectives(compiled)
     assert sorted((c.op, c.dtype) for c in sent) == [("all-gather", "u8"), ("all-to-all", "u8")]
     assert wire.bytes_sent(sent) == 2 * (workers - 1) * row_bytes(blocks)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_buckets_send_the_same_bits(workers):
+    shapes = [(9,), (40, 200), (0,), (3000,)]
+    rng = np.random.default_rng(workers)
+    values = draw(rng, shapes, workers)
+    whole = Exchange(shapes, workers, "shard_map")
+    buckets = Exchange(shapes, workers, "shard_map", bucket_bytes=256)
+    for _ in range(3):
+        for a, b in zip(whole(values), buckets(values), strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(whole.received, buckets.received)
+    sent = wire.collectives(buckets.call.lower(values, buckets.feedback).compile())
+    each = -(-row_bytes(buckets.blocks) // 256)
+    assert each > 1
+    assert sorted(c.op for c in sent) == ["all-gather"] * each + ["all-to-all"] * each
+    in_one = wire.collectives(whole.call.lower(values, whole.feedback).compile())
+    assert wire.bytes_sent(sent) == wire.bytes_sent(in_one)
 
 
 def test_only_empty_tensors_need_no_exchange():

@@ -456,6 +456,7 @@ def test_converges_on_optaxs_own_targets(objective, start, end):
         *[("learning_rate", value) for value in (math.nan, math.inf, jnp.float32(math.nan))],
         ("scale", "max"),
         ("residual_dtype", "float16"),
+        *[("bucket_bytes", value) for value in (0, -128, 100, 1e5, True)],
     ],
 )
 def test_a_hyperparameter_out_of_range_is_named(field, value):
