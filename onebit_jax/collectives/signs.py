@@ -1,8 +1,8 @@
 """Signs as bits: eight of them in a byte, in the order that needs no gathers.
 
 A chunk of ``8 L`` numbers is viewed as ``[8, L]`` (or ``[8, ...]``), and row ``k`` becomes bit
-``k`` of the ``L`` bytes. Packing then reads eight contiguous rows, where packing eight neighbours into a
-byte would read with a stride of eight.
+``k`` of the ``L`` bytes. Packing then reads eight contiguous rows, where packing eight neighbours
+into a byte would read with a stride of eight.
 """
 
 import jax
