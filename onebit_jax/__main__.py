@@ -1,6 +1,7 @@
 """The command ``python -m onebit_jax``."""
 
 import argparse
+import math
 import pathlib
 import sys
 
@@ -49,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-bandwidth", default="1TB", help="of one device (default: %(default)s)"
     )
     command.add_argument(
+        "--host-bandwidth",
+        help="of a node's own software between memory and card (default: no limit, as with RDMA)",
+    )
+    command.add_argument(
         "--efficiency",
         type=float,
         default=defaults["efficiency"],
@@ -82,6 +87,11 @@ def main(arguments: list[str]) -> None:
             local_bandwidth=plan.parse_rate("local_bandwidth", options.local_bandwidth),
             memory_bandwidth=plan.parse_rate("memory_bandwidth", options.memory_bandwidth),
             efficiency=options.efficiency,
+            host_bandwidth=(
+                plan.parse_rate("host_bandwidth", options.host_bandwidth)
+                if options.host_bandwidth
+                else math.inf
+            ),
             calibration=options.calibration and plan.read_calibration(options.calibration),
         )
         result = plan.plan(setting)

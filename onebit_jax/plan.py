@@ -8,6 +8,7 @@ another, and a collective takes as long as the busier of two links, plus its mes
 
     t = \max\left(\frac{\text{bytes through a node's card}}{\text{bandwidth}},
                   \frac{\text{bytes a device sends inside its node}}{\text{local bandwidth}}\right)
+        + \frac{\text{bytes through a node's card}}{\text{host bandwidth}}
         + \text{messages} \cdot \text{latency}
 
 ===================  ===========================  =======================  =============
@@ -108,6 +109,9 @@ class Setting(NamedTuple):
       local_bandwidth: between the devices of a node; the default is PCIe 4.0 x16's 25 GB/s.
       memory_bandwidth: of one device; the default is 1 TB/s. A calibration replaces it.
       efficiency: the share of ``bandwidth`` that a collective reaches.
+      host_bandwidth: at which a node's own software moves bytes between its memory and its card:
+        copies and system calls of sockets, which come on top of the wire. None where the card
+        reads memory by itself, as RDMA does.
       calibration: seconds an element of each kind of step, from :func:`read_calibration`.
     """
 
@@ -122,6 +126,7 @@ class Setting(NamedTuple):
     local_bandwidth: float = 200e9
     memory_bandwidth: float = 8e12
     efficiency: float = 1.0
+    host_bandwidth: float = math.inf
     calibration: Mapping[str, float] | None = None
 
 
@@ -264,6 +269,7 @@ def _seconds(collectives: list[_Collective], setting: Setting) -> float:
             8 * c.card / (setting.bandwidth * setting.efficiency),
             8 * c.inside / setting.local_bandwidth,
         )
+        + 8 * c.card / setting.host_bandwidth
         + c.messages * setting.latency
         for c in collectives
     )
@@ -490,6 +496,7 @@ def _check(setting: Setting) -> None:
         number(field, lambda x: 0 < x < math.inf, f"above 0 and finite, in {unit}")
     number("latency", lambda x: 0 <= x < math.inf, "at least 0 and finite, in seconds")
     number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps that are dense")
+    number("host_bandwidth", lambda x: x > 0, "above 0, in bit/s")
     number("efficiency", lambda x: 0 < x <= 1, "in (0, 1]: the share of the bandwidth")
     if setting.workers % setting.per_node:
         raise ValueError(

@@ -115,6 +115,12 @@ def test_volume_is_that_of_the_compiled_programs():
         assert predicted == pytest.approx(wire.bytes_sent(sent[phase]), rel=0.01)
 
 
+def test_sockets_cost_time_on_top_of_the_wire():
+    free = plan.predict(plan.FLOAT32, SETTING)
+    sockets = plan.predict(plan.FLOAT32, SETTING._replace(host_bandwidth=4e9))
+    assert sockets.exchange - free.exchange == pytest.approx(8 * free.step_bytes / 4e9)
+
+
 def test_bfloat16_halves_what_dense_sends():
     dense = plan.plan(SETTING).dense
     assert dense[1].step_bytes == dense[0].step_bytes / 2
@@ -262,6 +268,7 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ({"latency": -1.0}, r"latency=-1\.0 must be at least 0"),
         ({"warmup": 15}, r"warmup=15 must be in \[0, 1\]"),
         ({"efficiency": 0.0}, r"efficiency=0\.0 must be in \(0, 1\]"),
+        ({"host_bandwidth": 0.0}, r"host_bandwidth=0\.0 must be above 0"),
         ({"calibration": {"Adam with pmean": 1e-9}}, r"calibration has the kinds .* but needs"),
         (
             {"calibration": dict.fromkeys(plan.CALIBRATED_KINDS, 0.0)},

@@ -2,7 +2,7 @@
 
     python -m benchmarks.network
     python -m benchmarks.network --hosts 2 --bandwidths 1gbit --kinds "Adam, float32" "1-bit Adam"
-    python -m benchmarks.network --redraw
+    python -m benchmarks.network --redraw --calibration runs/benchmarks/step.json
 
 The hosts are made on one machine, from network namespaces: this needs Linux, root and iproute2
 (`apt-get install iproute2`). Each host runs one process, which has one device and updates the
@@ -22,7 +22,9 @@ bandwidth, and nothing of it is kept until its next, so that there may be many k
 or hangs is reported, and left out from there on.
 
 Bytes are those that the hosts' network interfaces count, a step and a host: all of them, and
-without headers. Beside them stands what `onebit_jax.wire` reads from the compiled program.
+without headers. Beside them stands what `onebit_jax.wire` reads from the compiled program. With a
+record of `benchmarks.step` with as many workers, what `onebit_jax.plan` predicts stands beside the
+times; what the hosts' sockets cost is taken from the dense step without a limit, and nothing else.
 """
 
 import dataclasses
@@ -33,6 +35,7 @@ import pathlib
 import signal
 import statistics
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,10 +52,18 @@ from benchmarks.network.hosts import (
     why_unavailable,
 )
 from benchmarks.network.processes import HostError, Processes
+from onebit_jax import plan
 
 _MODULES = {
     **dict.fromkeys(jax_kinds.KINDS, jax_kinds.__name__),
     **dict.fromkeys(torch_kinds.KINDS, torch_kinds.__name__),
+}
+# XLA for CPUs would send bfloat16 as float32, and float16 costs conversions of which the plan does
+# not know.
+_PLANNED = {
+    "Adam, float32": plan.FLOAT32,
+    "1-bit Adam": plan.ONEBIT[0],
+    "1-bit Adam, buckets of 256 KiB": plan.ONEBIT[0],
 }
 
 
@@ -81,7 +92,9 @@ class Options:
     plot: pathlib.Path | None = None
     """File to draw them into; by default beside the JSON, as PNG."""
     redraw: bool = False
-    """Only draw the figures that --json holds again."""
+    """Only print and draw the figures that --json holds again."""
+    calibration: tuple[pathlib.Path, ...] = ()
+    """Records of `benchmarks.step`, one for each of --hosts: adds the plan's predictions."""
 
 
 def check(options: Options) -> None:
@@ -108,6 +121,13 @@ def check(options: Options) -> None:
         value = getattr(options, field)
         if not 0 < value < math.inf:
             raise ValueError(f"{field}={value!r} must be above 0: leave it out for the default.")
+    if options.calibration and len(options.calibration) != len(options.hosts):
+        raise ValueError(
+            f"calibration={options.calibration!r} must have one file for each of "
+            f"hosts={options.hosts!r}: write --hosts 2 --calibration FILE."
+        )
+    for path in options.calibration:
+        plan.read_calibration(path)
 
 
 def not_installed(kind: str) -> list[str]:
@@ -235,7 +255,39 @@ def joined(before: dict[str, Any] | None, steps: dict[str, Any]) -> dict[str, An
     return {name: before[name] + steps[name] for name in steps} if before else steps
 
 
-def table(kinds: dict[str, Any], first: str) -> str:
+def predictions(
+    elements: int,
+    hosts: int,
+    bandwidth: str,
+    calibration: Mapping[str, float],
+    host_bandwidth: float,
+) -> dict[str, float]:
+    """Seconds a step of each kind that the plan has a row for; none without a limit."""
+    limit = bits_per_second(bandwidth)
+    if limit is None:
+        return {}
+    setting = plan.Setting(
+        parameters=elements,
+        workers=hosts,
+        bandwidth=limit,
+        step_time=elements * calibration["Adam, no exchange"],
+        steps=1,
+        host_bandwidth=host_bandwidth,
+        calibration=calibration,
+    )
+    return {kind: plan.predict(row, setting).step for kind, row in _PLANNED.items()}
+
+
+def fitted_host_bandwidth(
+    elements: int, unshaped: Mapping[str, Any], calibration: Mapping[str, float]
+) -> float:
+    """Bits a second that the hosts' sockets reach, from a dense step without a limit."""
+    dense = unshaped["Adam, float32"]
+    beyond = statistics.median(dense["seconds"]) - elements * calibration["Adam with pmean"]
+    return 8 * dense["wire_bytes"] / beyond if beyond > 0 else math.inf
+
+
+def table(kinds: dict[str, Any], first: str, predicted: Mapping[str, float]) -> str:
     """One line a kind; times to the first, which may be missing."""
     width = max(map(len, kinds), default=0) + 2
     columns = f"{'ms, median':>12}{'least':>10}{'most':>10}{'steps':>7}{'faster':>8}"
@@ -251,18 +303,46 @@ def table(kinds: dict[str, Any], first: str) -> str:
         line += f"{sent / 1e6:11.2f}{payload / 1e6:9.2f}"
         if wire := figure["wire_bytes"]:
             line += f"{wire / 1e6:9.2f}{payload / wire:7.3f}"
+        if kind in predicted:
+            line += f"   plan: {1e3 * predicted[kind]:.1f} ms, {predicted[kind] / median - 1:+.0%}"
         lines.append(line)
     return "\n".join(lines)
+
+
+def report(figures: dict[str, Any], options: Options) -> None:
+    """Prints a table for each bandwidth and number of hosts, and draws the picture."""
+    elements = figures["elements"]
+    calibrations = dict(
+        zip(options.hosts, map(plan.read_calibration, options.calibration), strict=False)
+    )
+    unshaped = {
+        made["hosts"]: made["kinds"]
+        for made in figures["tables"]
+        if made["bandwidth"] == UNSHAPED and "Adam, float32" in made["kinds"]
+    }
+    for made in figures["tables"]:
+        hosts, bandwidth, kinds = made["hosts"], made["bandwidth"], made["kinds"]
+        print(f"\n{hosts} hosts, {bandwidth}, {elements:,} elements")
+        predicted: dict[str, float] = {}
+        if (calibration := calibrations.get(hosts)) and hosts in unshaped:
+            host_bandwidth = fitted_host_bandwidth(elements, unshaped[hosts], calibration)
+            predicted = predictions(elements, hosts, bandwidth, calibration, host_bandwidth)
+            if predicted:
+                print(f"plan: host bandwidth {host_bandwidth / 1e9:.2f} Gbit/s, from unshaped")
+        print(table(kinds, options.kinds[0], predicted))
+    for hosts, failed in figures["given_up"].items():
+        for kind, reason in failed.items():
+            print(f"{kind}: given up with {hosts} hosts at {reason}")
+    picture = options.plot or options.json.with_suffix(".png")
+    plot.draw(figures["tables"], picture)
+    print(f"drew {picture}")
 
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
     check(options)
-    picture = options.plot or options.json.with_suffix(".png")
     if options.redraw:
-        written = json.loads(options.json.read_text(encoding="utf-8"))
-        plot.draw(written["figures"]["tables"], picture)
-        print(f"drew {picture}")
+        report(json.loads(options.json.read_text(encoding="utf-8"))["figures"], options)
         return
     if options.elements is None:
         tree = step.parameters(step.Options(tree="bert-base"))
@@ -281,6 +361,12 @@ def main(options: Options) -> None:
     kinds = [kind for kind in options.kinds if kind not in left_out]
     tables: list[dict[str, Any]] = []
     given_up: dict[int, dict[str, str]] = {}
+    written = {
+        "elements": elements,
+        "not_installed": left_out,
+        "given_up": given_up,
+        "tables": tables,
+    }
     for count in options.hosts:
         with network(count) as made:
             hosts = Hosts(made, shapes, options.limit)
@@ -290,21 +376,11 @@ def main(options: Options) -> None:
                 hosts.close()
         for bandwidth, figure in figures.items():
             tables.append({"hosts": count, "bandwidth": bandwidth, "kinds": figure})
-            print(f"\n{count} hosts, {bandwidth}, {elements:,} elements")
-            print(table(figure, options.kinds[0]))
-        for kind, reason in failed.items():
-            print(f"{kind}: given up at {reason}")
         given_up[count] = failed
-        written = {
-            "elements": elements,
-            "not_installed": left_out,
-            "given_up": given_up,
-            "tables": tables,
-        }
+        # Written as soon as it is there: those with more hosts may take hours.
         record.write(options.json, options, written, "torch", "deepspeed")
-    print(f"\nwrote {options.json}")
-    plot.draw(tables, picture)
-    print(f"drew {picture}")
+    report(written, options)
+    print(f"wrote {options.json}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks.network.processes import Place
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import Live, block_layout, row_bytes, true_elements
+from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms.onebit_adam import Phase
 
 AXIS = "hosts"
@@ -34,6 +37,63 @@ def _mean_in_float16(updates: optax.Updates, params: optax.Params | None) -> opt
     return jax.tree.map(lambda x, y: x.astype(y.dtype), mean, updates)
 
 
+class _ExchangeState(NamedTuple):
+    """What EC1 keeps; the first three are each worker's own."""
+
+    compensated: PerWorker
+    scales: PerWorker
+    served: PerWorker
+    received: jax.Array
+    live: list[Live]
+
+
+def _exchange_alone() -> optax.GradientTransformation:
+    """EC1 of the gradients without an optimizer, as DeepSpeed's exchange is timed."""
+
+    def init(params: optax.Params) -> _ExchangeState:
+        shapes = [x.shape for x in jax.tree.leaves(params)]
+        blocks = block_layout(shapes, lax.axis_size(AXIS))
+        return _ExchangeState(
+            PerWorker([jnp.zeros((1, *shape)) for shape in shapes]),
+            PerWorker(jnp.zeros((1, len(shapes)))),
+            PerWorker([jnp.zeros((1, 8, *block.plane)) for block in blocks]),
+            jnp.zeros((lax.axis_size(AXIS), row_bytes(blocks)), jnp.uint8),
+            [true_elements(block) for block in blocks],
+        )
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, _ExchangeState]:
+        del params
+        grads, tree = jax.tree.flatten(updates)
+        blocks = block_layout([g.shape for g in grads], lax.axis_size(AXIS))
+        feedback = ec1.all_reduce(
+            grads,
+            ec1.Feedback(
+                state.compensated.value,
+                state.scales.value[0],
+                state.served.value,
+                state.received,
+            ),
+            state.live,
+            blocks,
+            axis_name=AXIS,
+        )
+        means = ec1.decode(feedback.received, blocks)
+        new_state = _ExchangeState(
+            PerWorker(feedback.compensated),
+            PerWorker(feedback.scales[None]),
+            PerWorker(feedback.served),
+            feedback.received,
+            state.live,
+        )
+        return tree.unflatten(
+            [block.tensor(mean) for block, mean in zip(blocks, means, strict=True)]
+        ), new_state
+
+    return optax.GradientTransformation(init, update)
+
+
 KINDS = {
     "Adam, float32": Kind(lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(1e-4))),
     "Adam, float16 on the wire": Kind(
@@ -42,10 +102,11 @@ KINDS = {
     "1-bit Adam": Kind(
         lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS), "compression"
     ),
-    "1-bit Adam, buckets of 128 KiB": Kind(
-        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS, bucket_bytes=2**17),
+    "1-bit Adam, buckets of 256 KiB": Kind(
+        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS, bucket_bytes=2**18),
         "compression",
     ),
+    "EC1, exchange alone": Kind(_exchange_alone),
 }
 
 

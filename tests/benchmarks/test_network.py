@@ -1,6 +1,7 @@
 """The benchmark of a shaped network: its pure parts, and a run of it with two hosts."""
 
 import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -8,7 +9,16 @@ import sys
 import pytest
 
 from benchmarks.network import hosts, plot
-from benchmarks.network.__main__ import Options, check, joined, main, not_installed, table
+from benchmarks.network.__main__ import (
+    Options,
+    check,
+    fitted_host_bandwidth,
+    joined,
+    main,
+    not_installed,
+    predictions,
+    table,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DENSE, ONEBIT = "Adam, float32", "1-bit Adam"
@@ -40,6 +50,7 @@ def test_refuses_what_is_no_bandwidth(name):
         ("elements", 3, "elements=3 must be a power of two"),
         ("rounds", 0, "rounds=0 must be above 0"),
         ("budget", float("nan"), "budget=nan must be above 0"),
+        ("calibration", (pathlib.Path("one"),), "calibration=.* one file for each of hosts="),
     ],
 )
 def test_refuses_options_before_anything_starts(field, value, expected, tmp_path):
@@ -102,7 +113,7 @@ def test_figures_of_two_turns_add_up():
 def test_table_has_medians_and_bytes_a_step():
     dense = figure([0.2, 0.4, 0.3], 3 * 4_066_000, 3 * 1000, 4_000_000)
     other = figure([0.1], 2e6, 0, None)
-    head, *lines = table({DENSE: dense, "DDP": other}, DENSE).splitlines()
+    head, *lines = table({DENSE: dense, "DDP": other}, DENSE, {}).splitlines()
     assert head.split() == [
         *("ms,", "median", "least", "most", "steps", "faster"),
         *("sent,", "MB", "payload", "program", "ratio"),
@@ -113,7 +124,21 @@ def test_table_has_medians_and_bytes_a_step():
 
 
 def test_table_without_the_kind_to_compare_with():
-    assert " nan " in table({ONEBIT: figure([0.1], 1, 0, 1)}, DENSE)
+    assert " nan " in table({ONEBIT: figure([0.1], 1, 0, 1)}, DENSE, {})
+
+
+def test_predictions_stand_beside_what_was_measured():
+    calibration = {"Adam, no exchange": 1e-9, "Adam with pmean": 3e-9}
+    calibration |= {"1-bit Adam": 2e-9, "1-bit Adam, warm-up": 3e-9}
+    predicted = predictions(10**8, 2, "1gbit", calibration, math.inf)
+    # 400 MB and 12.5 MB at 1 Gb/s, and what the calibration has for the step.
+    assert predicted[DENSE] == pytest.approx(0.3 + 3.2, abs=1e-3)
+    assert predicted[ONEBIT] == pytest.approx(0.2 + 0.1, abs=1e-3)
+    assert predictions(10**8, 2, "unshaped", calibration, math.inf) == {}
+    printed = table({DENSE: figure([2.5], 1, 0, 1)}, DENSE, predicted)
+    assert printed.endswith("plan: 3500.1 ms, +40%")
+    unshaped = {DENSE: figure([0.7], 1, 0, 400_000_000)}
+    assert fitted_host_bandwidth(10**8, unshaped, calibration) == pytest.approx(8e9)
 
 
 def test_draws_kinds_that_lack_a_bandwidth(tmp_path):
