@@ -47,7 +47,9 @@ def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> Non
       *packages: whose versions matter besides jax's.
     """
     main = sys.modules["__main__"].__spec__
-    command = ["python", "-m", main.name] if main else ["python", sys.argv[0]]
+    command = (
+        ["python", "-m", main.name.removesuffix(".__main__")] if main else ["python", sys.argv[0]]
+    )
     record = {
         "command": shlex.join([*command, *sys.argv[1:]]),
         "machine": machine(),

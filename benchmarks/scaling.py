@@ -10,6 +10,7 @@ writes JSON, and draws both.
 """
 
 import dataclasses
+import json
 import pathlib
 import statistics
 from typing import Any
@@ -44,6 +45,8 @@ class Options:
     """File to write the figures to."""
     plot: pathlib.Path = pathlib.Path("runs/benchmarks/scaling.png")
     """File to draw the picture in."""
+    redraw: bool = False
+    """Only draw the figures that --json holds again."""
 
 
 def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
@@ -75,17 +78,17 @@ def modelled(figure: dict[str, Any], name: str, bandwidth: float) -> float:
 
 def print_table(figures: list[dict[str, Any]], bandwidth: float) -> None:
     """One line a size and kind."""
-    columns = ("elements", "workers", "ms", "model", "ns/element", "sent", "to bound")
-    print(f"{'':20}" + "".join(f"{column:>13}" for column in columns))
+    columns = ("elements", "workers", "ms", "model", "ns/element", "sent, bytes", "to bound")
+    print(f"{'':20}" + "".join(f"{column:>15}" for column in columns))
     for figure in figures:
         elements, workers = figure["elements"], figure["workers"]
         for name in KINDS:
             kind = figure["kinds"][name]
             seconds = statistics.median(kind["seconds"])
-            print(f"{name:20}{elements:13,}{workers:13}{1e3 * seconds:13.2f}", end="")
-            print(f"{1e3 * modelled(figure, name, bandwidth):13.2f}", end="")
-            print(f"{1e9 * seconds / elements / workers:13.3f}{kind['sent']:13,}", end="")
-            print(f"{kind['sent'] / bound(elements, workers):13.3f}")
+            print(f"{name:20}{elements:15,}{workers:15}{1e3 * seconds:15.2f}", end="")
+            print(f"{1e3 * modelled(figure, name, bandwidth):15.2f}", end="")
+            print(f"{1e9 * seconds / elements / workers:15.3f}{kind['sent']:15,}", end="")
+            print(f"{kind['sent'] / bound(elements, workers):15.3f}")
 
 
 def draw(
@@ -116,13 +119,19 @@ def draw(
     axes[2].set(xscale="log", yscale="log", xlabel="workers (log)", ylabel="MB a worker (log)")
     axes[2].set_title("sent in a step")
     for panel in axes:
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="x-small", loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+    print(f"drew {path}")
 
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    if options.redraw:
+        written = json.loads(options.json.read_text(encoding="utf-8"))["figures"]
+        bandwidth = written["memory bytes a second"]
+        draw(options.plot, written["sizes"], written["workers"], bandwidth)
+        return
     jax.config.update("jax_num_cpu_devices", max(2, *options.workers))
     bandwidth = memory_bandwidth(make_mesh(2))
     sizes = [measure(e, 2, options.rounds) for e in range(options.least, options.most + 1)]
@@ -131,8 +140,8 @@ def main(options: Options) -> None:
     print_table(counts, bandwidth)
     figures = {"memory bytes a second": bandwidth, "sizes": sizes, "workers": counts}
     record.write(options.json, options, figures)
+    print(f"wrote {options.json}")
     draw(options.plot, sizes, counts, bandwidth)
-    print(f"wrote {options.json} and {options.plot}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     kinds = list(dict.fromkeys(kind for table in tables for kind in table["kinds"]))
     counts = sorted({table["hosts"] for table in tables})
     # Made without pyplot, it needs no display.
-    figure = Figure(figsize=(1 + 5 * len(counts), 4.5))
+    figure = Figure(figsize=(2 + 5 * len(counts), 5.5), layout="constrained")
     panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)
     for count, panel in zip(counts, panels[0], strict=True):
         for index, kind in enumerate(kinds):
@@ -42,7 +42,7 @@ def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     panels[0][0].set_ylabel("seconds a step")
     fullest = max(panels[0], key=lambda panel: len(panel.lines))
     if fullest.lines:
-        fullest.legend(fontsize="small")
-    figure.tight_layout()
+        handles, labels = fullest.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
