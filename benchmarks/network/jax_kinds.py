@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks.network.processes import Place
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 
 AXIS = "hosts"
 
