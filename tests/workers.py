@@ -80,7 +80,7 @@ def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
             state,
             is_leaf=is_per_worker,
         )
-    flat = state.shard.value is None
+    flat = state.shard is None
 
     def own(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
         tree = jax.tree.structure(state.served.value)

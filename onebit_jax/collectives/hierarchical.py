@@ -42,6 +42,7 @@ from jax import lax
 
 from onebit_jax.collectives.ec1 import Feedback
 from onebit_jax.collectives.layout import Block, Live, padded
+from onebit_jax.per_worker import PerWorker
 
 LocalDtype = Literal["float32", "bfloat16"]
 
@@ -107,16 +108,17 @@ def held_shapes(blocks: Sequence[Block], axes: Axes) -> list[tuple[int, ...]]:
     return [(axes.per_node, *shard.shape) for shard in shard_blocks(blocks, axes.nodes)]
 
 
-def own_index(axes: Axes) -> jax.Array | None:
-    """Which shard is the device's own, its index along the local axis; None in the flat form.
+def own_index(axes: Axes) -> PerWorker | None:
+    """Which shard is the device's own: its index along the local axis, int32 ``[1]``, as state.
 
-    It is kept as state is, a worker's own: int32 ``[1]``.
+    None in the flat form. It is kept in the state, so that what needs no exchange, such as metrics,
+    needs no axis either.
     """
-    return None if axes.local is None else lax.axis_index(axes.local)[None]
+    return None if axes.local is None else PerWorker(lax.axis_index(axes.local)[None])
 
 
 def own_shard(
-    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], shard: jax.Array | None
+    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], shard: PerWorker | None
 ) -> tuple[Feedback, Sequence[Live], Sequence[Block]]:
     """What EC1 among the nodes goes by: of everything, the device's own shard.
 
@@ -135,7 +137,7 @@ def own_shard(
         return feedback, live, blocks
 
     def own(x: jax.Array, axis: int = 0) -> jax.Array:
-        return lax.dynamic_index_in_dim(x, shard[0], axis, keepdims=False)
+        return lax.dynamic_index_in_dim(x, shard.value[0], axis, keepdims=False)
 
     return (
         feedback._replace(
@@ -174,7 +176,7 @@ def reduce_scatter(
 
 
 def gather_shards(
-    own: Feedback, held: Sequence[jax.Array], shard: jax.Array | None, axes: Axes
+    own: Feedback, held: Sequence[jax.Array], shard: PerWorker | None, axes: Axes
 ) -> Feedback:
     """Undoes :func:`own_shard`: brings together what the devices of a node have of every shard.
 
@@ -192,7 +194,7 @@ def gather_shards(
         return own
     return own._replace(
         compensated=[
-            lax.dynamic_update_index_in_dim(x, c, shard[0], 1)
+            lax.dynamic_update_index_in_dim(x, c, shard.value[0], 1)
             for x, c in zip(held, own.compensated, strict=True)
         ],
         received=lax.all_gather(own.received, axes.local),

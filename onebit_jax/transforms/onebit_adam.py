@@ -62,7 +62,7 @@ class ScaleByOnebitAdamState(NamedTuple):
         :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
       received: the momentum in compression, as the signs and scales that the last exchange brought;
         uint8 ``[n, bytes of a row]``.
-      shard: the device's index in its node, ``l``; int32 ``[1]``, None in the flat form.
+      shard: the device's index in its node, ``l``; int32 ``[1]``. None in the flat form.
       v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
         float32.
       variance_ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
@@ -77,7 +77,7 @@ class ScaleByOnebitAdamState(NamedTuple):
     served: PerWorker
     live: Any
     received: jax.Array
-    shard: PerWorker
+    shard: PerWorker | None
     v_norms: jax.Array
     variance_ratio: jax.Array
 
@@ -100,9 +100,7 @@ class ScaleByOnebitAdamState(NamedTuple):
             jax.tree.leaves(self.served),
             self.received,
         )
-        return hierarchical.own_shard(
-            feedback, live_leaves(self.live), self.blocks(), self.shard.value
-        )
+        return hierarchical.own_shard(feedback, live_leaves(self.live), self.blocks(), self.shard)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -222,7 +220,7 @@ def scale_by_onebit_adam(
             received=hierarchical.in_shards(
                 jnp.zeros((axes.workers, row_bytes(blocks)), jnp.uint8), axes
             ),
-            shard=PerWorker(hierarchical.own_index(axes)),
+            shard=hierarchical.own_index(axes),
             v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
             variance_ratio=jnp.zeros([], jnp.float32),
         )
@@ -318,7 +316,7 @@ def scale_by_onebit_adam(
             scale=scale,
             bucket_bytes=bucket_bytes,
         )
-        feedback = hierarchical.gather_shards(feedback, held, state.shard.value, axes)
+        feedback = hierarchical.gather_shards(feedback, held, state.shard, axes)
         dense_g = lax.pmean([g.astype(jnp.float32) for g in dense_g], axes.names)
         dense_m = [new_momentum(m, g) for m, g in zip(dense_m, dense_g, strict=True)]
         m = joined(
