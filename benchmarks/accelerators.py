@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from benchmarks import bert_step, record, step
 from onebit_jax import wire
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 from train.bert.model import BertConfig, init_params, pretraining_loss
 
 Target = Literal["h100", "v5e"]

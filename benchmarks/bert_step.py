@@ -22,7 +22,7 @@ import optax
 import tyro
 
 import onebit_jax
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 from train.bert.data import max_predictions
 from train.bert.model import BertConfig, init_params, pretraining_loss
 

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks import record
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 from train.bert.model import BertConfig, init_params
 
 AXIS = "workers"

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.per_worker import is_per_worker
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array | tuple[jax.Array, Metrics]]
@@ -42,18 +42,8 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def _data_parallel(mesh: Mesh) -> Mesh:
-    """The mesh with an automatic axis, which takes unsharded inputs whatever mesh the user made.
-
-    Raises:
-      ValueError: for a mesh of several axes. An optimizer averages over one; along another the
-        replicas would go apart, and nobody would be told.
-    """
-    if len(mesh.axis_names) != 1:
-        raise ValueError(
-            f"mesh has the axes {mesh.axis_names}, but must have one, along which every device is "
-            f"a worker: jax.make_mesh(({mesh.size},), ('data',))."
-        )
+def _automatic(mesh: Mesh) -> Mesh:
+    """The mesh with automatic axes, which take unsharded inputs whatever mesh the user made."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -61,19 +51,20 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
     """Initialises an optimizer on a mesh; every device of the mesh is a worker.
 
     Args:
-      tx: the optimizer; its ``axis_name`` must be an axis of the mesh.
+      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes.
       params: the parameters, equal on all processes.
-      mesh: a mesh of one axis, over the devices of one process or of many.
+      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
+        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
 
     Returns:
       The state in the mesh view: global arrays, what workers share replicated, what each has for
       itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded over the mesh.
 
     Raises:
-      ValueError: for a mesh of several axes; from the optimizer for an axis that the mesh has not
-        and for parameters that it cannot train.
+      ValueError: from the optimizer, for an axis that the mesh has not, for one of the mesh that it
+        would not average over, and for parameters that it cannot train.
     """
-    mesh = _data_parallel(mesh)
+    mesh = _automatic(mesh)
 
     def on_mesh(out_specs: Any) -> Callable[[optax.Params], optax.OptState]:
         return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
@@ -132,7 +123,7 @@ class TrainStep:
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
-        self._mesh = _data_parallel(mesh)
+        self._mesh = _automatic(mesh)
         self._replicated = NamedSharding(self._mesh, P())
         self._accumulation = accumulation
         self._max_grad_norm = max_grad_norm
@@ -270,7 +261,7 @@ def train_step(
         that and a dict of scalar metrics.
       tx: the optimizer. It must average over the mesh itself, as this library's do; put
         :func:`onebit_jax.mean_gradients` before a dense one.
-      mesh: a mesh of one axis, over the devices of one process or of many.
+      mesh: as for :func:`init`; all its devices are workers, along whichever axis they lie.
       accumulation: number of microbatches that a worker's share is cut into; their gradients are
         averaged in float32.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
@@ -293,9 +284,9 @@ def train_step(
       that knows it; ``step.lower`` takes the same arguments.
 
     Raises:
-      ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range, for a
-        mesh of several axes, and from the step, for a batch that does not divide into workers and
-        microbatches.
+      ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range; from the
+        step, for a batch that does not divide into workers and microbatches, and from this
+        library's optimizers, for an axis of the mesh that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax

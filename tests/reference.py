@@ -20,9 +20,9 @@ def scale(z, kind="rms"):
     return np.float32(np.sqrt(np.mean(z**2)) if kind == "rms" else np.mean(np.abs(z)))
 
 
-def chunk_bounds(size, workers):
+def chunk_bounds(size, workers, chunk=None):
     """Where each worker's chunk begins and ends: whole bytes but for the last elements."""
-    chunk = 8 * -(-size // (8 * workers))
+    chunk = 8 * -(-size // (8 * workers)) if chunk is None else chunk
     return [(min(j * chunk, size), min((j + 1) * chunk, size)) for j in range(workers)]
 
 
@@ -33,14 +33,14 @@ class Residuals(NamedTuple):
     E: list
 
 
-def zero_residuals(size, workers):
+def zero_residuals(size, workers, chunk=None):
     return Residuals(
         [np.zeros(size, np.float32) for _ in range(workers)],
-        [np.zeros(hi - lo, np.float32) for lo, hi in chunk_bounds(size, workers)],
+        [np.zeros(hi - lo, np.float32) for lo, hi in chunk_bounds(size, workers, chunk)],
     )
 
 
-def ec1(z, residuals, live=None, kind="rms"):
+def ec1(z, residuals, live=None, kind="rms", chunk=None):
     """Error-compensated one-bit all-reduce of one block; dead elements come back as 0."""
     workers, size = len(z), z[0].size
     live = np.ones(size, bool) if live is None else live
@@ -51,7 +51,7 @@ def ec1(z, residuals, live=None, kind="rms"):
         sent.append(decoded)
         new_e.append(c - decoded)
     result, new_E = np.zeros(size, np.float32), []
-    for j, (lo, hi) in enumerate(chunk_bounds(size, workers)):
+    for j, (lo, hi) in enumerate(chunk_bounds(size, workers, chunk)):
         alive = live[lo:hi]
         a = np.mean([x[lo:hi] for x in sent], axis=0, dtype=np.float32)
         a = np.where(alive, a + residuals.E[j], np.float32(0))
@@ -61,13 +61,40 @@ def ec1(z, residuals, live=None, kind="rms"):
     return result, Residuals(new_e, new_E)
 
 
+class Hierarchy:
+    """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
+
+    def __init__(self, size, nodes, per_node):
+        self.nodes, self.per_node = nodes, per_node
+        self.chunk = 8 * -(-size // (8 * nodes * per_node))
+        self.shards = chunk_bounds(size, per_node, nodes * self.chunk)
+        self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
+
+    def all_reduce(self, z, live=None, kind="rms"):
+        """The mean of all devices' values, those of a node standing together in the list."""
+        live = np.ones(z[0].size, bool) if live is None else live
+        nodes = [z[k * self.per_node : (k + 1) * self.per_node] for k in range(self.nodes)]
+        means = [np.mean(node, axis=0, dtype=np.float32) for node in nodes]
+        if self.nodes == 1:
+            return means[0]
+        parts = []
+        for i, (lo, hi) in enumerate(self.shards):
+            shard = [mean[lo:hi] for mean in means]
+            part, self.residuals[i] = ec1(
+                shard, self.residuals[i], live[lo:hi], kind, chunk=self.chunk
+            )
+            parts.append(part)
+        return np.concatenate(parts)
+
+
 class OnebitAdam:
     """1-bit Adam on one tensor, the same parameters on every worker."""
 
-    def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup):
+    def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup, per_node=None):
         self.p = p.astype(np.float32).reshape(-1)
         self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
         self.residuals = zero_residuals(self.p.size, workers)
+        self.hierarchy = per_node and Hierarchy(self.p.size, workers // per_node, per_node)
         self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
         self.weight_decay, self.warmup, self.count = weight_decay, warmup, 0
 
@@ -80,7 +107,10 @@ class OnebitAdam:
             self.v = self.b2 * self.v + (1 - self.b2) * mean**2
         else:
             m = [self.b1 * self.m + (1 - self.b1) * x for x in g]
-            self.m, self.residuals = ec1(m, self.residuals, self.v > 0)
+            if self.hierarchy:
+                self.m = self.hierarchy.all_reduce(m, self.v > 0)
+            else:
+                self.m, self.residuals = ec1(m, self.residuals, self.v > 0)
         u = np.where(self.v > 0, self.m / (np.sqrt(self.v) + self.eps), 0)
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         self.count += 1

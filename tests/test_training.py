@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.per_worker import is_per_worker
-from tests.workers import onebit_state, replicate, residuals
+from tests.workers import PAIR, on_workers, onebit_state, replicate, residuals
 
+NODES = 2, 4
 WORKERS, ROWS, WARMUP, LEARNING_RATE = 8, 32, 3, 1e-2
 ONEBIT_METRICS = {"loss", "grad_norm", "phase", "frozen_at", "variance_ratio", "residual_ratio"}
 
@@ -25,6 +26,11 @@ def mesh():
 @pytest.fixture(scope="module")
 def explicit_mesh():
     return jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Explicit,))
+
+
+@pytest.fixture(scope="module")
+def nodes_mesh():
+    return jax.make_mesh(NODES, PAIR, axis_types=(AxisType.Auto,) * 2)
 
 
 def make_params(dtype=jnp.float32):
@@ -101,7 +107,7 @@ def assert_close(got, expected):
     jax.tree_util.tree_map_with_path(check, got, expected)
 
 
-def simulate(tx, params, batches):
+def simulate(tx, params, batches, mapped=lambda f: jax.vmap(f, axis_name="data")):
     """Trains by hand under `vmap`; yields parameters and state as a mesh would hold them.
 
     Every worker takes the gradient of its own share of the batch, and nothing else.
@@ -111,9 +117,9 @@ def simulate(tx, params, batches):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    update = jax.jit(jax.vmap(update, axis_name="data"))
+    update = jax.jit(mapped(update))
     params = replicate(params, WORKERS)
-    state = jax.vmap(tx.init, axis_name="data")(params)
+    state = mapped(tx.init)(params)
     for batch in batches:
         params, state = update(params, state, shares(batch))
         yield jax.tree.map(
@@ -145,6 +151,19 @@ def test_every_worker_trains_on_its_own_gradient(request, mesh_name, dtype, stat
         assert_close((params, opt_state), expected)
     e = residuals(onebit_state(opt_state))[0]["out"]
     assert len(np.unique(e, axis=0)) == WORKERS
+
+
+def test_nodes_train_as_simulated_ones_do(nodes_mesh):
+    batches = make_batches(WARMUP + 3)
+    tx = onebit(PAIR)
+    step, (params, opt_state) = start(tx, nodes_mesh)
+    by_hand = simulate(tx, params, batches, lambda f: on_workers(f, NODES))
+    for batch, expected in zip(batches, by_hand, strict=True):
+        params, opt_state, _ = step(params, opt_state, batch)
+        assert_close((params, opt_state), expected)
+    e = residuals(onebit_state(opt_state))[0]["hidden"]["kernel"]
+    # Shards are of whole bytes a node: of 35 elements the last one has none.
+    assert [len(np.unique(e[shard::4], axis=0)) for shard in range(4)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -274,6 +293,26 @@ def test_compression_sends_bytes_and_a_few_scalars(mesh, clip, scalars):
     assert sum(c.operand_bytes for c in rest) == 4 * scalars
 
 
+def test_between_nodes_only_bytes_and_a_few_scalars_cross(nodes_mesh):
+    step, (params, opt_state) = start(onebit(PAIR), nodes_mesh)
+    batch, everywhere = make_batches(1)[0], ",".join(PAIR)
+    sent = wire.by_phase(step, params, opt_state, batch, mesh=nodes_mesh)
+    gradients = 4 * sum(x.size for x in jax.tree.leaves(params))
+    dense = [(c.op, c.dtype, c.axis, c.operand_bytes) for c in sent["warmup"]]
+    assert sorted(dense) == [
+        ("all-reduce", "f32", everywhere, 4 * 4),
+        ("all-reduce", "f32", everywhere, gradients),
+    ]
+    across = [(c.op, c.dtype, c.axis) for c in sent["compression"] if "node" in c.axis]
+    assert sorted(across) == [
+        ("all-gather", "u8", "node"),
+        ("all-reduce", "f32", everywhere),
+        ("all-to-all", "u8", "node"),
+    ]
+    scalars = [c for c in sent["compression"] if c.axis == everywhere]
+    assert [c.operand_bytes for c in scalars] == [4 * 4]
+
+
 def test_each_phase_of_one_program_has_its_own_collectives(mesh):
     step, (params, opt_state) = start(onebit(), mesh)
     compiled = step.lower(params, opt_state, make_batches(1)[0]).compile()
@@ -309,6 +348,19 @@ def test_state_is_sharded_or_replicated_as_its_marker_says(explicit_mesh):
     params, opt_state, _ = step(params, opt_state, make_batches(1)[0])
     jax.tree.map(check, opt_state, specs)
     jax.tree.map(lambda leaf: check(leaf, P()), params)
+
+
+def test_on_nodes_a_row_of_the_state_lies_with_its_device(nodes_mesh):
+    _, (_, opt_state) = start(onebit(PAIR), nodes_mesh)
+    devices = nodes_mesh.devices.reshape(-1).tolist()
+    for node in jax.tree.leaves(opt_state, is_leaf=is_per_worker):
+        for leaf in jax.tree.leaves(node):
+            for shard in leaf.addressable_shards:
+                row = devices.index(shard.device)
+                expected = leaf[row : row + 1] if is_per_worker(node) else leaf
+                np.testing.assert_array_equal(shard.data, expected)
+    shard = onebit_state(opt_state).shard.value
+    np.testing.assert_array_equal(shard, [*range(NODES[1])] * NODES[0])
 
 
 def test_parameters_and_state_are_donated_and_the_batch_is_not(mesh):
@@ -415,10 +467,19 @@ def test_an_axis_that_the_mesh_lacks_is_named(mesh):
         step(*state, make_batches(1)[0])
 
 
-def test_a_mesh_of_several_axes_is_refused():
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    message = r"^mesh has the axes \('data', 'model'\), but must have one"
+def test_an_axis_of_the_mesh_that_nobody_averages_over_is_named(nodes_mesh):
+    message = r"^axis_name='node' leaves out the axes \['local'\]"
     with pytest.raises(ValueError, match=message):
-        onebit_jax.init(onebit(), make_params(), mesh)
+        onebit_jax.init(onebit("node"), make_params(), nodes_mesh)
+    step, state = start(dense("node"), nodes_mesh)
     with pytest.raises(ValueError, match=message):
-        onebit_jax.train_step(loss_fn, onebit(), mesh)
+        step(*state, make_batches(1)[0])
+
+
+def test_dense_training_on_nodes_averages_over_both_axes(nodes_mesh):
+    [batch] = make_batches(1)
+    step, (params, opt_state) = start(dense(PAIR), nodes_mesh)
+    adamw = optax.adamw(1e-3)
+    updates, _ = adamw.update(jax.grad(loss_fn)(params, batch), adamw.init(params), params)
+    expected = optax.apply_updates(params, updates)
+    assert_close(step(params, opt_state, batch)[0], expected)

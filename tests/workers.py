@@ -1,5 +1,6 @@
 """Runs a per-worker function on stacked arguments, under each of the ways that bind an axis."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,21 +11,39 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, live_leaves
 from onebit_jax.per_worker import is_per_worker
 
 AXIS = "workers"
+NODE, LOCAL = PAIR = ("node", "local")
 Binding = Literal["vmap", "pmap", "shard_map"]
 BINDINGS: tuple[Binding, ...] = ("vmap", "pmap", "shard_map")
+# pmap binds one axis only.
+PAIR_BINDINGS: tuple[Binding, ...] = ("vmap", "shard_map")
 
 
 def on_workers(
-    f: Callable[..., Any], workers: int, binding: Binding = "vmap"
+    f: Callable[..., Any], workers: int | tuple[int, int], binding: Binding = "vmap"
 ) -> Callable[..., Any]:
-    """Maps `f` over the first axis of every argument, jitted, with `AXIS` bound."""
+    """Maps `f` over the first axis of every argument, jitted, with `AXIS` bound.
+
+    With two numbers, of nodes and of the devices of each, `PAIR` is bound; the first axis has the
+    devices of a node together.
+    """
+    sizes = (workers,) if isinstance(workers, int) else workers
+    axes = (AXIS,) if isinstance(workers, int) else PAIR
     if binding == "vmap":
-        return jax.jit(jax.vmap(f, axis_name=AXIS))
-    devices = jax.devices()[:workers]
+        mapped = f
+        for axis in reversed(axes):
+            mapped = jax.vmap(mapped, axis_name=axis)
+
+        def simulated(*args: Any) -> Any:
+            result = mapped(*jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), args))
+            return jax.tree.map(
+                lambda x: x.reshape(math.prod(sizes), *x.shape[len(sizes) :]), result
+            )
+
+        return jax.jit(mapped if isinstance(workers, int) else simulated)
+    devices = jax.devices()[: math.prod(sizes)]
     if binding == "pmap":
         return jax.pmap(f, axis_name=AXIS, devices=devices)
 
@@ -33,9 +52,9 @@ def on_workers(
         return jax.tree.map(lambda x: x[None], result)
 
     mesh = jax.make_mesh(
-        (workers,), (AXIS,), devices=devices, axis_types=(jax.sharding.AxisType.Auto,)
+        sizes, axes, devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
     )
-    return jax.jit(jax.shard_map(own_row, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    return jax.jit(jax.shard_map(own_row, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
 
 
 def onebit_state(opt_state: Any) -> onebit_jax.ScaleByOnebitAdamState:
@@ -47,10 +66,11 @@ def onebit_state(opt_state: Any) -> onebit_jax.ScaleByOnebitAdamState:
 def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
     """The workers' residuals and the servers', two trees with a row a worker.
 
-    `state` has a row a worker too, or is in the mesh view.
+    `state` has a row a worker too, or is in the mesh view. In the hierarchical form they are those
+    of each device's shard.
     """
+    workers, nodes = state.worker_scales.value.shape[0], state.received.shape[-2]
     if not state.count.ndim:
-        workers = state.worker_scales.value.shape[0]
         state = jax.tree.map(
             lambda node: (
                 jax.tree.map(lambda x: x[:, None], node)
@@ -60,16 +80,17 @@ def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
             state,
             is_leaf=is_per_worker,
         )
+    flat = state.shard is None
 
     def own(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
-        inverse_roots, tree = jax.tree.flatten(state.v_then_inverse_root)
-        blocks = block_layout([x.shape for x in inverse_roots], state.received.shape[0])
-        feedback, live = state.feedback(), live_leaves(state.live)
-        e = ec1.worker_residuals(feedback, live, blocks)
-        E = ec1.server_residuals(feedback, live, blocks, lax.axis_index(AXIS))
+        tree = jax.tree.structure(state.served.value)
+        exchange = state.exchange()
+        e = ec1.worker_residuals(*exchange)
+        E = ec1.server_residuals(*exchange, lax.axis_index(AXIS if flat else NODE))
         return tree.unflatten([x[0] for x in e]), tree.unflatten([x[0] for x in E])
 
-    return jax.device_get(jax.vmap(own, axis_name=AXIS)(jax.device_get(state)))
+    own_of_all = on_workers(own, workers if flat else (nodes, workers // nodes))
+    return jax.device_get(own_of_all(jax.device_get(state)))
 
 
 def replicate(tree: Any, workers: int) -> Any:

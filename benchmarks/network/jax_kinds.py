@@ -18,7 +18,7 @@ from benchmarks.network.processes import Place
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.layout import Live, block_layout, row_bytes, true_elements
 from onebit_jax.per_worker import PerWorker
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.transforms.phases import Phase
 
 AXIS = "hosts"
 

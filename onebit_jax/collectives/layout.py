@@ -61,16 +61,11 @@ class Block(NamedTuple):
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """Views a tensor as its padded chunks, ``[n, 8, *plane]``; the padding is zero."""
-        padding = self.workers * 8 * self.chunk_bytes - self.size
-        if padding:
-            x = jnp.pad(x.reshape(-1), (0, padding))
-        return x.reshape(self.workers, 8, *self.plane)
+        return padded(x, (self.workers, 8, *self.plane))
 
     def tensor(self, chunks: jax.Array) -> jax.Array:
         """Undoes :meth:`chunks`, dropping the padding."""
-        if chunks.size > self.size:
-            chunks = chunks.reshape(-1)[: self.size]
-        return chunks.reshape(self.shape)
+        return unpadded(chunks, self.shape)
 
     def join(self, signs: jax.Array, scale: jax.Array) -> jax.Array:
         """Puts packed signs ``[..., *plane]`` and float32 scales ``[...]`` into bytes of rows."""
@@ -88,6 +83,22 @@ class Block(NamedTuple):
         end = self.offset + self.chunk_bytes
         scale = lax.bitcast_convert_type(rows[..., end : end + _SCALE_BYTES], jnp.float32)
         return rows[..., self.offset : end].reshape(*leading, *self.plane), scale
+
+
+def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Gives an array a shape of as many elements or more; those behind its own are zero."""
+    padding = math.prod(shape) - x.size
+    if padding:
+        x = jnp.pad(x.reshape(-1), (0, padding))
+    return x.reshape(shape)
+
+
+def unpadded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Gives an array a shape of as many elements or fewer; it loses those at its end."""
+    size = math.prod(shape)
+    if x.size > size:
+        x = x.reshape(-1)[:size]
+    return x.reshape(shape)
 
 
 class Live(NamedTuple):
@@ -153,9 +164,14 @@ def split_rows(rows: jax.Array, bucket_bytes: int | None) -> list[jax.Array]:
     return [rows[..., start : start + step] for start in range(0, max(end, 1), step)]
 
 
+def is_live(node: Any) -> bool:
+    """True for a :class:`Live` node: the ``is_leaf`` of tree maps that look for them."""
+    return isinstance(node, Live)
+
+
 def live_leaves(tree: Any) -> list[Live]:
     """The :class:`Live` nodes of a tree, in order."""
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Live))
+    return jax.tree.leaves(tree, is_leaf=is_live)
 
 
 def mark_live(flags: jax.Array) -> Live:

@@ -6,14 +6,14 @@ from jax import lax
 from onebit_jax import validation
 
 
-def mean_gradients(axis_name: str) -> optax.GradientTransformation:
+def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformation:
     """Averages gradients over the workers at full precision, in their own dtype.
 
     :func:`onebit_jax.train_step` hands every optimizer the worker's own gradients; put this in
     front of a dense one.
 
     Args:
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair of axes.
 
     Returns:
       A stateless gradient transformation; its update raises ``ValueError`` where ``axis_name`` is
@@ -25,7 +25,6 @@ def mean_gradients(axis_name: str) -> optax.GradientTransformation:
 
     def mean(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        validation.bound_axis_size(axis_name)
-        return lax.pmean(updates, axis_name)
+        return lax.pmean(updates, validation.bound_axes(axis_name).names)
 
     return optax.stateless(mean)

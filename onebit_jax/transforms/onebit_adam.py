@@ -1,6 +1,7 @@
 """1-bit Adam: Adam while the variance settles, then one bit a parameter on the wire."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -9,35 +10,47 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
+from onebit_jax.collectives import ec1, hierarchical
+from onebit_jax.collectives.hierarchical import Axes, LocalDtype
 from onebit_jax.collectives.layout import (
     Block,
     Live,
     block_layout,
+    is_live,
     live_leaves,
     mark_live,
+    padded,
     row_bytes,
+    unpadded,
 )
 from onebit_jax.per_worker import PerWorker
+from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
+from onebit_jax.transforms.dense import joined, split
+from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.warmup import VarianceStable
 
-Phase = Literal["warmup", "compression"]
 ResidualDtype = Literal["float32", "bfloat16"]
 
 
 class ScaleByOnebitAdamState(NamedTuple):
-    """State of 1-bit Adam for ``n`` workers.
+    """State of 1-bit Adam for ``n`` workers, or for ``N`` nodes of ``L`` devices each.
 
     Two arrays change their meaning when warm-up ends, since neither phase needs all four: so the
     state is hardly larger than Adam's. Fields inside a :class:`~onebit_jax.PerWorker` are each
-    worker's own; all others are equal on all workers, bit for bit.
+    worker's own; all others are equal on all workers, bit for bit. In the hierarchical form what
+    EC1 keeps is that of the shard that the device has in its node
+    (:mod:`onebit_jax.collectives.hierarchical`), and a leading ``n`` below is ``L, N``. Parameters
+    that are exchanged at full precision in compression too have an :class:`optax.MaskedNode` in
+    ``served`` and in ``live``.
 
     Attributes:
       count: number of updates made; int32 ``[]``.
       frozen_at: number of updates made when v froze, -1 in warm-up; int32 ``[]``.
       m_then_compensated: the momentum ``m`` in warm-up (then equal on all workers), the worker's
-        compensated momentum ``c_i`` in compression; a tree like the parameters, ``[1, *shape]``.
+        compensated momentum ``c_i`` in compression; a tree like the parameters, ``[1, *shape]``. In
+        the hierarchical form ``[1, L, *shape of a shard]``, and ``c_i`` takes the place of the
+        device's own shard of ``m``, the others being left as they were.
       worker_scales: the worker's own scale ``s_i`` for each parameter, 0 in warm-up; float32
         ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
@@ -49,6 +62,7 @@ class ScaleByOnebitAdamState(NamedTuple):
         :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
       received: the momentum in compression, as the signs and scales that the last exchange brought;
         uint8 ``[n, bytes of a row]``.
+      shard: the device's index in its node, ``l``; int32 ``[1]``. None in the flat form.
       v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
         float32.
       variance_ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
@@ -63,33 +77,45 @@ class ScaleByOnebitAdamState(NamedTuple):
     served: PerWorker
     live: Any
     received: jax.Array
+    shard: PerWorker | None
     v_norms: jax.Array
     variance_ratio: jax.Array
 
-    def feedback(self) -> ec1.Feedback:
-        """What the exchange keeps from call to call, seen from one worker, in compression."""
-        return ec1.Feedback(
-            jax.tree.leaves(self.m_then_compensated),
+    def dense(self) -> list[bool]:
+        """Which parameters, in order, are exchanged at full precision in compression too."""
+        tree = jax.tree.structure(self.v_then_inverse_root)
+        return [isinstance(x, optax.MaskedNode) for x in tree.flatten_up_to(self.served.value)]
+
+    def blocks(self) -> list[Block]:
+        """The layout of the parameters that are compressed."""
+        _, compressed = split(self.dense(), jax.tree.leaves(self.v_then_inverse_root))
+        return block_layout([x.shape for x in compressed], math.prod(self.received.shape[:-1]))
+
+    def exchange(self) -> tuple[ec1.Feedback, Sequence[Live], Sequence[Block]]:
+        """What EC1 goes by in compression, seen from one worker: feedback, live, and layout."""
+        _, compensated = split(self.dense(), jax.tree.leaves(self.m_then_compensated))
+        feedback = ec1.Feedback(
+            compensated,
             self.worker_scales.value[0],
             jax.tree.leaves(self.served),
             self.received,
         )
+        return hierarchical.own_shard(feedback, live_leaves(self.live), self.blocks(), self.shard)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
 
         Returns:
           ``phase`` of the last update (0 dense, 1 compressed), ``frozen_at`` and
-          ``variance_ratio`` as in the state, and ``residual_ratio``, ``||e_i|| / ||m||``, 0 in
-          warm-up: where it keeps growing, the momentum changes faster than one bit a step can
-          follow.
+          ``variance_ratio`` as in the state, and ``residual_ratio``, ``||e_i|| / ||m||`` over what
+          this worker compresses, 0 in warm-up: where it keeps growing, the momentum changes faster
+          than one bit a step can follow.
         """
         compressing = self.frozen_at >= 0
-        feedback, live = self.feedback(), live_leaves(self.live)
-        blocks = block_layout([c.shape[1:] for c in feedback.compensated], self.received.shape[0])
+        feedback, live, blocks = self.exchange()
         squared_momentum = jnp.float32(0)
         for block, counted in zip(blocks, live, strict=True):
-            _, scale = block.split(self.received)
+            _, scale = block.split(feedback.received)
             squared_momentum += jnp.sum(scale**2 * counted.counts)
         residuals = ec1.worker_residuals(feedback, live, blocks)
         squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
@@ -117,10 +143,11 @@ def scale_by_onebit_adam(
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     warmup: int | VarianceStable,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; see :func:`onebit_adam`, which adds decay and learning rate.
@@ -130,10 +157,11 @@ def scale_by_onebit_adam(
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.
       warmup: when v freezes; see :func:`onebit_adam`.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       bias_correction: whether to divide by ``1 - b1**t`` and ``1 - b2**t`` as Adam does.
       scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
       residual_dtype: see :func:`onebit_adam`.
+      local_dtype: see :func:`onebit_adam`.
       bucket_bytes: see :func:`onebit_adam`.
 
     Returns:
@@ -153,50 +181,66 @@ def scale_by_onebit_adam(
             f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
             f"residuals would underflow."
         )
+    validation.check_local_dtype(local_dtype, axis_name)
     validation.check_bucket_bytes(bucket_bytes)
 
     b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
-
-    def layout(leaves: list[jax.Array]) -> list[Block]:
-        return block_layout([leaf.shape for leaf in leaves], validation.bound_axis_size(axis_name))
 
     def corrected(b: jax.typing.ArrayLike, t: jax.Array) -> jax.Array | float:
         return 1 - jnp.float32(b) ** t.astype(jnp.float32) if bias_correction else 1.0
 
     def init_fn(params: optax.Params) -> ScaleByOnebitAdamState:
         validation.check_parameters(params)
+        axes = validation.bound_axes(axis_name)
         leaves, tree = jax.tree.flatten(params)
-        blocks = layout(leaves)
-        workers = validation.bound_axis_size(axis_name)
+        # Where nothing has to cross between nodes, nothing is compressed.
+        dense = [axes.nodes == 1 and axes.local is not None] * len(leaves)
+        at_full_precision, compressed = split(dense, leaves)
+        blocks = block_layout([x.shape for x in compressed], axes.workers)
+        held = joined(
+            dense,
+            [(1, *x.shape) for x in at_full_precision],
+            [(1, *shape) for shape in hierarchical.held_shapes(blocks, axes)],
+        )
+
+        def per_block(make: Callable[[Block], Any]) -> Any:
+            nodes = [optax.MaskedNode()] * len(at_full_precision)
+            return tree.unflatten(joined(dense, nodes, [make(block) for block in blocks]))
+
         return ScaleByOnebitAdamState(
             count=jnp.zeros([], jnp.int32),
             frozen_at=jnp.full([], -1, jnp.int32),
             m_then_compensated=PerWorker(
-                jax.tree.map(lambda p: jnp.zeros((1, *p.shape), residual_dtype), params)
+                tree.unflatten([jnp.zeros(shape, residual_dtype) for shape in held])
             ),
-            worker_scales=PerWorker(jnp.zeros((1, len(leaves)), jnp.float32)),
+            worker_scales=PerWorker(jnp.zeros((1, len(blocks)), jnp.float32)),
             v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
-            served=PerWorker(
-                tree.unflatten([jnp.zeros((1, 8, *b.plane), residual_dtype) for b in blocks])
+            served=PerWorker(per_block(lambda b: jnp.zeros((1, 8, *b.plane), residual_dtype))),
+            live=per_block(lambda b: live_where(b, jnp.zeros(b.shape), axes)),
+            received=hierarchical.in_shards(
+                jnp.zeros((axes.workers, row_bytes(blocks)), jnp.uint8), axes
             ),
-            live=tree.unflatten(
-                [mark_live(jnp.zeros((workers, 8, *b.plane), bool)) for b in blocks]
-            ),
-            received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
+            shard=hierarchical.own_index(axes),
             v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
             variance_ratio=jnp.zeros([], jnp.float32),
         )
+
+    def live_where(block: Block, v: jax.Array, axes: Axes) -> Live:
+        return hierarchical.in_shards(mark_live(block.chunks(v) > 0), axes)
+
+    def new_momentum(held: jax.Array, g: jax.Array) -> jax.Array:
+        m = b1 * held.astype(jnp.float32) + (1 - b1) * padded(g, held.shape)
+        return m.astype(residual_dtype)
 
     def warmup_update(
         grads: list[jax.Array], state: ScaleByOnebitAdamState
     ) -> tuple[list[jax.Array], ScaleByOnebitAdamState]:
         t = state.count + 1
         tree = jax.tree.structure(state.v_then_inverse_root)
-        g = lax.pmean([x.astype(jnp.float32) for x in grads], axis_name)
-        m = [
-            (b1 * x.astype(jnp.float32) + (1 - b1) * y[None]).astype(residual_dtype)
-            for x, y in zip(jax.tree.leaves(state.m_then_compensated), g, strict=True)
-        ]
+        axes = validation.bound_axes(axis_name)
+        g = lax.pmean([x.astype(jnp.float32) for x in grads], axes.names)
+        held = jax.tree.leaves(state.m_then_compensated)
+        m = [new_momentum(x, y) for x, y in zip(held, g, strict=True)]
         v = [
             b2 * x + (1 - b2) * y**2
             for x, y in zip(jax.tree.leaves(state.v_then_inverse_root), g, strict=True)
@@ -221,19 +265,20 @@ def scale_by_onebit_adam(
         )
 
         def find_live() -> list[Live]:
-            return [mark_live(b.chunks(x) > 0) for b, x in zip(layout(grads), v, strict=True)]
+            _, compressed = split(state.dense(), v)
+            return [live_where(*x, axes) for x in zip(state.blocks(), compressed, strict=True)]
 
         live = lax.cond(frozen, find_live, lambda: live_leaves(state.live))
         u = [
-            jnp.where(frozen, x[0] / m_correction * y, x[0] / m_correction / root(y))
-            for x, y in zip(m, v, strict=True)
+            jnp.where(frozen, x / m_correction * y, x / m_correction / root(y))
+            for x, y in ((unpadded(x, y.shape), y) for x, y in zip(m, v, strict=True))
         ]
         return u, state._replace(
             count=t,
             frozen_at=jnp.where(frozen, t, -1),
             m_then_compensated=PerWorker(tree.unflatten(m)),
             v_then_inverse_root=tree.unflatten(v),
-            live=tree.unflatten(live),
+            live=jax.tree.structure(state.live, is_leaf=is_live).unflatten(live),
             v_norms=v_norms,
             variance_ratio=ratio,
         )
@@ -242,42 +287,55 @@ def scale_by_onebit_adam(
         grads: list[jax.Array], state: ScaleByOnebitAdamState
     ) -> tuple[list[jax.Array], ScaleByOnebitAdamState]:
         t = state.count + 1
+        axes = validation.bound_axes(axis_name)
         tree = jax.tree.structure(state.v_then_inverse_root)
-        blocks = layout(grads)
-        shared_m = ec1.decode(state.received, blocks)
-        m = [
-            block.tensor(jnp.multiply(b1, x)) + (1 - b1) * g.astype(jnp.float32)
-            for block, x, g in zip(blocks, shared_m, grads, strict=True)
+        dense, blocks = state.dense(), state.blocks()
+        dense_g, own_g = split(dense, grads)
+        dense_m, held = split(dense, jax.tree.leaves(state.m_then_compensated))
+        feedback, own_live, own_blocks = state.exchange()
+        m_i = [
+            block.tensor(jnp.multiply(b1, m)) + (1 - b1) * g.astype(jnp.float32)
+            for block, m, g in zip(
+                own_blocks,
+                ec1.decode(feedback.received, own_blocks),
+                hierarchical.reduce_scatter(own_g, blocks, axes, local_dtype),
+                strict=True,
+            )
         ]
         # The first one still finds m in place of c, with a scale of 0, and nothing received: taking
         # b1 m for the residual there makes its m_i right without a program of its own.
         kept = jnp.where(state.count == state.frozen_at, jnp.asarray(b1, jnp.float32), 1.0)
-        feedback = state.feedback()
         feedback = ec1.all_reduce(
-            m,
+            m_i,
             feedback._replace(
                 compensated=[(kept * c).astype(c.dtype) for c in feedback.compensated]
             ),
-            live_leaves(state.live),
-            blocks,
-            axis_name=axis_name,
+            own_live,
+            own_blocks,
+            axis_name=axes.node,
             scale=scale,
             bucket_bytes=bucket_bytes,
         )
-        u = [
-            block.tensor(x) / corrected(b1, t) * inverse_root
-            for block, x, inverse_root in zip(
-                blocks,
-                ec1.decode(feedback.received, blocks),
-                jax.tree.leaves(state.v_then_inverse_root),
-                strict=True,
-            )
-        ]
+        feedback = hierarchical.gather_shards(feedback, held, state.shard, axes)
+        dense_g = lax.pmean([g.astype(jnp.float32) for g in dense_g], axes.names)
+        dense_m = [new_momentum(m, g) for m, g in zip(dense_m, dense_g, strict=True)]
+        m = joined(
+            dense,
+            [x[0].astype(jnp.float32) for x in dense_m],
+            [
+                block.tensor(x)
+                for block, x in zip(blocks, ec1.decode(feedback.received, blocks), strict=True)
+            ],
+        )
+        inverse_roots = jax.tree.leaves(state.v_then_inverse_root)
+        u = [x / corrected(b1, t) * y for x, y in zip(m, inverse_roots, strict=True)]
         return u, state._replace(
             count=t,
-            m_then_compensated=PerWorker(tree.unflatten(feedback.compensated)),
+            m_then_compensated=PerWorker(
+                tree.unflatten(joined(dense, dense_m, feedback.compensated))
+            ),
             worker_scales=PerWorker(feedback.scales[None]),
-            served=PerWorker(tree.unflatten(feedback.served)),
+            served=jax.tree.structure(state.served).unflatten(feedback.served),
             received=feedback.received,
         )
 
@@ -294,16 +352,9 @@ def scale_by_onebit_adam(
         validation.check_same_tree(updates, state.v_then_inverse_root)
         grads, tree = jax.tree.flatten(updates)
         compressing = state.frozen_at >= 0
-        if phase is None:
-            u, new_state = lax.cond(compressing, compressed_update, warmup_update, grads, state)
-        elif phase == "warmup":
-            u, new_state = warmup_update(grads, state)
-            u = [jnp.where(compressing, jnp.nan, x) for x in u]
-        elif phase == "compression":
-            u, new_state = compressed_update(grads, state)
-            u = [jnp.where(compressing, x, jnp.nan) for x in u]
-        else:
-            raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
+        u, new_state = phases.choose(
+            phase, compressing, warmup_update, compressed_update, grads, state
+        )
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
         return tree.unflatten(u), new_state
 
@@ -319,10 +370,11 @@ def onebit_adam(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     warmup: int | VarianceStable,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit a parameter instead of 32.
@@ -377,16 +429,23 @@ def onebit_adam(
       warmup: the number of dense updates (an int, at least 1), or
         :func:`onebit_jax.variance_stable`. The papers take 15 to 20 % of a run: v must have
         settled.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
+        each, the pair ``(node_axis, local_axis)``: the hierarchical form. Then gradients are
+        averaged at full precision within a node, each device compresses one part of the node's
+        momentum, and a node sends no more than a single worker would
+        (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, as Adam
         does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
       residual_dtype: dtype of the arrays that hold the residuals, and in warm-up the momentum:
         ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is
         rounded off there is lost: up to one part in 256 of a value, each step.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None, the default, for all in one. It pays where the network is slow and its transport
-        does not send while it receives, as Gloo does not (docs/performance.md).
+      local_dtype: in the hierarchical form, what compressed steps average gradients in within a
+        node: ``"float32"``, or ``"bfloat16"`` for half the bytes there.
+      bucket_bytes: the most that one collective carries from a worker to another (in the
+        hierarchical form, from node to node), a multiple of 128; None, the default, for all in one.
+        It pays where the network is slow and its transport does not send while it receives, as
+        Gloo does not (docs/performance.md).
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -435,6 +494,7 @@ def onebit_adam(
             bias_correction=bias_correction,
             scale=scale,
             residual_dtype=residual_dtype,
+            local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
         ),
         optax.add_decayed_weights(weight_decay, mask),
