@@ -17,7 +17,6 @@ from onebit_jax.collectives.layout import (
     mark_live,
     row_bytes,
 )
-from onebit_jax.collectives.signs import unpack_bits
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.onebit_adam import _float32
@@ -147,19 +146,19 @@ def _find_live(state: ZeroOneAdamState, v: Any, axis_name: str) -> ZeroOneAdamSt
     Dead, they have ``c_i = a_j = 0``, which would stand for residuals of ``-s_i`` and ``-S_j``.
     """
     feedback, chunk = state.feedback(), lax.axis_index(axis_name)
+    roots, tree = jax.tree.flatten(state.inverse_root)
     compensated, served, live = [], [], []
-    for i, (block, x, old) in enumerate(
-        zip(_layout(state), jax.tree.leaves(v), live_leaves(state.live), strict=True)
+    for i, (block, x, root) in enumerate(
+        zip(_layout(state), jax.tree.leaves(v), roots, strict=True)
     ):
         live.append(mark_live(block.chunks(x) > 0))
-        born = live[i].bits & ~old.bits
+        born = (x > 0) & (root == 0)
         c, a = feedback.compensated[i], feedback.served[i]
-        here = block.tensor(unpack_bits(born, axis=1)).reshape(c.shape)
-        compensated.append(jnp.where(here, feedback.scales[i], c))
-        here = unpack_bits(born[chunk], axis=0).reshape(a.shape)
-        served.append(jnp.where(here, block.split(state.received[chunk])[1], a))
+        compensated.append(jnp.where(born.reshape(c.shape), feedback.scales[i], c))
+        born, S = block.chunks(born)[chunk], block.split(state.received[chunk])[1]
+        served.append(jnp.where(born.reshape(a.shape), S, a))
     state = _with_feedback(state, feedback._replace(compensated=compensated, served=served))
-    return state._replace(live=jax.tree.structure(v).unflatten(live))
+    return state._replace(live=tree.unflatten(live))
 
 
 def zero_one_adam(
@@ -223,15 +222,18 @@ def zero_one_adam(
     **Parameters between two syncs.** Workers then hold parameters that differ. A step that declares
     them replicated all the same, as :func:`onebit_jax.train_step` does, works: every device keeps
     and updates its own. But whoever reads, saves or places them anew gets those of *one* device.
-    What all workers share is :math:`y`, equal on all of them bit for bit, in the state:
-    ``state.synced_parameters(params)``. An update is :math:`p_i` less the parameters it is given,
-    and :math:`p_i` follows from the state alone. So parameters that were rounded, or replaced by
-    another worker's (as after a restore), are right again after one update, and rounding never adds
-    up: after a sync :math:`p_i = y` to what ``p + (y - p)`` rounds, one unit in the last place (of
-    the larger of ``y`` and ``y - p``). To stop a run or to save one that shall go on bit for bit,
-    make its last update with ``phase="sync"``. For the same reason nothing may change the updates
-    after this transformation, and there is no form of it that leaves learning rate and decay to
-    others in a chain: both go into what is exchanged.
+    What all workers share is :math:`y`, equal on all of them bit for bit, in the state: evaluate
+    and publish ``state.synced_parameters(params)``.
+
+    After the freeze an update is :math:`p_i`, which follows from the state alone, less the
+    parameters given. So rounding never adds up, and parameters that were replaced by another
+    worker's, as after a restore, are right again after one update. After a sync :math:`p_i = y` to
+    what ``p + (y - p)`` rounds: replicas are apart by at most one unit in the last place of the
+    larger of ``y`` and ``y - p``. A run that shall go on bit for bit from where it was saved makes
+    its last update with ``phase="sync"`` and goes on from, and saves, ``synced_parameters``.
+
+    For the same reason nothing may change the updates after this transformation; and since learning
+    rate and decay are part of what is exchanged, it has no form that leaves them to a chain.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, and gradients go in as each worker's own, not averaged; see
@@ -487,7 +489,10 @@ def zero_one_adam(
         state = cast(ZeroOneAdamState, state)
         validation.bound_axis_size(axis_name)
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError(
+                "params=None, but 0/1 Adam computes what they become and must be given what they "
+                "are: tx.update(grads, state, params)."
+            )
         for tree in (updates, params):
             validation.check_same_tree(tree, state.inverse_root)
         if phase is None:

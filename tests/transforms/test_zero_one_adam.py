@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import chex
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
@@ -27,6 +27,7 @@ from tests import reference
 from tests.workers import AXIS, on_workers, replicate
 
 SHAPES = {"matrix": (3, 7), "nested": [(), {"empty": (0,), "odd": (13,)}, None]}
+ONE = {"w": (3, 7)}  # compiles in a third of the time
 VARIANCE, COMPRESSION, LOCAL, SYNC = range(4)
 zero_one_adam = functools.partial(onebit_jax.zero_one_adam, axis_name=AXIS)
 
@@ -58,36 +59,30 @@ def residuals(state: onebit_jax.ZeroOneAdamState) -> tuple[list[jax.Array], list
     )
 
 
-def train(tx, params, gradients, phases=None) -> tuple[Any, Any]:
-    """Parameters after each update from gradients `[workers, updates, ...]`, and the last state.
-
-    `phases` names the phase of every update; the state's own choice by default.
+def states(tx, params, gradients, phases=None) -> Iterator[tuple[Any, Any]]:
+    """Yields parameters and state, a row a worker, after each update with gradients
+    `[workers, updates, ...]`; `phases` names those of the updates, their own choice by default.
     """
     workers, count = jax.tree.leaves(gradients)[0].shape[:2]
+    phases = phases or [None] * count
     tx = optax.with_extra_args_support(tx)
 
-    def step(params, state, grads, phase=None):
+    def step(phase, params, state, grads):
         updates, state = tx.update(grads, state, params, phase=phase)
         return optax.apply_updates(params, updates), state
 
-    def worker(params, gradients):
-        def scanned(carry, grads):
-            params, state = step(*carry, grads)
-            return (params, state), params
-
-        (_, state), history = lax.scan(scanned, (params, tx.init(params)), gradients)
-        return history, state
-
+    steps = {phase: on_workers(functools.partial(step, phase), workers) for phase in set(phases)}
     params = replicate(params, workers)
-    if phases is None:
-        return on_workers(worker, workers)(params, gradients)
-    steps = {p: on_workers(functools.partial(step, phase=p), workers) for p in set(phases)}
-    state, history = on_workers(tx.init, workers)(params), []
-    for t in range(count):
-        grads = jax.tree.map(lambda g: g[:, t], gradients)  # noqa: B023
-        params, state = steps[phases[t]](params, state, grads)
-        history.append(params)
-    return jax.tree.map(lambda *x: jnp.stack(x, 1), *history), state
+    state = on_workers(tx.init, workers)(params)
+    for t, phase in enumerate(phases):
+        params, state = steps[phase](params, state, jax.tree.map(lambda g: g[:, t], gradients))  # noqa: B023
+        yield params, state
+
+
+def train(tx, params, gradients, phases=None) -> tuple[Any, Any]:
+    """Parameters after each update, `[workers, updates, ...]`, and the last state."""
+    history, own = zip(*states(tx, params, gradients, phases), strict=True)
+    return jax.tree.map(lambda *x: jnp.stack(x, 1), *history), own[-1]
 
 
 def assert_trees_close(ours, theirs, rtol=1e-6, atol=1e-6):
@@ -104,8 +99,8 @@ def assert_workers_agree(tree):
 
 
 @functools.cache
-def trainer(workers: int):
-    """Trains with step sets from tables that are arguments, so that it compiles once."""
+def trainer() -> Callable[..., Any]:
+    """Trains five workers with step sets from tables that are arguments: it compiles once."""
 
     def worker(params, gradients, variance_freeze, refreshed, synced):
         tx = zero_one_adam(
@@ -123,24 +118,24 @@ def trainer(workers: int):
             params, state = carry
             updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
-            return (params, state), (params, state.phase, residuals(state))
+            own = zero_one_state(state)
+            return (params, state), (params, own.phase, residuals(own))
 
         return lax.scan(step, (params, tx.init(params)), gradients)
 
-    return on_workers(worker, workers)
+    return on_workers(worker, 5)
 
 
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(
-    workers=st.sampled_from([1, 3, 8]),
     variance_freeze=st.integers(1, 10),
     refreshed=st.lists(st.booleans(), min_size=18, max_size=18),
     synced=st.lists(st.booleans(), min_size=18, max_size=18),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_agrees_with_numpy(workers, variance_freeze, refreshed, synced, seed):
+def test_agrees_with_numpy(variance_freeze, refreshed, synced, seed):
     """Some coordinates have no gradient at first, so that a later refresh brings them to life."""
-    refreshed = [True, *refreshed[1:]]
+    workers, refreshed = 5, [True, *refreshed[1:]]
     rng = np.random.default_rng(seed)
     params, gradients = draw(seed), draw(seed + 1, workers, 18)
     first = jax.tree.map(
@@ -150,7 +145,7 @@ def test_agrees_with_numpy(workers, variance_freeze, refreshed, synced, seed):
     gradients = jax.tree.map(
         lambda g, first: g * (times.reshape(-1, *[1] * first.ndim) >= first), gradients, first
     )
-    (_, state), (history, phases, left_over) = trainer(workers)(
+    (_, state), (history, phases, left_over) = trainer()(
         replicate(params, workers),
         gradients,
         *(jnp.asarray([x] * workers) for x in (variance_freeze, refreshed, synced)),
@@ -203,7 +198,8 @@ def test_every_step_a_sync_and_no_compression_is_adam_with_frozen_v(monkeypatch,
 
     monkeypatch.setattr(ec1, "all_reduce", mean)
     monkeypatch.setattr(ec1, "decode", chunks)
-    freeze, lr, params, gradients = 3, 2**-6, draw(0), draw(1, 2, 8)
+    freeze, lr = 3, 2**-6
+    params, gradients = draw(0, shapes=ONE), draw(1, 2, 8, shapes=ONE)
     tx = zero_one_adam(
         lr, weight_decay=weight_decay, variance_freeze=freeze, variance_steps=lambda t: t < freeze
     )
@@ -238,12 +234,13 @@ def test_dead_coordinates_stay_where_they_are_until_a_refresh_finds_a_gradient()
 
 def test_a_window_of_learning_rates_of_zero_leaves_no_momentum():
     tx = zero_one_adam(
-        lambda t: jnp.where(t < 6, 0.1, 0.0), variance_freeze=2, sync_steps=lambda t: t % 4 == 1
+        optax.piecewise_constant_schedule(0.1, {6: 0.0}),
+        variance_freeze=2,
+        sync_steps=lambda t: t % 4 == 1,
     )
-    history, state = train(tx, draw(0), draw(1, 2, 10))
-    for x in jax.tree.leaves(state.m):
-        assert not np.any(x)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
+    history, state = train(tx, draw(0, shapes=ONE), draw(1, 2, 10, shapes=ONE))
+    assert not np.any(state.m.value["w"])
+    assert np.all(np.isfinite(history["w"]))
 
 
 # The step sets.
@@ -321,7 +318,7 @@ def test_the_optimizer_follows_the_published_policies():
     def worker(params, gradients):
         def step(state, grads):
             _, state = tx.update(grads, state, params)
-            return state, state.phase
+            return state, zero_one_state(state).phase
 
         return lax.scan(step, tx.init(params), gradients)[1]
 
@@ -358,7 +355,8 @@ def test_replicas_do_not_drift_in_a_thousand_steps():
             grads = params - target + jax.random.normal(key, params.shape)
             updates, state = tx.update(grads, state, params)
             new = optax.apply_updates(params, updates)
-            return (new, state), (new, params, state.v_then_y, state.m.value, state.phase)
+            own = zero_one_state(state)
+            return (new, state), (new, params, own.v_then_y, own.m.value, own.phase)
 
         return lax.scan(step, (params, tx.init(params)), jax.random.split(key, steps))[1]
 
@@ -380,46 +378,35 @@ def test_replicas_do_not_drift_in_a_thousand_steps():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_parameters_are_y_rounded(dtype):
-    """Gradients in 16 bits; y, and what moves it, are kept in 32."""
-    shapes = {"w": (9, 8)}
-    params, gradients = draw(0, shapes=shapes, dtype=dtype), draw(1, 3, 40, shapes=shapes)
-    gradients = jax.tree.map(lambda g: g.astype(dtype), gradients)
-    tx = zero_one_adam(1e-3, variance_freeze=4, sync_steps=lambda t: t % 5 == 4)
-    history, state = train(tx, params, gradients)
-    assert history["w"].dtype == dtype
+    """Updates of a fiftieth of a unit: parameters that they are added to would never move."""
+    params = {"w": jnp.ones((8, 4), dtype)}
+    gradients = {
+        "w": jnp.ones((2, 101, 8, 4), dtype) * jnp.array([1, 2], dtype)[:, None, None, None]
+    }
+    unit = float(jnp.finfo(dtype).eps)
+    tx = zero_one_adam(unit / 50, b2=0.0, variance_freeze=1, sync_steps=lambda t: t % 5 == 0)
+    for now, state in states(tx, params, gradients):
+        y, p = np.asarray(state.v_then_y["w"]), np.asarray(now["w"], np.float32)
+        assert now["w"].dtype == dtype
+        if int(state.phase[0]) == SYNC:
+            assert np.abs(p - y).max() <= unit / 2
     assert {x.dtype for x in jax.tree.leaves((state.m, state.v_then_y))} == {jnp.dtype("float32")}
-    assert int(state.phase[0]) == SYNC
-    y, p = np.asarray(state.v_then_y["w"]), np.asarray(history["w"][:, -1], np.float32)
-    largest = np.maximum(np.abs(y), np.abs(y - np.asarray(history["w"][:, -2], np.float32)))
-    assert np.all(np.abs(p - y) <= float(jnp.finfo(dtype).eps) * largest)
-    # Less than half a unit of bfloat16 an update, all of which p + u would have lost.
-    in_float32, _ = train(
-        tx,
-        jax.tree.map(lambda p: p.astype(jnp.float32), params),
-        jax.tree.map(lambda g: g.astype(jnp.float32), gradients),
-    )
-    moved = np.asarray(in_float32["w"][0, -1]) - np.asarray(in_float32["w"][0, 4])
-    assert np.abs(y[0] - np.asarray(history["w"][0, 4], np.float32)).max() > 0
-    np.testing.assert_allclose(
-        y[0], np.asarray(params["w"], np.float32) + moved, atol=0.02 + np.abs(moved).max() / 5
-    )
+    assert np.all(y < 1 - 1.5 * unit)
+    assert np.all(p < 1 - unit)
 
 
 def test_parameters_that_were_replaced_are_right_after_one_update():
     """As after a restore, all workers go on from worker 0's parameters in a window."""
-    tx = zero_one_adam(0.01, weight_decay=0.1, variance_freeze=3, sync_steps=lambda t: t % 6 == 3)
-    params, gradients = draw(0), draw(1, 3, 9)
-    whole, state = train(tx, params, gradients)
-    assert int(state.phase[0]) == LOCAL
-    history, state = train(tx, params, jax.tree.map(lambda g: g[:, :8], gradients))
-    before = jax.tree.map(lambda p: p[:, -1], history)
+    tx = zero_one_adam(0.01, weight_decay=0.1, variance_freeze=3)
+    params, gradients = draw(0, shapes=ONE), draw(1, 3, 7, shapes=ONE)
+    phases = ["variance"] * 3 + ["sync"] + ["local"] * 3
+    *_, (before, state), (after, _) = states(tx, params, gradients, phases)
     resumed = replicate(jax.tree.map(lambda p: p[0], before), 3)
-    updates, _ = on_workers(tx.update, 3)(
-        jax.tree.map(lambda g: g[:, 8], gradients), state, resumed
+    updates, _ = on_workers(functools.partial(tx.update, phase="local"), 3)(
+        jax.tree.map(lambda g: g[:, -1], gradients), state, resumed
     )
-    after = optax.apply_updates(resumed, updates)
-    assert not np.allclose(resumed["matrix"], before["matrix"], atol=1e-4)
-    assert_trees_close(after, jax.tree.map(lambda p: p[:, -1], whole))
+    assert not np.allclose(resumed["w"], before["w"], atol=1e-4)
+    assert_trees_close(optax.apply_updates(resumed, updates), after)
 
 
 # The phase.
@@ -443,7 +430,7 @@ def test_static_phases_compute_what_the_choosing_step_does():
         variance_steps=lambda t: (t % 2 == 0) & (t < 4),
         sync_steps=lambda t: t % 2 == 1,
     )
-    params, gradients = draw(0), draw(1, 3, 8)
+    params, gradients = draw(0, shapes=ONE), draw(1, 3, 8, shapes=ONE)
     chosen, state = train(tx, params, gradients)
     static, static_state = train(tx, params, gradients, phases)
     assert_trees_close(static, chosen)
@@ -453,7 +440,7 @@ def test_static_phases_compute_what_the_choosing_step_does():
 
 def test_the_host_may_choose_other_steps_than_the_sets():
     """As it does before it saves: every update a sync, where the set has none."""
-    params, gradients = draw(0), draw(1, 2, 6)
+    params, gradients = draw(0, shapes=ONE), draw(1, 2, 6, shapes=ONE)
     never = zero_one_adam(0.1, variance_freeze=2, sync_steps=lambda t: t < 0)
     always = zero_one_adam(0.1, variance_freeze=2, sync_steps=lambda t: t >= 0)
     ours, _ = train(never, params, gradients, ["variance"] * 2 + ["sync"] * 4)
@@ -464,22 +451,22 @@ def test_the_host_may_choose_other_steps_than_the_sets():
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_phase_of_the_other_side_of_the_freeze_makes_updates_nan(phase):
     tx = zero_one_adam(0.1, variance_freeze=2)
-    history, _ = train(tx, draw(0), draw(1, 2, 3), ["variance", "variance", phase])
-    early, _ = train(tx, draw(0), draw(1, 2, 1), [phase])
+    params, gradients = draw(0, shapes=ONE), draw(1, 2, 3, shapes=ONE)
+    first, *_ = states(tx, params, gradients, [phase] * 3)
+    *_, last = states(tx, params, gradients, ["variance", "variance", phase])
     after = phase in ("local", "sync")
-    for late, first in zip(*map(jax.tree.leaves, (history, early)), strict=True):
-        assert np.all(np.isfinite(late[:, 2]) == after)
-        assert np.all(np.isfinite(first) != after)
+    assert np.all(np.isfinite(first[0]["w"]) != after)
+    assert np.all(np.isfinite(last[0]["w"]) == after)
 
 
 def test_only_the_local_step_sends_nothing():
     shapes = {"a": (64, 64), "b": (33,)}
     tx = zero_one_adam(0.1, variance_freeze=1)
-    params = draw(0, 8, shapes=shapes)
-    state = on_workers(tx.init, 8, "shard_map")(params)
+    params = draw(0, 2, shapes=shapes)
+    state = on_workers(tx.init, 2, "shard_map")(params)
 
     def sent(phase):
-        update = on_workers(functools.partial(tx.update, phase=phase), 8, "shard_map")
+        update = on_workers(functools.partial(tx.update, phase=phase), 2, "shard_map")
         compiled = update.lower(params, state, params).compile()
         return sorted((c.op, c.dtype) for c in wire.collectives(compiled))
 
@@ -503,25 +490,19 @@ def test_state_bytes():
 
 
 def test_metrics_by_hand():
+    own_metrics = jax.jit(jax.vmap(lambda own: own.metrics()))
     phases = ["variance", "compression", "local", "sync"]
     tx = zero_one_adam(0.1, variance_freeze=2, sync_steps=lambda t: t == 3)
-    for made, phase in enumerate(phases, start=1):
-        _, state = train(tx, draw(0), draw(1, 3, made), phases[:made])
-        metrics = jax.device_get(jax.vmap(lambda own: own.metrics())(state))
+    params, gradients = draw(0, shapes=ONE), draw(1, 3, 4, shapes=ONE)
+    for phase, (_, state) in zip(phases, states(tx, params, gradients, phases), strict=True):
+        metrics = jax.device_get(own_metrics(state))
         assert metrics["phase"].tolist() == [int(phase != "variance")] * 3
         assert metrics["synced"].tolist() == [int(phase != "local")] * 3
-        if phase in ("variance", "local"):
-            assert not np.any(metrics["residual_ratio"])
-            continue
-        own, _ = jax.vmap(residuals, axis_name=AXIS)(state)
-        squared = sum(np.sum(np.square(e), axis=tuple(range(1, e.ndim))) for e in own)
-        if phase == "sync":
-            lr_sum, m = 0.2, state.m.value
-            brought = sum(np.sum(np.square(lr_sum * x[0])) for x in jax.tree.leaves(m))
-            np.testing.assert_allclose(
-                metrics["residual_ratio"], np.sqrt(squared / brought), rtol=1e-5
-            )
-        assert np.all(metrics["residual_ratio"] > 0.1)
+        assert np.all((metrics["residual_ratio"] > 0.1) == (phase in ("compression", "sync")))
+    [e], _ = jax.jit(jax.vmap(residuals, axis_name=AXIS))(state)
+    brought = 0.2 * state.m.value["w"]  # two updates' learning rates
+    norms = [np.sqrt(np.sum(np.square(x), axis=(1, 2, 3))) for x in (e, brought)]
+    np.testing.assert_allclose(metrics["residual_ratio"], norms[0] / norms[1], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -532,7 +513,7 @@ def test_updates_keep_the_gradients_dtype_and_the_state_its_own(dtype, injected)
         if injected:
             make = optax.inject_hyperparams(make, hyperparam_dtype=jnp.dtype(dtype))
         tx = make(0.1, b2=0.5, weight_decay=0.1, variance_freeze=1, axis_name=AXIS)
-        params = draw(0, 2, dtype=dtype)
+        params = draw(0, 2, shapes=ONE, dtype=dtype)
         state = jax.eval_shape(jax.vmap(tx.init, axis_name=AXIS), params)
         for phase in (None, *PHASES):
             update = functools.partial(tx.update, phase=phase)
@@ -547,7 +528,7 @@ def test_init_takes_shapes_in_place_of_parameters():
     tx = zero_one_adam(0.1, variance_freeze=1)
     params = draw(0, 2)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-    from_shapes = jax.vmap(lambda _: tx.init(shapes), axis_name=AXIS)(jnp.arange(2))
+    from_shapes = on_workers(lambda _: tx.init(shapes), 2)(jnp.arange(2))
     chex.assert_trees_all_equal(from_shapes, on_workers(tx.init, 2)(params), strict=True)
 
 
@@ -561,55 +542,53 @@ def test_extra_arguments_are_accepted_and_nothing_is_compiled_twice():
         return tx.update(grads, state, params, value=1.0)
 
     update = on_workers(chex.assert_max_traces(update, n=1), 2)
-    params = draw(0, 2)
+    params = draw(0, 2, shapes=ONE)
     state = on_workers(tx.init, 2)(params)
     for _ in range(3):
         _, state = update(params, state, params)
 
 
-@pytest.mark.parametrize("learning_rate", [0.1, optax.linear_schedule(0.1, 0.0, 10)])
-def test_injected_hyperparameters_change_nothing(learning_rate):
+def test_injected_hyperparameters_change_nothing():
     options: Any = {
-        "learning_rate": learning_rate,
+        "learning_rate": optax.linear_schedule(0.1, 0.0, 10),
         "weight_decay": 0.1,
         "variance_freeze": 3,
         "sync_steps": lambda t: t % 2 == 1,
         "axis_name": AXIS,
     }
     injected = optax.inject_hyperparams(onebit_jax.zero_one_adam, static_args="sync_steps")
-    ours, state = train(injected(**options), draw(0), draw(1, 2, 6))
-    theirs, expected = train(onebit_jax.zero_one_adam(**options), draw(0), draw(1, 2, 6))
+    params, gradients = draw(0, shapes=ONE), draw(1, 2, 6, shapes=ONE)
+    ours, state = train(injected(**options), params, gradients)
+    theirs, expected = train(onebit_jax.zero_one_adam(**options), params, gradients)
     # b2 = 0.999 in float32 leaves 1 - b2 off by 1e-5 of itself.
     assert_trees_close(ours, theirs, rtol=2e-5, atol=1e-5)
     assert zero_one_state(state).phase.tolist() == expected.phase.tolist()
 
 
-@pytest.mark.parametrize("as_function", [False, True])
-def test_schedules_and_masked_decay(as_function):
-    """A tensor that is decayed moves as if alone, one that is not as without decay."""
-    learning_rate = optax.linear_schedule(0.1, 0.0, 8)
+def test_schedules_and_masked_decay():
+    """A tensor that is decayed moves as if all were, one that is not as without decay."""
+    make = functools.partial(zero_one_adam, optax.linear_schedule(0.1, 0.0, 8), variance_freeze=3)
+    shapes = {"decayed": (3, 7), "plain": (5,)}
+    params, gradients = draw(0, shapes=shapes), draw(1, 2, 6, shapes=shapes)
+
+    def run(**options):
+        phases = ["variance"] * 3 + ["local"] * 3
+        return train(make(**options), params, gradients, phases)[0]
+
     weight_decay = optax.linear_schedule(0.2, 0.1, 8)
-    mask: Any = {"matrix": True, "nested": False}
-    if as_function:
-        mask = functools.partial(cast(Any, jax.tree.map), lambda x: x.ndim == 2)
-    make = functools.partial(
-        zero_one_adam, learning_rate, variance_freeze=3, sync_steps=lambda t: t % 2 == 1
-    )
-    params, gradients = draw(0), draw(1, 2, 8)
-    ours, _ = train(make(weight_decay=weight_decay, mask=mask), params, gradients)
-    decayed, _ = train(make(weight_decay=weight_decay), params, gradients)
-    plain, _ = train(make(), params, gradients)
-    assert_trees_close(ours["matrix"], decayed["matrix"])
-    assert_trees_close(ours["nested"], plain["nested"])
-    assert not np.allclose(decayed["matrix"], plain["matrix"], atol=1e-3)
-    assert not np.allclose(decayed["nested"][0], plain["nested"][0], atol=1e-3)
+    all_decayed, none_decayed = run(weight_decay=weight_decay), run()
+    assert np.all(np.abs(all_decayed["plain"] - none_decayed["plain"]).max((0, 2)) > 1e-3)
+    expected = {"decayed": all_decayed["decayed"], "plain": none_decayed["plain"]}
+    by_rank = functools.partial(cast(Any, jax.tree.map), lambda x: x.ndim == 2)
+    for mask in ({"decayed": True, "plain": False}, by_rank):
+        assert_trees_close(run(weight_decay=weight_decay, mask=mask), expected)
 
 
 def test_masked_and_partition_train_the_leaves_they_are_told():
     params = {"dense": jnp.ones((2, 3)), "onebit": jnp.ones(9), "steps": jnp.zeros([], jnp.int32)}
     shapes = {"dense": (2, 3), "onebit": (9,)}
     gradients = draw(0, 2, 6, shapes=shapes) | {"steps": jnp.zeros((2, 6), jnp.int32)}
-    onebit = zero_one_adam(0.1, variance_freeze=3, sync_steps=lambda t: t % 2 == 1)
+    onebit = zero_one_adam(0.1, variance_freeze=3, sync_steps=lambda t: t % 2 == 0)
     adam = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(0.1))
     labels = {"dense": "dense", "onebit": "onebit", "steps": "still"}
     by_partition = optax.partition(
@@ -624,10 +603,10 @@ def test_masked_and_partition_train_the_leaves_they_are_told():
         return train(tx, {name: params[name]}, {name: gradients[name]})[0]
 
     expected = alone(adam, "dense") | alone(onebit, "onebit") | {"steps": gradients["steps"]}
-    for tx in (by_partition, by_mask):
-        for phases in (None, ["variance"] * 3 + ["sync", "local", "sync"]):
-            ours, _ = train(tx, params, gradients, phases)
-            assert_trees_close(ours, expected)
+    phases = ["variance"] * 3 + ["local", "sync", "local"]
+    for tx, given_phases in ((by_partition, None), (by_mask, phases)):
+        ours, _ = train(tx, params, gradients, given_phases)
+        assert_trees_close(ours, expected)
 
 
 def test_tree_map_params_finds_what_is_like_the_parameters():
@@ -650,118 +629,136 @@ def test_tree_map_params_finds_what_is_like_the_parameters():
 STEPS: Any = {"variance_freeze": 3, "local_step_scaler": 2, "local_step_clipper": 4}
 
 
-def start():
-    """A step on a mesh of eight devices, every one with a target of its own, and what to train."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    tx = onebit_jax.zero_one_adam(0.01, weight_decay=0.1, axis_name="data", **STEPS)
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+@functools.cache
+def optimizer():
+    return onebit_jax.zero_one_adam(0.01, weight_decay=0.1, axis_name="data", **STEPS)
+
+
+@functools.cache
+def train_step(mesh):
+    return onebit_jax.train_step(loss_fn, optimizer(), mesh)
+
+
+def start(mesh) -> tuple[tuple[Any, Any], list[Any]]:
+    """Parameters and state to begin with, and batches of which every device has its own part."""
     params = draw(0, shapes={"w": (5, 7), "b": (7,)})
-
-    def loss_fn(params, batch):
-        return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
-
-    step = onebit_jax.train_step(loss_fn, tx, mesh)
     batches = draw(1, 12, 32, shapes={"x": (5,), "y": (7,)})
     batches = [jax.tree.map(lambda x, t=t: x[t], batches) for t in range(12)]
-    return mesh, tx, loss_fn, step, (params, onebit_jax.init(tx, params, mesh)), batches
+    return (params, onebit_jax.init(optimizer(), params, mesh)), batches
 
 
 def on_devices(tree):
     """What every device holds of arrays that are declared replicated, a row a device."""
     return jax.tree.map(
-        lambda x: np.stack([np.asarray(s.data) for s in x.addressable_shards]), tree
+        lambda x: np.stack([np.asarray(shard.data) for shard in x.addressable_shards]), tree
     )
 
 
-@pytest.mark.parametrize("static", [True, False], ids=["static phase", "chosen inside"])
-def test_a_step_on_a_mesh_is_that_of_simulated_workers(static):
-    _, tx, loss_fn, step, (params, opt_state), batches = start()
+@functools.cache
+def simulated():
+    """The same training on one device: parameters after each update, a row a worker."""
+    tx = optimizer()
 
-    def by_hand(params, state, batch):
+    def update(params, state, batch):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    by_hand = jax.jit(jax.vmap(by_hand, axis_name="data"))
-    simulated = replicate(params, 8)
-    state = jax.vmap(tx.init, axis_name="data")(simulated)
-    synced = []
-    for t, batch in enumerate(batches):
-        phase = onebit_jax.zero_one_adam_phase(t, **STEPS)
+    update = jax.jit(jax.vmap(update, axis_name="data"))
+    (params, _), batches = start(jax.make_mesh((8,), ("data",)))
+    params = replicate(params, 8)
+    state, history = jax.jit(jax.vmap(tx.init, axis_name="data"))(params), []
+    for batch in batches:
         shares = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
-        simulated, state = by_hand(simulated, state, shares)
-        params, opt_state, metrics = step(params, opt_state, batch, phase=phase if static else None)
+        params, state = update(params, state, shares)
+        history.append(jax.device_get(params))
+    return history
+
+
+@pytest.mark.parametrize("static", [True, False], ids=["static phase", "chosen inside"])
+def test_a_step_on_a_mesh_is_that_of_simulated_workers(mesh, static):
+    (params, opt_state), batches = start(mesh)
+    synced = []
+    for t, (batch, expected) in enumerate(zip(batches, simulated(), strict=True)):
+        phase = onebit_jax.zero_one_adam_phase(t, **STEPS)
+        params, opt_state, metrics = train_step(mesh)(
+            params, opt_state, batch, phase=phase if static else None
+        )
         synced.append(int(metrics["synced"]))
         assert int(metrics["phase"]) == (phase != "variance")
         held = on_devices(params)
-        assert_trees_close(held, jax.device_get(simulated), rtol=1e-4, atol=1e-5)
+        assert_trees_close(held, expected, rtol=1e-4, atol=1e-5)
         assert (np.ptp(held["w"], axis=0).max() > 1e-4) == (phase == "local")
-        assert_workers_agree(on_devices(opt_state.v_then_y))
+        own = zero_one_state(opt_state)
+        assert_workers_agree(on_devices((own.v_then_y, own.synced_parameters(params))))
     assert synced == [1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0]
 
 
-def test_workers_mend_after_a_restore_and_go_on_bit_for_bit_after_a_sync():
-    mesh, _, _, step, (params, opt_state), batches = start()
+def train_on(mesh, params, opt_state, batches, phases) -> tuple[Any, Any]:
+    for batch, phase in zip(batches, phases, strict=True):
+        params, opt_state, _ = train_step(mesh)(params, opt_state, batch, phase=phase)
+    return params, opt_state
 
-    def train_from(params, opt_state, batches, phases):
-        for batch, phase in zip(batches, phases, strict=True):
-            params, opt_state, _ = step(params, opt_state, batch, phase=phase)
-        return params, opt_state
 
-    def saved_and_restored(params, opt_state):
-        shardings = jax.tree.map(lambda x: x.sharding, opt_state)
-        saved = jax.device_get((params, opt_state))
-        return (
-            jax.device_put(saved[0], NamedSharding(mesh, P())),
-            jax.device_put(saved[1], shardings),
-        )
+def saved_and_restored(params, opt_state) -> tuple[Any, Any]:
+    """By way of the host, which sees the first device's copy of what is declared replicated."""
+    shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+    return jax.device_put(jax.device_get((params, opt_state)), shardings)
 
-    params, opt_state = train_from(
-        params, opt_state, batches[:6], ["variance"] * 3 + ["sync", "local", "local"]
-    )
+
+def test_workers_mend_at_the_first_update_after_a_restore(mesh):
+    trained, batches = start(mesh)
+    phases = ["variance"] * 3 + ["sync", "local", "local"]
+    params, opt_state = train_on(mesh, *trained, batches[:6], phases)
     assert np.ptp(on_devices(params)["w"], axis=0).max() > 1e-4
-    assert_workers_agree(on_devices(opt_state.synced_parameters(params)))
-    restored = saved_and_restored(params, opt_state)
-    assert_workers_agree(on_devices(restored[0]))
-    params, opt_state = train_from(*restored, batches[6:7], ["local"])
+    params, opt_state = saved_and_restored(params, opt_state)
+    assert_workers_agree(on_devices(params))
+    params, opt_state = train_on(mesh, params, opt_state, batches[6:7], ["local"])
     state = jax.device_get(opt_state)
     for name, held in on_devices(params).items():
-        B, root, y = (
-            t[name] for t in (state.accumulated.value, state.inverse_root, state.v_then_y)
-        )
-        np.testing.assert_allclose(held, y - B * root, rtol=1e-6, atol=1e-7)
-
-    middle = train_from(params, opt_state, batches[7:8], ["sync"])
-    restored = saved_and_restored(*middle)
-    resumed = train_from(*restored, batches[8:], ["local", "local", "local", "sync"])
-    uninterrupted = train_from(*middle, batches[8:], ["local", "local", "local", "sync"])
-    jax.tree.map(np.testing.assert_array_equal, resumed[1], uninterrupted[1])
-    jax.tree.map(
-        np.testing.assert_array_equal, on_devices(resumed[0]), on_devices(uninterrupted[0])
-    )
+        moved = state.accumulated.value[name] * state.inverse_root[name]
+        assert np.ptp(moved, axis=0).max() > 1e-4
+        np.testing.assert_allclose(held, state.v_then_y[name] - moved, rtol=1e-6, atol=1e-7)
 
 
-def test_a_local_step_of_training_exchanges_its_metrics_alone():
-    mesh, _, _, step, (params, opt_state), batches = start()
-    compiled = step.lower(params, opt_state, batches[0], phase="local").compile()
+def test_a_run_that_was_saved_after_a_sync_goes_on_bit_for_bit(mesh):
+    trained, batches = start(mesh)
+    phases = ["variance"] * 3 + ["sync", "local", "sync"]
+    params, opt_state = train_on(mesh, *trained, batches[:6], phases)
+    params = opt_state.synced_parameters(params)
+    restored = saved_and_restored(params, opt_state)
+    ends = [
+        train_on(mesh, *state, batches[6:], 2 * ["local", "local", "sync"])
+        for state in (restored, (params, opt_state))
+    ]
+    resumed, uninterrupted = [(on_devices(params), opt_state) for params, opt_state in ends]
+    jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
+
+
+def test_a_local_step_of_training_exchanges_its_metrics_alone(mesh):
+    state, batches = start(mesh)
+    compiled = train_step(mesh).lower(*state, batches[0], phase="local").compile()
     sent = wire.collectives(compiled, mesh)
     assert {(c.op, c.dtype) for c in sent} == {("all-reduce", "f32")}
     assert sum(c.operand_bytes for c in sent) == 4 * 3  # loss, norm of the gradient, residual ratio
 
 
-def test_state_is_sharded_or_replicated_as_its_marker_says():
-    mesh, _, _, step, (params, opt_state), batches = start()
-    _, opt_state, _ = step(params, opt_state, batches[0])
+def test_state_is_sharded_or_replicated_as_its_marker_says(mesh):
+    (params, opt_state), batches = start(mesh)
+    _, opt_state = train_on(mesh, params, opt_state, batches[:1], ["variance"])
     specs = onebit_jax.state_specs(opt_state, "data")
-    jax.tree.map(
-        lambda x, spec: chex.assert_equal(
-            x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), True
-        ),
-        opt_state,
-        specs,
-    )
-    own = [
-        node for node in jax.tree.leaves(opt_state, is_leaf=is_per_worker) if is_per_worker(node)
-    ]
-    assert len(own) == 5
+    for x, spec in zip(jax.tree.leaves(opt_state), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_per_worker)
+    assert sum(map(is_per_worker, nodes)) == 5
 
 
 # Bad input.
@@ -846,11 +843,11 @@ def test_a_tree_that_changed_since_init_is_named_and_so_are_missing_parameters()
     for now in ((changed, state, params), (params, state, changed)):
         with pytest.raises(ValueError, match=message):
             on_workers(tx.update, 2)(*now)
-    with pytest.raises(ValueError, match="params"):
+    with pytest.raises(ValueError, match=r"^params=None.*update\(grads, state, params\)"):
         on_workers(tx.update, 2)(params, state)
 
 
 def test_an_unknown_phase_is_named():
     tx = zero_one_adam(0.1, variance_freeze=1)
     with pytest.raises(ValueError, match="phase='warmup' must be one of"):
-        train(tx, draw(0), draw(1, 2, 1), ["warmup"])
+        train(tx, draw(0, shapes=ONE), draw(1, 2, 1, shapes=ONE), ["warmup"])

@@ -51,11 +51,11 @@ def test_follows_deepspeed_at_every_call(shared_dir, binding):
         axis_name=AXIS,
     )
 
-    def step(params, state, grads):
+    def update(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    step = on_workers(step, workers, binding)
+    step = on_workers(update, workers, binding)
     params = replicate(recording.initial, workers)
     state = on_workers(tx.init, workers, binding)(params)
     recorded = {kind: recording.tree(kind) for kind in ("g", "p", "m", "v", "u")}
