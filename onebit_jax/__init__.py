@@ -9,13 +9,16 @@ from onebit_jax.transforms.onebit_adam import (
     onebit_adam,
     scale_by_onebit_adam,
 )
+from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
+from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
 __all__ = [
     "PerWorker",
     "ScaleByOnebitAdamState",
     "TrainStep",
     "VarianceStable",
+    "ZeroOneAdamState",
     "init",
     "mean_gradients",
     "onebit_adam",
@@ -25,4 +28,6 @@ __all__ = [
     "train_step",
     "variance_stable",
     "wire",
+    "zero_one_adam",
+    "zero_one_adam_phase",
 ]

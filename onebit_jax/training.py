@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.per_worker import is_per_worker
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms import phases, step_sets
 
 Metrics = dict[str, jax.Array]
+Phase = phases.Phase | step_sets.Phase
 LossFn = Callable[[Any, Any], jax.Array | tuple[jax.Array, Metrics]]
 
 
@@ -281,7 +282,8 @@ def train_step(
       - for one-bit optimizers what their state reports, such as ``residual_ratio``.
 
       ``step(..., phase="warmup")`` and ``phase="compression"`` compile that phase alone, for a host
-      that knows it; ``step.lower`` takes the same arguments.
+      that knows it, and for :func:`onebit_jax.zero_one_adam` so do the phases that it names;
+      ``step.lower`` takes the same arguments.
 
     Raises:
       ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range; from the

@@ -115,3 +115,53 @@ class OnebitAdam:
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         self.count += 1
         return self.p
+
+
+class ZeroOneAdam:
+    """0/1 Adam on one tensor; `p[i]` are worker i's parameters, the step sets functions."""
+
+    def __init__(
+        self, p, workers, lr, b1, b2, eps, weight_decay, variance_freeze, variance_steps, sync_steps
+    ):
+        self.y = p.astype(np.float32).reshape(-1)
+        self.p = [self.y] * workers
+        self.m, self.B = ([np.zeros_like(self.y)] * workers for _ in range(2))
+        self.v, self.G = np.zeros_like(self.y), 0.0
+        self.residuals = zero_residuals(self.y.size, workers)
+        self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
+        self.variance_freeze, self.count = variance_freeze, 0
+        self.variance_steps, self.sync_steps = variance_steps, sync_steps
+
+    def divided(self, x):
+        """`x / (sqrt(v) + eps)`: 0 where v is 0."""
+        return np.where(self.v > 0, x / (np.sqrt(self.v) + self.eps), 0).astype(np.float32)
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients; every worker's parameters."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        workers, t = len(g), self.count
+        self.count += 1
+        if t < self.variance_freeze:
+            if self.variance_steps(t):
+                mean = np.mean(g, axis=0, dtype=np.float32)
+                self.v = self.b2 * self.v + (1 - self.b2) * mean**2
+            else:
+                mean, self.residuals = ec1(g, self.residuals, self.v > 0)
+            m = self.b1 * self.m[0] + (1 - self.b1) * mean
+            self.m = [m] * workers
+            self.y = self.y - self.lr * (self.divided(m) + self.weight_decay * self.y)
+            if self.count == self.variance_freeze:
+                self.residuals = zero_residuals(self.y.size, workers)
+            self.p = [self.y] * workers
+            return self.p
+        self.m = [self.b1 * m + (1 - self.b1) * x for m, x in zip(self.m, g, strict=True)]
+        self.B = [B + self.lr * m for B, m in zip(self.B, self.m, strict=True)]
+        self.G += self.lr
+        self.y = self.y - self.lr * self.weight_decay * self.y
+        if self.sync_steps(t):
+            B, self.residuals = ec1(self.B, self.residuals, self.v > 0)
+            self.y = self.y - self.divided(B)
+            self.m = [B / self.G] * workers
+            self.B, self.G = [np.zeros_like(B)] * workers, 0.0
+        self.p = [self.y - self.divided(B) for B in self.B]
+        return self.p

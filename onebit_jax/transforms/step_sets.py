@@ -1,0 +1,158 @@
+"""The two step sets of 0/1 Adam: when v is refreshed, and when workers synchronise."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from onebit_jax import validation
+
+Phase = Literal["variance", "compression", "local", "sync"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+StepSet = Callable[[Any], Any]
+
+# Updates after the freeze at which a set that is given is looked at; further ones are never asked.
+_CHECKED = 4096
+
+
+def phase_at(count: Any, variance_freeze: Any, variance_steps: StepSet, sync_steps: StepSet) -> Any:
+    """The place in :data:`PHASES` of the update that follows ``count`` updates."""
+    dense, local = PHASES.index("variance"), PHASES.index("local")
+    before = jnp.where(variance_steps(count), dense, PHASES.index("compression"))
+    after = jnp.where(sync_steps(count), PHASES.index("sync"), local)
+    return jnp.where(count < variance_freeze, before, after)
+
+
+def zero_one_adam_phase(
+    count: int,
+    *,
+    variance_freeze: int,
+    variance_steps: StepSet | None = None,
+    sync_steps: StepSet | None = None,
+    var_update_scaler: int = 16,
+    local_step_scaler: int = 32768,
+    local_step_clipper: int = 16,
+) -> Phase:
+    """The phase of an update of :func:`onebit_jax.zero_one_adam`, for a host that passes it on.
+
+    Nothing is compiled and no device is asked, unless a step set that is given does so.
+
+    Args:
+      count: the number of updates made before it.
+      variance_freeze: as given to the optimizer, like all that follow.
+      variance_steps: called with an int.
+      sync_steps: called with an int.
+      var_update_scaler: as given to the optimizer.
+      local_step_scaler: as given to the optimizer.
+      local_step_clipper: as given to the optimizer.
+
+    >>> steps = dict(variance_freeze=4, var_update_scaler=2, local_step_scaler=2)
+    >>> [zero_one_adam_phase(count, **steps) for count in range(3)]
+    ['variance', 'variance', 'compression']
+    >>> [zero_one_adam_phase(count, **steps) for count in range(4, 8)]
+    ['sync', 'sync', 'local', 'sync']
+    """
+    if count < variance_freeze:
+        refreshes = variance_steps or published_variance_steps(var_update_scaler)
+        return "variance" if refreshes(count) else "compression"
+    syncs = sync_steps or published_sync_steps(
+        variance_freeze, local_step_scaler, local_step_clipper
+    )
+    return "sync" if syncs(count) else "local"
+
+
+def published_variance_steps(var_update_scaler: Any) -> StepSet:
+    """Gaps of 1, then 2, 4, ..., each kept for ``var_update_scaler`` refreshes.
+
+    >>> refreshes = published_variance_steps(3)
+    >>> [count for count in range(40) if refreshes(count)]
+    [0, 1, 2, 4, 6, 8, 12, 16, 20, 28, 36]
+    """
+
+    def refreshes(count: Any) -> Any:
+        # Gaps of 2^k are left behind after var_update_scaler (1 + 2 + ... + 2^k) updates.
+        doublings = sum(count // var_update_scaler + 1 >= 2**k for k in range(1, 31))
+        return (count + 1 + var_update_scaler) % (1 << doublings) == 0
+
+    return refreshes
+
+
+def published_sync_steps(
+    variance_freeze: Any, local_step_scaler: Any, local_step_clipper: Any
+) -> StepSet:
+    """From the freeze on gaps of 1, then 2, 4, ..., doubled every ``local_step_scaler`` updates.
+
+    They end at the largest power of two that is not above ``local_step_clipper``. Where the gap
+    doubles, a window that is open ends, so that none is longer than it should be.
+
+    >>> syncs = published_sync_steps(10, 5, 4)
+    >>> [count for count in range(10, 30) if syncs(count)]
+    [10, 11, 12, 13, 14, 16, 18, 19, 23, 27]
+    """
+
+    def syncs(count: Any) -> Any:
+        made = count - variance_freeze
+        stage = made // local_step_scaler
+        doublings = sum((stage >= k) & (local_step_clipper >= 2**k) for k in range(1, 31))
+        made = made - doublings * local_step_scaler + 1
+        doubles = (made == local_step_scaler) & (local_step_clipper >= 2 << doublings)
+        return (made % (1 << doublings) == 0) | doubles
+
+    return syncs
+
+
+def check_step_sets(
+    variance_freeze: Any, variance_steps: StepSet | None, sync_steps: StepSet | None
+) -> None:
+    """Raises ``ValueError`` for sets that are no functions to bool, or refresh v where they cannot.
+
+    The second can only be seen where ``variance_freeze`` is not traced.
+    """
+    for name, steps in (("variance_steps", variance_steps), ("sync_steps", sync_steps)):
+        if steps is None:
+            continue
+        mend = (
+            f"a function of the number of updates made, such as lambda count: count % 4 == 0, or "
+            f"None for the published policy. With optax.inject_hyperparams pass "
+            f"static_args={name!r}."
+        )
+        if not callable(steps):
+            raise ValueError(f"{name}={steps!r} must be {mend}")
+        returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
+        if [(x.shape, x.dtype) for x in returned] != [((), jnp.bool)]:
+            raise ValueError(
+                f"{name}={steps!r} returns {returned} where one boolean is expected; it must be "
+                f"{mend}"
+            )
+    if variance_steps is None or isinstance(variance_freeze, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        if not variance_steps(0):
+            raise ValueError(
+                f"variance_steps={variance_steps!r} is false at update 0: v would still be 0, and "
+                f"nothing would move. Let it be true there."
+            )
+        after = variance_freeze + jnp.arange(_CHECKED)
+        refreshed = jax.vmap(lambda count: jnp.asarray(variance_steps(count)))(after)
+        if jnp.any(refreshed):
+            raise ValueError(
+                f"variance_steps={variance_steps!r} is true at update "
+                f"{after[jnp.argmax(refreshed)]}, but v is frozen after "
+                f"variance_freeze={variance_freeze} updates: from there on workers take local "
+                f"steps, in which no worker knows the mean gradient. Let it be false from update "
+                f"{variance_freeze} on, or raise variance_freeze."
+            )
+
+
+def check_published_policies(
+    var_update_scaler: Any, local_step_scaler: Any, local_step_clipper: Any
+) -> None:
+    """Raises ``ValueError`` unless all three are positive ints."""
+    for name, value, usual in (
+        ("var_update_scaler", var_update_scaler, 16),
+        ("local_step_scaler", local_step_scaler, 32768),
+        ("local_step_clipper", local_step_clipper, 16),
+    ):
+        validation.check_step_count(name, value, 1, f"{usual} is usual.")
