@@ -160,18 +160,21 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     return "\n".join(lines)
 
 
-def by_phase(step: Any, *args: Any, mesh: Mesh | None = None) -> dict[str, list[Collective]]:
+def by_phase(
+    step: Any,
+    *args: Any,
+    mesh: Mesh | None = None,
+    phases: Sequence[str] = ("warmup", "compression"),
+) -> dict[str, list[Collective]]:
     """The collectives of each phase of a training step, each compiled for itself.
 
     Args:
         step: what `onebit_jax.train_step` returned.
         *args: the arguments of `step`: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
         mesh: the mesh that `step` runs on, for the names of axes.
+        phases: the optimizer's phases; 1-bit Adam's by default.
     """
-    return {
-        phase: collectives(step.lower(*args, phase=phase).compile(), mesh)
-        for phase in ("warmup", "compression")
-    }
+    return {phase: collectives(step.lower(*args, phase=phase).compile(), mesh) for phase in phases}
 
 
 def _most(collectives: Iterable[Collective]) -> int:

@@ -37,7 +37,9 @@ def zero_one_adam_phase(
 ) -> Phase:
     """The phase of an update of :func:`onebit_jax.zero_one_adam`, for a host that passes it on.
 
-    Nothing is compiled and no device is asked, unless a step set that is given does so.
+    Then every phase is a program of its own, as in
+    ``step(params, opt_state, batch, phase=onebit_jax.zero_one_adam_phase(count, **steps))``.
+    Nothing is computed on a device here, unless a step set that is given does so.
 
     Args:
       count: the number of updates made before it.
@@ -134,7 +136,8 @@ def check_step_sets(
                 f"variance_steps={variance_steps!r} is false at update 0: v would still be 0, and "
                 f"nothing would move. Let it be true there."
             )
-        after = variance_freeze + jnp.arange(_CHECKED)
+        last = min(int(variance_freeze) + _CHECKED, jnp.iinfo(jnp.int32).max)
+        after = jnp.arange(int(variance_freeze), last)
         refreshed = jax.vmap(lambda count: jnp.asarray(variance_steps(count)))(after)
         if jnp.any(refreshed):
             raise ValueError(

@@ -743,12 +743,17 @@ def test_a_run_that_was_saved_after_a_sync_goes_on_bit_for_bit(mesh):
     jax.tree.map(np.testing.assert_array_equal, resumed, uninterrupted)
 
 
-def test_a_local_step_of_training_exchanges_its_metrics_alone(mesh):
-    state, batches = start(mesh)
-    compiled = train_step(mesh).lower(*state, batches[0], phase="local").compile()
-    sent = wire.collectives(compiled, mesh)
-    assert {(c.op, c.dtype) for c in sent} == {("all-reduce", "f32")}
-    assert sum(c.operand_bytes for c in sent) == 4 * 3  # loss, norm of the gradient, residual ratio
+def test_what_a_step_of_training_exchanges(mesh):
+    """Besides the optimizer's own: loss, norm of the gradient and residual ratio, in one sum."""
+    (params, opt_state), batches = start(mesh)
+    arguments = params, opt_state, batches[0]
+    sent = wire.by_phase(train_step(mesh), *arguments, mesh=mesh, phases=("local", "sync"))
+    local, sync = ([(c.op, c.dtype, c.operand_bytes) for c in sent[p]] for p in ("local", "sync"))
+    row = opt_state.received.shape[1]
+    mean = ("all-reduce", "f32", 12)
+    one_bit = [("all-gather", "u8", row), ("all-to-all", "u8", 8 * row)]
+    assert local == [mean]
+    assert sorted(sync) == sorted([mean, *one_bit])
 
 
 def test_state_is_sharded_or_replicated_as_its_marker_says(mesh):
@@ -808,6 +813,19 @@ def test_a_step_set_that_refreshes_the_variance_in_a_local_window_is_refused():
     zero_one_adam(0.1, variance_freeze=25, variance_steps=lambda t: every_tenth(t) & (t < 25))
     with pytest.raises(ValueError, match=r"^variance_steps=.* false at update 0.*would move"):
         zero_one_adam(0.1, variance_freeze=25, variance_steps=lambda t: (t > 0) & (t < 25))
+
+
+def test_step_sets_are_checked_inside_a_trace_too():
+    def worker(params, refreshed_until):
+        tx = zero_one_adam(
+            0.1, variance_freeze=3, variance_steps=lambda t: t < refreshed_until, axis_name=AXIS
+        )
+        return tx.init(params).m
+
+    params = draw(0, 2, shapes=ONE)
+    on_workers(lambda p: worker(p, 3), 2, "shard_map")(params)
+    with pytest.raises(ValueError, match=r"^variance_steps=.* true at update 3"):
+        on_workers(lambda p: worker(p, 4), 2, "shard_map")(params)
 
 
 def test_step_sets_that_were_injected_say_how_to_keep_them_out():
