@@ -126,7 +126,7 @@ def bound_axes(axis_name: Any) -> Axes:
     nodes, per_node = sizes
     if per_node == 1 and nodes > 1:
         return Axes(names[0], None, nodes, 1)
-    return Axes(*names, nodes, per_node)
+    return Axes(names[0], names[1], nodes, per_node)
 
 
 def _bound_size(axis_name: Any, name: str) -> int:

@@ -74,12 +74,12 @@ class Hierarchy:
         """The mean of all devices' values, those of a node standing together in the list."""
         live = np.ones(z[0].size, bool) if live is None else live
         nodes = [z[k * self.per_node : (k + 1) * self.per_node] for k in range(self.nodes)]
-        means = [np.mean(node, axis=0, dtype=np.float32) for node in nodes]
+        means = np.stack([np.mean(node, axis=0, dtype=np.float32) for node in nodes])
         if self.nodes == 1:
             return means[0]
         parts = []
         for i, (lo, hi) in enumerate(self.shards):
-            shard = [mean[lo:hi] for mean in means]
+            shard = list(means[:, lo:hi])
             part, self.residuals[i] = ec1(
                 shard, self.residuals[i], live[lo:hi], kind, chunk=self.chunk
             )

@@ -69,7 +69,9 @@ def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
     `state` has a row a worker too, or is in the mesh view. In the hierarchical form they are those
     of each device's shard.
     """
-    workers, nodes = state.worker_scales.value.shape[0], state.received.shape[-2]
+    workers = state.worker_scales.value.shape[0]
+    [received] = jax.tree.leaves(state.received)
+    flat, nodes = not is_per_worker(state.received), received.shape[-2]
     if not state.count.ndim:
         state = jax.tree.map(
             lambda node: (
@@ -80,7 +82,6 @@ def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
             state,
             is_leaf=is_per_worker,
         )
-    flat = state.shard is None
 
     def own(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
         tree = jax.tree.structure(state.served.value)

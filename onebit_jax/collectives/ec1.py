@@ -108,8 +108,11 @@ def all_reduce(
         :data:`~onebit_jax.collectives.layout.ROW_MULTIPLE`; None for all in one.
 
     Returns:
-      The new feedback; the means are what it ``received``.
+      The new feedback; the means are what it ``received``. Without blocks nothing is sent, and it
+      is the old feedback.
     """
+    if not blocks:
+        return feedback
     workers = lax.axis_size(axis_name)
     padding = jnp.zeros((row_padding(blocks),), jnp.uint8)
     sections, compensated, scales = [], [], []
@@ -147,7 +150,7 @@ def all_reduce(
         served.append(a)
     buckets = split_rows(jnp.concatenate([*sections, padding]), bucket_bytes)
     received = jnp.concatenate([lax.all_gather(bucket, axis_name) for bucket in buckets], -1)
-    return Feedback(compensated, jnp.stack(scales) if scales else feedback.scales, served, received)
+    return Feedback(compensated, jnp.stack(scales), served, received)
 
 
 def _add_mean(total: jax.Array, rows: jax.Array, scales: jax.Array) -> jax.Array:
@@ -217,3 +220,21 @@ def server_residuals(
         )
         for block, a, counted in zip(blocks, feedback.served, live, strict=True)
     ]
+
+
+def residual_ratio(feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block]) -> jax.Array:
+    """The norm of a worker's residuals over that of the means, 0 where these are 0; float32 ``[]``.
+
+    Args:
+      feedback: what :func:`all_reduce` returned.
+      live: as given to it.
+      blocks: the layout.
+    """
+    squared_mean = jnp.float32(0)
+    for block, counted in zip(blocks, live, strict=True):
+        _, scales = block.split(feedback.received)
+        squared_mean += jnp.sum(scales**2 * counted.counts)
+    residuals = worker_residuals(feedback, live, blocks)
+    squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
+    ratio = jnp.sqrt(squared_residual / jnp.where(squared_mean > 0, squared_mean, 1.0))
+    return jnp.where(squared_mean > 0, ratio, 0.0)

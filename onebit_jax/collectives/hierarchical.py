@@ -13,16 +13,18 @@ node's traffic does not grow with its devices; residuals, too, are those of a sh
 :math:`L = 1` this is the flat exchange, bit for bit. With :math:`N = 1` nothing has to cross
 between nodes, and by choice nothing is compressed: an optimizer then takes the plain mean.
 
-The layout is the flat one for :math:`n = L N` workers: chunk ``l N + k`` is served by device ``l``
-of node ``k``, so that shard ``l`` is ``N`` chunks that lie together. Where the flat form has a
-leading axis of ``n`` chunks, this one has two, ``[L, N]``, and what is received is decoded by
-:func:`onebit_jax.collectives.ec1.decode` all the same. An exchange is four calls, and in the flat
-form all but the second leave everything as it is::
+To EC1 a shard is a tensor, and a node a worker: all it is given are shards. What it kept from call
+to call is therefore each device's own. The chunks of a tensor are those of the flat layout for
+:math:`n = L N` workers, ``N`` of them in each shard. An exchange is::
 
-    own, own_live, own_blocks = own_shard(feedback, live, blocks, shard)
-    values = reduce_scatter(values, blocks, axes, dtype)
-    own = ec1.all_reduce(values, own, own_live, own_blocks, axis_name=axes.node)
-    feedback = gather_shards(own, feedback.compensated, shard, axes)
+    shapes = shard_shapes([x.shape for x in values], axes)
+    blocks = block_layout(shapes, axes.nodes)
+    means = reduce_scatter(values, shapes, axes, dtype)
+    feedback = ec1.all_reduce(means, feedback, live, blocks, axis_name=axes.node)
+    decoded = ec1.decode(all_gather(feedback.received, axes), blocks)
+    values = [unpadded(x, value.shape) for x, value in zip(decoded, values)]
+
+In the flat form a shard is the whole tensor, and the first and the last collective are none.
 
 References:
   Peng et al., `BinSGDM: Extreme One-Bit Quantization for Communication Efficient Large-Scale
@@ -40,11 +42,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.ec1 import Feedback
-from onebit_jax.collectives.layout import Block, Live, padded
+from onebit_jax.collectives.layout import block_layout, padded
 from onebit_jax.per_worker import PerWorker
 
 LocalDtype = Literal["float32", "bfloat16"]
+Shape = tuple[int, ...]
 
 
 class Axes(NamedTuple):
@@ -73,129 +75,118 @@ class Axes(NamedTuple):
         return self.nodes * self.per_node
 
 
-def in_shards(chunks: Any, axes: Axes) -> Any:
-    """Cuts the first axis of arrays, of ``n`` chunks, into shard and node, ``[L, N]``.
+def shard_shapes(shapes: Sequence[Shape], axes: Axes) -> list[Shape]:
+    """The shapes of the tensors' shards, padded to whole bytes a chunk; those of equal size.
 
-    Args:
-      chunks: any tree of arrays.
-      axes: the axes; in the flat form nothing is cut.
+    Where the first axis of a tensor can be cut into ``8 n`` pieces, the others are left alone.
+
+    >>> shard_shapes([(64, 5), (9,), (0,)], Axes("node", "local", 2, 2))
+    [(32, 5), (16,), (0,)]
     """
     if axes.local is None:
-        return chunks
-    return jax.tree.map(lambda x: x.reshape(axes.per_node, axes.nodes, *x.shape[1:]), chunks)
+        return list(shapes)
+    planes = [block.plane for block in block_layout(shapes, axes.workers)]
+    return [(8 * axes.nodes * plane[0], *plane[1:]) for plane in planes]
 
 
-def shard_blocks(blocks: Sequence[Block], nodes: int) -> list[Block]:
-    """The layout of one shard, ``N`` of the ``n`` chunks of every tensor.
+def held_shape(shape: Shape, axes: Axes) -> Shape:
+    """The shape of an array that holds all shards of a tensor, ``[L, *shape of a shard]``.
 
-    A shard is a tensor whose first axis divides, so that its chunks are views of it; offsets, and
-    the bytes of a row, are those of the whole.
-
-    >>> from onebit_jax.collectives.layout import block_layout
-    >>> [(b.shape, b.plane) for b in shard_blocks(block_layout([(64, 5), (9,)], 4), 2)]
-    [((32, 5), (2, 5)), ((16,), (1,))]
+    In the flat form it is ``shape`` itself.
     """
-    return [b._replace(shape=(8 * nodes * b.plane[0], *b.plane[1:]), workers=nodes) for b in blocks]
+    return shape if axes.local is None else (axes.per_node, *shape)
 
 
-def held_shapes(blocks: Sequence[Block], axes: Axes) -> list[tuple[int, ...]]:
-    """Shapes in which whole tensors are held, a shard being a part of the array.
+def of_shards(tree: Any, axes: Axes) -> Any:
+    """What a device has for its own shard, as a state holds it: a worker's own, ``[1, ...]``.
 
-    ``[L, *shape of a shard]`` for each block, padded; in the flat form the tensor's own shape.
+    In the flat form there is one shard, which all have: the tree stays as it is.
     """
     if axes.local is None:
-        return [block.shape for block in blocks]
-    return [(axes.per_node, *shard.shape) for shard in shard_blocks(blocks, axes.nodes)]
+        return tree
+    return PerWorker(jax.tree.map(lambda x: x[None], tree))
 
 
-def own_index(axes: Axes) -> PerWorker | None:
-    """Which shard is the device's own: its index along the local axis, int32 ``[1]``, as state.
-
-    None in the flat form. It is kept in the state, so that what needs no exchange, such as metrics,
-    needs no axis either.
-    """
-    return None if axes.local is None else PerWorker(lax.axis_index(axes.local)[None])
-
-
-def own_shard(
-    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], shard: PerWorker | None
-) -> tuple[Feedback, Sequence[Live], Sequence[Block]]:
-    """What EC1 among the nodes goes by: of everything, the device's own shard.
+def own_shard(x: jax.Array, shape: Shape, axes: Axes) -> jax.Array:
+    """Of a tensor that all devices have alike, the shard that is the device's own.
 
     Args:
-      feedback: of all shards; ``compensated`` has ``[1, L, *shape of a shard]`` for each block,
-        ``received`` is ``[L, N, row_bytes]``. The others are the device's own already.
-      live: ``bits`` ``[L, N, *plane]`` and ``counts`` ``[L, N]`` for each block.
-      blocks: the layout of whole tensors.
-      shard: from :func:`own_index`; None in the flat form, where this returns what it is given.
-
-    Returns:
-      Feedback, live elements and layout as :func:`~onebit_jax.collectives.ec1.all_reduce` and
-      :func:`~onebit_jax.collectives.ec1.worker_residuals` take them.
+      x: the tensor.
+      shape: of its shard.
+      axes: the axes; in the flat form ``x`` is returned as it is.
     """
-    if shard is None:
-        return feedback, live, blocks
+    if axes.local is None:
+        return x
+    return padded(x, held_shape(shape, axes))[lax.axis_index(axes.local)]
 
-    def own(x: jax.Array, axis: int = 0) -> jax.Array:
-        return lax.dynamic_index_in_dim(x, shard.value[0], axis, keepdims=False)
 
-    return (
-        feedback._replace(
-            compensated=[own(c, axis=1) for c in feedback.compensated],
-            received=own(feedback.received),
-        ),
-        [Live(own(x.bits), own(x.counts)) for x in live],
-        shard_blocks(blocks, feedback.received.shape[1]),
+def own_shard_first(held: Sequence[jax.Array], when: jax.Array, axes: Axes) -> list[jax.Array]:
+    """Puts the device's own shard in the place of the first one, if ``when``.
+
+    Args:
+      held: arrays that hold all shards, ``[1, L, *shape of a shard]``.
+      when: bool ``[]``.
+      axes: the axes; in the flat form nothing is moved.
+    """
+    if axes.local is None:
+        return list(held)
+    own = lax.axis_index(axes.local)
+    # A loop of one turn or none: a cond would copy what it does not change.
+    _, moved = lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: (~carry[0], [with_first(x, x[0, own], axes) for x in carry[1]]),
+        (when, list(held)),
     )
+    return moved
+
+
+def first(held: jax.Array, axes: Axes) -> jax.Array:
+    """The first shard of an array that holds all of them; in the flat form, the array."""
+    return held if axes.local is None else held[0, 0]
+
+
+def with_first(held: jax.Array, shard: jax.Array, axes: Axes) -> jax.Array:
+    """Puts a shard in the place of the first one."""
+    return shard if axes.local is None else held.at[0, 0].set(shard)
 
 
 def reduce_scatter(
-    values: Sequence[jax.Array], blocks: Sequence[Block], axes: Axes, dtype: LocalDtype
+    values: Sequence[jax.Array], shapes: Sequence[Shape], axes: Axes, dtype: LocalDtype
 ) -> list[jax.Array]:
     """Averages values over the devices of a node; each gets its own shard of the means.
 
     Args:
-      values: a device's own, of the blocks' shapes.
-      blocks: the layout of whole tensors.
+      values: a device's own tensors.
+      shapes: of their shards.
       axes: the axes; in the flat form the values are returned as they are.
       dtype: what travels within the node.
 
     Returns:
-      For each block an array of the shape of its shard, float32.
+      Shards, float32.
     """
     if axes.local is None:
         return list(values)
+
+    def mean(x: jax.Array, shape: Shape) -> jax.Array:
+        whole = padded(x.astype(dtype), (axes.per_node * shape[0], *shape[1:]))
+        # Tiled, so that it has the shard's own shape, and XLA may write what it makes of it, c,
+        # over it: memory that a step has not touched yet is dear.
+        summed = lax.psum_scatter(whole, axes.local, tiled=True)
+        return summed.astype(jnp.float32) / axes.per_node
+
     # A collective a tensor: joining them would cost a pass over memory, and XLA for GPUs joins the
     # small ones by itself.
-    shapes = held_shapes(blocks, axes)
-    sums = [
-        lax.psum_scatter(padded(x.astype(dtype), shape), axes.local)
-        for x, shape in zip(values, shapes, strict=True)
-    ]
-    return [x.astype(jnp.float32) / axes.per_node for x in sums]
+    return [mean(x, shape) for x, shape in zip(values, shapes, strict=True)]
 
 
-def gather_shards(
-    own: Feedback, held: Sequence[jax.Array], shard: PerWorker | None, axes: Axes
-) -> Feedback:
-    """Undoes :func:`own_shard`: brings together what the devices of a node have of every shard.
+def all_gather(received: jax.Array, axes: Axes) -> jax.Array:
+    """Brings together what the devices of a node received, each for its own shard.
 
     Args:
-      own: what EC1 made of the device's own shard.
-      held: the ``compensated`` that :func:`own_shard` was given.
-      shard: from :func:`own_index`.
-      axes: the axes.
+      received: uint8 ``[N, row_bytes]``.
+      axes: the axes; in the flat form nothing is gathered.
 
     Returns:
-      ``own`` with all shards' ``received``, and with ``compensated`` in its place in ``held``,
-      whose other shards stay as they are. In the flat form it is ``own``.
+      uint8 ``[L, N, row_bytes]``, which decodes to the chunks of whole tensors, in order.
     """
-    if shard is None or axes.local is None:
-        return own
-    return own._replace(
-        compensated=[
-            lax.dynamic_update_index_in_dim(x, c, shard.value[0], 1)
-            for x, c in zip(held, own.compensated, strict=True)
-        ],
-        received=lax.all_gather(own.received, axes.local),
-    )
+    return received if axes.local is None else lax.all_gather(received, axes.local)

@@ -1,7 +1,6 @@
 """1-bit Adam: Adam while the variance settles, then one bit a parameter on the wire."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -11,7 +10,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1, hierarchical
-from onebit_jax.collectives.hierarchical import Axes, LocalDtype
+from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.layout import (
     Block,
     Live,
@@ -24,9 +23,10 @@ from onebit_jax.collectives.layout import (
     unpadded,
 )
 from onebit_jax.per_worker import PerWorker
+from onebit_jax.transforms import dense as dense_leaves
 from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.dense import joined, split
+from onebit_jax.transforms.dense import DenseMask, joined, split
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.warmup import VarianceStable
 
@@ -38,11 +38,11 @@ class ScaleByOnebitAdamState(NamedTuple):
 
     Two arrays change their meaning when warm-up ends, since neither phase needs all four: so the
     state is hardly larger than Adam's. Fields inside a :class:`~onebit_jax.PerWorker` are each
-    worker's own; all others are equal on all workers, bit for bit. In the hierarchical form what
-    EC1 keeps is that of the shard that the device has in its node
-    (:mod:`onebit_jax.collectives.hierarchical`), and a leading ``n`` below is ``L, N``. Parameters
-    that are exchanged at full precision in compression too have an :class:`optax.MaskedNode` in
-    ``served`` and in ``live``.
+    worker's own; all others are equal on all workers, bit for bit. In the hierarchical form
+    (:mod:`onebit_jax.collectives.hierarchical`) what compression needs is that of a device's own
+    shard: ``n`` below is the number of nodes, and ``live`` and ``received`` are in a ``PerWorker``
+    too, with its leading axis of 1. Parameters that are exchanged at full precision in compression
+    too have an :class:`optax.MaskedNode` in ``served`` and in ``live``.
 
     Attributes:
       count: number of updates made; int32 ``[]``.
@@ -50,7 +50,7 @@ class ScaleByOnebitAdamState(NamedTuple):
       m_then_compensated: the momentum ``m`` in warm-up (then equal on all workers), the worker's
         compensated momentum ``c_i`` in compression; a tree like the parameters, ``[1, *shape]``. In
         the hierarchical form ``[1, L, *shape of a shard]``, and ``c_i`` takes the place of the
-        device's own shard of ``m``, the others being left as they were.
+        first shard of ``m``, the others being left as they were.
       worker_scales: the worker's own scale ``s_i`` for each parameter, 0 in warm-up; float32
         ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
@@ -62,7 +62,6 @@ class ScaleByOnebitAdamState(NamedTuple):
         :class:`~onebit_jax.collectives.layout.Live` for each parameter, one bit a coordinate.
       received: the momentum in compression, as the signs and scales that the last exchange brought;
         uint8 ``[n, bytes of a row]``.
-      shard: the device's index in its node, ``l``; int32 ``[1]``. None in the flat form.
       v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
         float32.
       variance_ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
@@ -76,8 +75,7 @@ class ScaleByOnebitAdamState(NamedTuple):
     v_then_inverse_root: Any
     served: PerWorker
     live: Any
-    received: jax.Array
-    shard: PerWorker | None
+    received: Any
     v_norms: jax.Array
     variance_ratio: jax.Array
 
@@ -86,21 +84,16 @@ class ScaleByOnebitAdamState(NamedTuple):
         tree = jax.tree.structure(self.v_then_inverse_root)
         return [isinstance(x, optax.MaskedNode) for x in tree.flatten_up_to(self.served.value)]
 
-    def blocks(self) -> list[Block]:
-        """The layout of the parameters that are compressed."""
-        _, compressed = split(self.dense(), jax.tree.leaves(self.v_then_inverse_root))
-        return block_layout([x.shape for x in compressed], math.prod(self.received.shape[:-1]))
-
-    def exchange(self) -> tuple[ec1.Feedback, Sequence[Live], Sequence[Block]]:
+    def exchange(self) -> tuple[ec1.Feedback, list[Live], list[Block]]:
         """What EC1 goes by in compression, seen from one worker: feedback, live, and layout."""
         _, compensated = split(self.dense(), jax.tree.leaves(self.m_then_compensated))
-        feedback = ec1.Feedback(
-            compensated,
-            self.worker_scales.value[0],
-            jax.tree.leaves(self.served),
-            self.received,
-        )
-        return hierarchical.own_shard(feedback, live_leaves(self.live), self.blocks(), self.shard)
+        received, live = self.received, self.live
+        if isinstance(received, PerWorker):
+            received, live = jax.tree.map(lambda x: x[0], (received.value, live.value))
+            compensated = [c[:, 0] for c in compensated]
+        scales, served = self.worker_scales.value[0], jax.tree.leaves(self.served)
+        blocks = block_layout([c.shape[1:] for c in compensated], received.shape[0])
+        return ec1.Feedback(compensated, scales, served, received), live_leaves(live), blocks
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -112,20 +105,11 @@ class ScaleByOnebitAdamState(NamedTuple):
           than one bit a step can follow.
         """
         compressing = self.frozen_at >= 0
-        feedback, live, blocks = self.exchange()
-        squared_momentum = jnp.float32(0)
-        for block, counted in zip(blocks, live, strict=True):
-            _, scale = block.split(feedback.received)
-            squared_momentum += jnp.sum(scale**2 * counted.counts)
-        residuals = ec1.worker_residuals(feedback, live, blocks)
-        squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
-        measured = compressing & (squared_momentum > 0)
-        ratio = jnp.sqrt(squared_residual / jnp.where(measured, squared_momentum, 1.0))
         return {
             "phase": (compressing & (self.count > self.frozen_at)).astype(jnp.int32),
             "frozen_at": self.frozen_at,
             "variance_ratio": self.variance_ratio,
-            "residual_ratio": jnp.where(measured, ratio, 0.0),
+            "residual_ratio": jnp.where(compressing, ec1.residual_ratio(*self.exchange()), 0.0),
         }
 
 
@@ -144,6 +128,7 @@ def scale_by_onebit_adam(
     *,
     warmup: int | VarianceStable,
     axis_name: str | tuple[str, str],
+    dense: DenseMask = None,
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
@@ -158,6 +143,7 @@ def scale_by_onebit_adam(
       eps: added to the root of the variance, above 0.
       warmup: when v freezes; see :func:`onebit_adam`.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
+      dense: which parameters are never compressed; see :func:`onebit_adam`.
       bias_correction: whether to divide by ``1 - b1**t`` and ``1 - b2**t`` as Adam does.
       scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
       residual_dtype: see :func:`onebit_adam`.
@@ -193,43 +179,43 @@ def scale_by_onebit_adam(
         validation.check_parameters(params)
         axes = validation.bound_axes(axis_name)
         leaves, tree = jax.tree.flatten(params)
-        # Where nothing has to cross between nodes, nothing is compressed.
-        dense = [axes.nodes == 1 and axes.local is not None] * len(leaves)
-        at_full_precision, compressed = split(dense, leaves)
-        blocks = block_layout([x.shape for x in compressed], axes.workers)
+        is_dense = dense_leaves.flags(dense, params)
+        if axes.nodes == 1 and axes.local is not None:
+            # Nothing has to cross between nodes: nothing is compressed.
+            is_dense = [True] * len(leaves)
+        at_full_precision, compressed = split(is_dense, leaves)
+        shards = hierarchical.shard_shapes([x.shape for x in compressed], axes)
+        blocks = block_layout(shards, axes.nodes)
         held = joined(
-            dense,
-            [(1, *x.shape) for x in at_full_precision],
-            [(1, *shape) for shape in hierarchical.held_shapes(blocks, axes)],
+            is_dense,
+            [x.shape for x in at_full_precision],
+            [hierarchical.held_shape(shard, axes) for shard in shards],
         )
 
         def per_block(make: Callable[[Block], Any]) -> Any:
             nodes = [optax.MaskedNode()] * len(at_full_precision)
-            return tree.unflatten(joined(dense, nodes, [make(block) for block in blocks]))
+            return tree.unflatten(joined(is_dense, nodes, [make(block) for block in blocks]))
 
+        no_live = per_block(lambda b: mark_live(jnp.zeros((axes.nodes, 8, *b.plane), bool)))
+        # Where nothing is compressed there is one element all the same: Orbax saves no empty array.
+        received = jnp.zeros((axes.nodes, row_bytes(blocks) if blocks else 1), jnp.uint8)
         return ScaleByOnebitAdamState(
             count=jnp.zeros([], jnp.int32),
             frozen_at=jnp.full([], -1, jnp.int32),
             m_then_compensated=PerWorker(
-                tree.unflatten([jnp.zeros(shape, residual_dtype) for shape in held])
+                tree.unflatten([jnp.zeros((1, *shape), residual_dtype) for shape in held])
             ),
-            worker_scales=PerWorker(jnp.zeros((1, len(blocks)), jnp.float32)),
+            worker_scales=PerWorker(jnp.zeros((1, len(blocks) or 1), jnp.float32)),
             v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
             served=PerWorker(per_block(lambda b: jnp.zeros((1, 8, *b.plane), residual_dtype))),
-            live=per_block(lambda b: live_where(b, jnp.zeros(b.shape), axes)),
-            received=hierarchical.in_shards(
-                jnp.zeros((axes.workers, row_bytes(blocks)), jnp.uint8), axes
-            ),
-            shard=hierarchical.own_index(axes),
+            live=hierarchical.of_shards(no_live, axes),
+            received=hierarchical.of_shards(received, axes),
             v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
             variance_ratio=jnp.zeros([], jnp.float32),
         )
 
-    def live_where(block: Block, v: jax.Array, axes: Axes) -> Live:
-        return hierarchical.in_shards(mark_live(block.chunks(v) > 0), axes)
-
     def new_momentum(held: jax.Array, g: jax.Array) -> jax.Array:
-        m = b1 * held.astype(jnp.float32) + (1 - b1) * padded(g, held.shape)
+        m = jnp.multiply(b1, held.astype(jnp.float32)) + (1 - b1) * padded(g, held.shape)
         return m.astype(residual_dtype)
 
     def warmup_update(
@@ -266,7 +252,12 @@ def scale_by_onebit_adam(
 
         def find_live() -> list[Live]:
             _, compressed = split(state.dense(), v)
-            return [live_where(*x, axes) for x in zip(state.blocks(), compressed, strict=True)]
+            *_, blocks = state.exchange()
+            live = [
+                mark_live(b.chunks(hierarchical.own_shard(x, b.shape, axes)) > 0)
+                for b, x in zip(blocks, compressed, strict=True)
+            ]
+            return live_leaves(hierarchical.of_shards(live, axes))
 
         live = lax.cond(frozen, find_live, lambda: live_leaves(state.live))
         u = [
@@ -289,54 +280,56 @@ def scale_by_onebit_adam(
         t = state.count + 1
         axes = validation.bound_axes(axis_name)
         tree = jax.tree.structure(state.v_then_inverse_root)
-        dense, blocks = state.dense(), state.blocks()
-        dense_g, own_g = split(dense, grads)
-        dense_m, held = split(dense, jax.tree.leaves(state.m_then_compensated))
-        feedback, own_live, own_blocks = state.exchange()
+        is_dense = state.dense()
+        dense_g, own_g = split(is_dense, grads)
+        dense_m, held = split(is_dense, jax.tree.leaves(state.m_then_compensated))
+        feedback, live, blocks = state.exchange()
+        shapes = [block.shape for block in blocks]
         m_i = [
             block.tensor(jnp.multiply(b1, m)) + (1 - b1) * g.astype(jnp.float32)
             for block, m, g in zip(
-                own_blocks,
-                ec1.decode(feedback.received, own_blocks),
-                hierarchical.reduce_scatter(own_g, blocks, axes, local_dtype),
+                blocks,
+                ec1.decode(feedback.received, blocks),
+                hierarchical.reduce_scatter(own_g, shapes, axes, local_dtype),
                 strict=True,
             )
         ]
         # The first one still finds m in place of c, with a scale of 0, and nothing received: taking
         # b1 m for the residual there makes its m_i right without a program of its own.
-        kept = jnp.where(state.count == state.frozen_at, jnp.asarray(b1, jnp.float32), 1.0)
+        first = state.count == state.frozen_at
+        kept = jnp.where(first, jnp.asarray(b1, jnp.float32), 1.0)
+        held = hierarchical.own_shard_first(held, first, axes)
         feedback = ec1.all_reduce(
             m_i,
             feedback._replace(
-                compensated=[(kept * c).astype(c.dtype) for c in feedback.compensated]
+                compensated=[(kept * hierarchical.first(c, axes)).astype(c.dtype) for c in held]
             ),
-            own_live,
-            own_blocks,
+            live,
+            blocks,
             axis_name=axes.node,
             scale=scale,
             bucket_bytes=bucket_bytes,
         )
-        feedback = hierarchical.gather_shards(feedback, held, state.shard, axes)
+        decoded = ec1.decode(hierarchical.all_gather(feedback.received, axes), blocks)
+        held = [
+            hierarchical.with_first(x, c, axes)
+            for x, c in zip(held, feedback.compensated, strict=True)
+        ]
         dense_g = lax.pmean([g.astype(jnp.float32) for g in dense_g], axes.names)
-        dense_m = [new_momentum(m, g) for m, g in zip(dense_m, dense_g, strict=True)]
+        dense_m = [new_momentum(x, g) for x, g in zip(dense_m, dense_g, strict=True)]
         m = joined(
-            dense,
+            is_dense,
             [x[0].astype(jnp.float32) for x in dense_m],
-            [
-                block.tensor(x)
-                for block, x in zip(blocks, ec1.decode(feedback.received, blocks), strict=True)
-            ],
+            [unpadded(x, g.shape) for x, g in zip(decoded, own_g, strict=True)],
         )
         inverse_roots = jax.tree.leaves(state.v_then_inverse_root)
         u = [x / corrected(b1, t) * y for x, y in zip(m, inverse_roots, strict=True)]
         return u, state._replace(
             count=t,
-            m_then_compensated=PerWorker(
-                tree.unflatten(joined(dense, dense_m, feedback.compensated))
-            ),
+            m_then_compensated=PerWorker(tree.unflatten(joined(is_dense, dense_m, held))),
             worker_scales=PerWorker(feedback.scales[None]),
             served=jax.tree.structure(state.served).unflatten(feedback.served),
-            received=feedback.received,
+            received=hierarchical.of_shards(feedback.received, axes),
         )
 
     def update_fn(
@@ -371,6 +364,7 @@ def onebit_adam(
     *,
     warmup: int | VarianceStable,
     axis_name: str | tuple[str, str],
+    dense: DenseMask = None,
     bias_correction: bool = False,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
@@ -434,6 +428,10 @@ def onebit_adam(
         averaged at full precision within a node, each device compresses one part of the node's
         momentum, and a node sends no more than a single worker would
         (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
+      dense: a mask as ``mask``: which tensors are exchanged at full precision in compression too,
+        such as norms and biases, hardly any bytes of a large model. Their momentum is
+        :math:`m \leftarrow \beta_1 m + (1-\beta_1) g` as in warm-up, over the frozen
+        variance. None by default.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, as Adam
         does; with it warm-up is :func:`optax.adamw`. The correction of v freezes with v.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
@@ -453,8 +451,9 @@ def onebit_adam(
 
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from
-        ``init`` for parameters that are not real floating-point arrays or an axis that is not
-        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+        ``init`` for parameters that are not real floating-point arrays, a mask ``dense`` that does
+        not fit them, or an axis that is not bound; from ``update`` for gradients of another tree
+        than the parameters given to ``init``.
 
     Example:
       Four workers, simulated on one device:
@@ -491,6 +490,7 @@ def onebit_adam(
             eps,
             warmup=warmup,
             axis_name=axis_name,
+            dense=dense,
             bias_correction=bias_correction,
             scale=scale,
             residual_dtype=residual_dtype,

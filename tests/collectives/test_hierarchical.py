@@ -1,5 +1,7 @@
 """The hierarchical exchange: against NumPy, against EC1, and what crosses between nodes."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import AxisType
 
 from onebit_jax import validation, wire
 from onebit_jax.collectives import ec1, hierarchical
-from onebit_jax.collectives.layout import block_layout, mark_live, row_bytes
+from onebit_jax.collectives.layout import block_layout, mark_live, row_bytes, unpadded
 from tests import reference
 from tests.workers import LOCAL, NODE, PAIR, PAIR_BINDINGS, Binding, on_workers
 
@@ -39,44 +41,40 @@ class Exchange:
     ):
         nodes, per_node = sizes
         axes = hierarchical.Axes(NODE, LOCAL if per_node > 1 else None, nodes, per_node)
-        self.blocks = blocks = block_layout(shapes, axes.workers)
+        shards = hierarchical.shard_shapes(shapes, axes)
+        self.shapes, self.blocks = shapes, block_layout(shards, nodes)
+        blocks = self.blocks
         alive = [np.ones(s, np.float32) for s in shapes] if alive is None else alive
-        live = [
-            hierarchical.in_shards(mark_live(b.chunks(jnp.asarray(x)) > 0), axes)
-            for b, x in zip(blocks, alive, strict=True)
-        ]
         zeros = lambda *shape, dtype=jnp.float32: jnp.zeros((axes.workers, *shape), dtype)  # noqa: E731
         self.feedback = ec1.Feedback(
-            [zeros(1, *shape) for shape in hierarchical.held_shapes(blocks, axes)],
+            [zeros(*shard) for shard in shards],
             zeros(len(shapes)),
             [zeros(8, *b.plane) for b in blocks],
-            zeros(
-                *((per_node, nodes) if per_node > 1 else (nodes,)),
-                row_bytes(blocks),
-                dtype=jnp.uint8,
-            ),
+            zeros(nodes, row_bytes(blocks), dtype=jnp.uint8),
         )
 
+        def live():
+            return [
+                mark_live(b.chunks(hierarchical.own_shard(jnp.asarray(x), b.shape, axes)) > 0)
+                for b, x in zip(blocks, alive, strict=True)
+            ]
+
         def call(values, feedback):
-            shard = hierarchical.own_index(axes)
-            own, own_live, own_blocks = hierarchical.own_shard(feedback, live, blocks, shard)
-            means = hierarchical.reduce_scatter(values, blocks, axes, dtype)
-            own = ec1.all_reduce(
-                means,
-                own,
-                own_live,
-                own_blocks,
+            feedback = ec1.all_reduce(
+                hierarchical.reduce_scatter(values, shards, axes, dtype),
+                feedback,
+                live(),
+                blocks,
                 axis_name=axes.node,
                 scale=scale,
                 bucket_bytes=bucket_bytes,
             )
-            feedback = hierarchical.gather_shards(own, feedback.compensated, shard, axes)
-            decoded = ec1.decode(feedback.received, blocks)
-            return [b.tensor(x) for b, x in zip(blocks, decoded, strict=True)], feedback
+            decoded = ec1.decode(hierarchical.all_gather(feedback.received, axes), blocks)
+            return [unpadded(x, z.shape) for x, z in zip(decoded, values, strict=True)], feedback
 
         def residuals(feedback):
-            own = hierarchical.own_shard(feedback, live, blocks, hierarchical.own_index(axes))
-            return ec1.worker_residuals(*own), ec1.server_residuals(*own, lax.axis_index(NODE))
+            args = feedback, live(), blocks
+            return ec1.worker_residuals(*args), ec1.server_residuals(*args, lax.axis_index(NODE))
 
         self.sizes = sizes
         self.call = on_workers(call, sizes, binding)
@@ -87,22 +85,23 @@ class Exchange:
         return result
 
     def residuals(self):
-        """Of every tensor `e`, `[nodes, *shape]`, and `E`, of the tensor's shape."""
+        """Of every tensor `e`, a row a node, and `E`, of the tensor's shape."""
         nodes, per_node = self.sizes
         e, E = jax.device_get(self._residuals(self.feedback))
 
-        def whole(block, x):
-            """Shard by shard, each device having its own part of one."""
-            shards = x.reshape(nodes, per_node, -1).swapaxes(0, 1)
-            return np.asarray(block.tensor(shards.reshape(-1)))
+        def whole(shape, x):
+            """Device by device of a node, shard by shard; without the padding behind them."""
+            x = x.reshape(nodes, -1)[:, : math.prod(shape)]
+            return x.reshape(nodes, *shape)
 
-        def of_nodes(block, x):
-            rows = x.reshape(nodes, -1)[:, : block.size]
-            return rows.reshape(nodes, *block.shape)
+        def served(shape, x):
+            """Of a shard the nodes' chunks, shard by shard."""
+            x = x.reshape(nodes, per_node, -1).swapaxes(0, 1)
+            return x.reshape(-1)[: math.prod(shape)].reshape(shape)
 
         return (
-            [of_nodes(b, x) for b, x in zip(self.blocks, e, strict=True)],
-            [whole(b, x) for b, x in zip(self.blocks, E, strict=True)],
+            [whole(s, x) for s, x in zip(self.shapes, e, strict=True)],
+            [served(s, x) for s, x in zip(self.shapes, E, strict=True)],
         )
 
     def compile(self, values):
@@ -110,7 +109,7 @@ class Exchange:
 
 
 def draw(rng, shapes, sizes, dtype=np.float32):
-    workers = int(np.prod(sizes))
+    workers = math.prod(sizes)
     return [jnp.asarray(rng.standard_normal((workers, *s)), dtype) for s in shapes]
 
 
@@ -154,7 +153,7 @@ def test_agrees_with_numpy(sizes, kind):
         values = draw(rng, [(size,) for size in sizes_of_tensors], sizes)
         result = exchange(values)
         for r, z, there, counted in zip(result, values, theirs, alive, strict=True):
-            expected = there.all_reduce(list(np.asarray(z)), counted, kind)
+            expected = np.asarray(there.all_reduce(list(np.asarray(z)), counted, kind))
             np.testing.assert_allclose(r[0][counted], expected[counted], rtol=4e-6, atol=1e-6)
         for e, E, there in zip(*exchange.residuals(), theirs, strict=True):
             for node in range(nodes):
