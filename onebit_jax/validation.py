@@ -101,7 +101,7 @@ def bound_axes(axis_name: Any) -> Axes:
       ValueError: for anything else, for a name that is not bound, and where this program has
         devices along another axis besides.
     """
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
     pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
     if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
         raise ValueError(

@@ -820,7 +820,7 @@ def test_step_sets_are_checked_inside_a_trace_too():
         tx = zero_one_adam(
             0.1, variance_freeze=3, variance_steps=lambda t: t < refreshed_until, axis_name=AXIS
         )
-        return tx.init(params).m
+        return cast(Any, tx.init(params)).m
 
     params = draw(0, 2, shapes=ONE)
     on_workers(lambda p: worker(p, 3), 2, "shard_map")(params)
