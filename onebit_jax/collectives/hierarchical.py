@@ -168,6 +168,8 @@ def reduce_scatter(
         return list(values)
 
     def mean(x: jax.Array, shape: Shape) -> jax.Array:
+        if not x.size:
+            return jnp.zeros(shape, jnp.float32)  # XLA cannot scatter nothing
         whole = padded(x.astype(dtype), (axes.per_node * shape[0], *shape[1:]))
         # Tiled, so that it has the shard's own shape, and XLA may write what it makes of it, c,
         # over it: memory that a step has not touched yet is dear.
