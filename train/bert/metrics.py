@@ -5,7 +5,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -14,18 +14,7 @@ from tqdm import tqdm
 
 from train.bert.checkpoint import Progress
 from train.bert.config import Config
-
-Phase = Literal["dense", "compressed"]
-
-
-def phase_of(step: int, frozen_at: int) -> Phase:
-    """The phase of step `step`, counted from 0.
-
-    Args:
-        step: the updates made before it.
-        frozen_at: the updates made when the variance froze, -1 if it has not.
-    """
-    return "compressed" if 0 <= frozen_at <= step else "dense"
+from train.optimizers import PHASES, Phase
 
 
 class MetricsLog:
@@ -88,7 +77,7 @@ class MetricsLog:
         step, metrics = self._in_flight
         self._in_flight = None
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
-        phase = phase_of(step, self.progress.frozen_at)
+        phase = PHASES[values.pop("phase")]
         sent = self._bytes_sent(phase)
         self.progress = Progress(
             step=step + 1,
