@@ -11,7 +11,6 @@ optimizers or learning rates, makes only the trainings that are not in the outpu
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -27,13 +26,10 @@ import numpy as np
 import optax
 import tyro
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-import onebit_jax
 from benchmarks import record
 from onebit_jax import wire
 from onebit_jax.per_worker import is_per_worker
-from train import simulated
 from train.bert import data, schedules
 from train.bert.model import (
     MAX_POSITIONS,
@@ -46,8 +42,18 @@ from train.bert.model import (
 from train.bert.training import heldout_losses
 from train.comparison import Curve, draw, table
 from train.optimizers import OPTIMIZERS, Phase, Setting, check_names
+from train.workers import (
+    AXIS,
+    OnDevices,
+    Simulated,
+    Workers,
+    mean_over_workers,
+    replicate,
+    shares,
+    worker_gradients,
+    worker_update,
+)
 
-AXIS = simulated.AXIS
 _COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
 
 
@@ -63,8 +69,9 @@ class Options:
     """How many learning rates a sweep tries, each twice the one before."""
     widen: int = 0
     """How many more it may try, one at a time, while the best is the first or the last."""
-    devices: bool = False
-    """Take a device for each worker, in place of simulating all on one."""
+    devices: bool = True
+    """A device for each worker; on CPUs the devices are simulated. Else all are simulated on one
+    device, which is slower on CPUs."""
     workers: int = 4
     """Data-parallel workers."""
     corpus: str | None = None
@@ -164,22 +171,23 @@ class Task(NamedTuple):
 
     Attributes:
         params: the parameters that every training begins with.
-        loss_fn: the mean loss of a batch, and metrics.
-        gradients: each simulated worker's own, compiled once for all optimizers.
-        batches: the batches of all steps.
+        workers: who trains.
+        gradients: the mean loss and each worker's gradients, from parameters and a batch;
+            compiled once for all optimizers.
+        batches: the batches of all steps, in shares.
         heldout: the held-out loss of parameters.
         mask: which parameters are decayed.
     """
 
     params: Any
-    loss_fn: simulated.LossFn
-    gradients: simulated.Gradients
+    workers: Workers
+    gradients: Callable[[Any, Any], tuple[Any, Any]]
     batches: list[Any]
     heldout: Callable[[Any], float]
     mask: Callable[[Any], Any]
 
 
-def bert(options: Options) -> Task:
+def bert(options: Options, workers: Workers) -> Task:
     """BERT's pre-training.
 
     Raises:
@@ -193,14 +201,16 @@ def bert(options: Options) -> Task:
         "sequence_length": options.sequence_length,
         "seed": options.seed,
     }
-    batches = list(itertools.islice(data.batches(corpus, **shape), options.steps))
+    stream = itertools.islice(data.batches(corpus, **shape), options.steps)
+    batches = [shares(batch, options.workers) for batch in stream]
     judged_on = list(data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches))
     model = BertConfig.of_size(options.size, corpus.tokenizer.vocab_size, options.dropout)
-    loss_fn, judge = pretraining_loss(model), jax.jit(pretraining_loss(model, train=False))
+    gradients = worker_gradients(pretraining_loss(model), options.max_grad_norm)
+    judge = jax.jit(pretraining_loss(model, train=False))
     return Task(
         init_params(model, options.seed),
-        loss_fn,
-        simulated.gradients(loss_fn, options.workers, options.max_grad_norm),
+        workers,
+        jax.jit(workers.map(gradients)),
         batches,
         lambda params: heldout_losses(judge, params, judged_on)["heldout_mlm_loss"],
         decay_mask,
@@ -214,8 +224,7 @@ class Trainer:
         name: the optimizer.
         options: the comparison's.
         task: what to train.
-        mesh: a mesh of as many devices as there are workers: what is sent is read from programs
-            compiled for it, and with `--devices` they are the workers.
+        mesh: a device a worker: what is sent is read from programs compiled for them.
     """
 
     def __init__(self, name: str, options: Options, task: Task, mesh: Mesh):
@@ -236,12 +245,12 @@ class Trainer:
 
         # The peak is a part of the state, so that another one compiles nothing anew.
         self._tx = optax.inject_hyperparams(make)(peak=0.0)
-        if options.devices:
-            self._step = onebit_jax.train_step(
-                task.loss_fn, self._tx, mesh, max_grad_norm=options.max_grad_norm
-            )
-        else:
-            self._step = simulated.TrainStep(task.gradients, self._tx)
+        self._init = jax.jit(task.workers.map(self._tx.init))
+        self._updates = {phase: self._update(task.workers, phase) for phase in set(self.phases())}
+
+    def _update(self, on: Workers, phase: Phase) -> Any:
+        worker = worker_update(self._tx, self._optimizer.static[phase])
+        return jax.jit(on.map(worker), donate_argnums=(0, 1))
 
     def phases(self) -> list[Phase]:
         """The phase of every step."""
@@ -250,20 +259,19 @@ class Trainer:
 
     def train(self, learning_rate: float) -> dict[str, Any]:
         """Makes one training and returns its record, as JSON holds it."""
-        params, opt_state = self._begin()
-        opt_state.hyperparams["peak"] = jax.numpy.float32(learning_rate)
-        losses, ends, phases = [], [], self.phases()
+        task, phases = self._task, self.phases()
+        params, opt_state = self._begin(learning_rate)
+        losses, ends = [], []
         in_flight = []
-        for batch, phase in zip(self._task.batches, phases, strict=True):
-            params, opt_state, metrics = self._step(
-                params, opt_state, batch, phase=self._optimizer.static[phase]
-            )
-            in_flight.append(metrics)
+        for batch, phase in zip(task.batches, phases, strict=True):
+            loss, grads = task.gradients(params, batch)
+            params, opt_state = self._updates[phase](params, opt_state, grads)
+            in_flight.append(loss)
             # One step behind, so that the device never waits for the host.
             if len(in_flight) > 1:
-                losses.append(_loss(in_flight.pop(0)))
+                losses.append(float(in_flight.pop(0)))
                 ends.append(time.perf_counter())
-        losses.append(_loss(in_flight.pop()))
+        losses.append(float(in_flight.pop()))
         ends.append(time.perf_counter())
         seconds: dict[str, list[float]] = {}
         for phase, before, took in zip(phases[1:], phases, np.diff(ends), strict=False):
@@ -272,24 +280,20 @@ class Trainer:
                 seconds.setdefault(phase, []).append(took)
         return {
             "learning_rate": learning_rate,
-            "heldout": _or_none(self._judge(params)),
+            "heldout": _or_none(task.heldout(jax.device_get(mean_over_workers(params)))),
             "losses": list(map(_or_none, losses)),
             "seconds": {phase: statistics.median(took) for phase, took in seconds.items()},
             "state_bytes": self._state_bytes(opt_state),
         }
 
-    def _begin(self) -> tuple[Any, Any]:
-        # A copy: the steps donate their arguments.
-        params = jax.tree.map(jax.numpy.copy, self._task.params)
-        if self._options.devices:
-            return params, onebit_jax.init(self._tx, params, self._mesh)
-        workers = self._options.workers
-        return simulated.replicate(params, workers), simulated.init(self._tx, params, workers)
-
-    def _judge(self, params: Any) -> float:
-        if not self._options.devices:
-            params = simulated.mean_over_workers(params)
-        return self._task.heldout(params)
+    def _begin(self, learning_rate: float) -> tuple[Any, Any]:
+        params, on = self._task.params, self._task.workers
+        opt_state = self._init(params)
+        opt_state.hyperparams["peak"] = jax.numpy.float32(learning_rate)
+        if self._optimizer.local_steps:
+            params = replicate(params, self._options.workers)
+        # A copy of the parameters: updates donate their arguments.
+        return on.place((jax.tree.map(jax.numpy.copy, params), opt_state))
 
     def _state_bytes(self, opt_state: Any) -> float:
         """Bytes a parameter that a worker holds."""
@@ -307,33 +311,16 @@ class Trainer:
         return {phase: self._bytes_of(phase) for phase in dict.fromkeys(self.phases())}
 
     def _bytes_of(self, phase: Phase) -> int:
-        state = onebit_jax.init(self._tx, self._task.params, self._mesh)
-        specs = onebit_jax.state_specs(state, AXIS)
-        tx = optax.with_extra_args_support(self._tx)
-        static = self._optimizer.static[phase]
-
-        @jax.jit
-        @functools.partial(
-            jax.shard_map,
-            mesh=self._mesh,
-            in_specs=(P(), specs, P()),
-            out_specs=(P(), specs),
-            check_vma=False,
+        on = OnDevices(self._mesh)
+        params = jax.eval_shape(lambda: self._task.params)
+        grads = jax.eval_shape(lambda: replicate(self._task.params, self._options.workers))
+        opt_state = jax.eval_shape(on.map(self._tx.init), params)
+        lowered = self._update(on, phase).lower(
+            grads if self._optimizer.local_steps else params, opt_state, grads
         )
-        def update(grads: Any, state: Any, params: Any) -> Any:
-            return tx.update(grads, state, params, phase=static)
-
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self._task.params, state)
-        )
-        lowered = update.lower(shapes[0], shapes[1], shapes[0])
         # What it sends is settled before code is generated, which need not be fast here.
-        compiled = lowered.compile({"xla_backend_optimization_level": 0})
+        compiled = lowered.compile({"xla_backend_optimization_level": "0"})
         return wire.bytes_sent(wire.collectives(compiled, self._mesh))
-
-
-def _loss(metrics: Any) -> float:
-    return float(metrics["loss"] if isinstance(metrics, dict) else metrics)
 
 
 def _or_none(value: float) -> float | None:
@@ -446,7 +433,7 @@ def compare(name: str, options: Options, task: Task, mesh: Mesh, folder: Folder)
         rounds=sum(a_step[phase] > 0 for phase in trainer.phases()),
         state_bytes=records[best]["state_bytes"],
         seconds=records[best]["seconds"],
-        bytes_a_step=dict(a_step),
+        bytes_a_step={**a_step},
     )
 
 
@@ -481,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.check()
         mesh = _make_mesh(options)
         folder = Folder(options)
-        task = bert(options)
+        task = bert(options, OnDevices(mesh) if options.devices else Simulated(options.workers))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,9 +3,12 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.figure import Figure
+
+from train.optimizers import Phase
 
 # Okabe and Ito's palette, told apart by every kind of colour vision, but for its yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -37,8 +40,8 @@ class Curve:
     sent: list[int]
     rounds: int
     state_bytes: float
-    seconds: dict[str, float]
-    bytes_a_step: dict[str, int]
+    seconds: Mapping[Phase, float]
+    bytes_a_step: Mapping[Phase, int]
 
 
 def _window(curve: Curve) -> int:

@@ -36,7 +36,7 @@ class Setting:
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
-    mask: Callable[[optax.Params], Any] | None = None
+    mask: Callable[[Any], Any] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -50,6 +50,7 @@ class Optimizer(NamedTuple):
             of dense ones that the warm-up has.
         static: for every phase the `phase` that `update` is given, so that it compiles that phase
             alone; in the order in which phases begin.
+        local_steps: whether the workers' parameters differ between exchanges.
     """
 
     label: str
@@ -57,6 +58,7 @@ class Optimizer(NamedTuple):
     make: Callable[[Setting], optax.GradientTransformation]
     phase_of: Callable[[int, int], Phase]
     static: Mapping[Phase, StaticPhase | None]
+    local_steps: bool = False
 
     @property
     def warms_up(self) -> bool:

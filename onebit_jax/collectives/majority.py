@@ -76,10 +76,9 @@ def mean_sign(
     workers = lax.axis_size(axis_name)
     means = []
     for block, bits in zip(blocks, _split(lax.all_gather(planes, axis_name), blocks), strict=True):
-        count = sum(
-            jnp.where(unpack_bits(bits[:, k], axis=1), jnp.float32(2**k), 0.0)
-            for k in range(len(planes))
-        )
+        count = jnp.float32(0)
+        for k in range(len(planes)):
+            count += jnp.where(unpack_bits(bits[:, k], axis=1), jnp.float32(2**k), 0.0)
         # Whole numbers up to the division: half the votes give an exact 0.
         means.append(block.tensor((2 * count - workers) / workers))
     return means

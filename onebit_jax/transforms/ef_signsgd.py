@@ -53,7 +53,7 @@ class EfSignsgdState(NamedTuple):
         return {"phase": jnp.int32(1)}
 
 
-def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> jax.typing.ArrayLike:
+def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     return value(count) if callable(value) else value
 
 
@@ -123,11 +123,11 @@ def _decay_steps(
     """Adds decoupled decay to what is a step already; `optax.add_decayed_weights` comes before."""
 
     def update_fn(
-        updates: optax.Updates, count: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, jax.Array]:
         if params is None:
             raise ValueError("params=None: give update the parameters, which weight decay needs.")
-        count = cast(jax.Array, count)
+        count = cast(jax.Array, state)
         factor = _at(learning_rate, count) * _at(weight_decay, count)
         steps = jax.tree.map(lambda u, p: u - (factor * p).astype(u.dtype), updates, params)
         return steps, count + 1

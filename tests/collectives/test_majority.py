@@ -8,7 +8,7 @@ from onebit_jax import wire
 from onebit_jax.collectives import majority
 from onebit_jax.collectives.layout import ROW_MULTIPLE, block_layout
 from tests import reference
-from tests.workers import AXIS, BINDINGS, on_workers
+from tests.workers import AXIS, BINDINGS, Binding, on_workers
 
 SHAPES = [(9,), (), (0,), (4, 16), (130,), (1,)]
 
@@ -22,7 +22,7 @@ def draw(workers, shapes=SHAPES):
     ]
 
 
-def exchange(workers, shapes=SHAPES, binding="vmap"):
+def exchange(workers, shapes=SHAPES, binding: Binding = "vmap"):
     """Both exchanges, of values `[workers, ...]` in a turn, compiled once for every turn."""
     blocks = block_layout(shapes, workers)
 

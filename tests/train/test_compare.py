@@ -140,32 +140,32 @@ def test_table_and_picture(finished):
     [row] = re.findall(r"^\| Signum .*$", text, re.MULTILINE)
     assert f"{signum['heldout']:.4f} ({signum['heldout'] / adam['heldout'] - 1:+.1%})" in row
     assert f"{signum['learning_rate']:g}" in row
-    assert f"{parameters():,} parameters; 2 workers" in text
+    assert f"{parameters():,} parameters; 2 workers, a device each" in text
 
 
 def test_going_on_makes_only_what_is_missing(finished, capsys):
     out, _ = finished
     trainings = out / "trainings"
     before = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
-    more = [*RUN, "--optimizers", "adam", "ef_signsgd", "--out", str(out)]
+    more = [*RUN, "--optimizers", "adam", "distributed_lion", "--out", str(out)]
     more[more.index("--learning-rates") + 1 : more.index("--optimizers")] = ["0.01", "0.1"]
     assert compare.main(more) == 0
     made = [line for line in capsys.readouterr().out.splitlines() if " in " in line]
     assert [line.split(":")[0] for line in made] == [
         "adam, learning rate 0.1",
-        "ef_signsgd, learning rate 0.01",
-        "ef_signsgd, learning rate 0.1",
+        "distributed_lion, learning rate 0.01",
+        "distributed_lion, learning rate 0.1",
     ]
     after = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
     assert before.items() < after.items()
-    assert list(figures(out)) == ["adam", "ef_signsgd"]
+    assert list(figures(out)) == ["adam", "distributed_lion"]
 
 
-def test_a_device_each_gives_the_same_losses(finished, tmp_path):
-    options = [*RUN, "--devices", "--optimizers", "onebit_adam", "--learning-rates", "1e-3"]
+def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
+    options = [*RUN, "--no-devices", "--optimizers", "signum", "--learning-rates", "1e-3"]
     assert compare.main([*options, "--out", str(tmp_path / "run")]) == 0
     real, ours = (
-        json.loads((out / "trainings" / "onebit_adam-0.001.json").read_text())
+        json.loads((out / "trainings" / "signum-0.001.json").read_text())
         for out in (tmp_path / "run", finished[0])
     )
     np.testing.assert_allclose(real["losses"], ours["losses"], rtol=1e-4)

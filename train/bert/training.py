@@ -126,7 +126,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
 
     # With a warm-up, the run may have ended before or with it.
     ended = not OPTIMIZERS[name].warms_up or 0 <= progress.frozen_at < config.steps
-    phases = list(static) if ended else ["dense"]
+    phases: list[Phase] = list(static) if ended else ["dense"]
     loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
         **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
