@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from train.optimizers import Phase
-
 # Okabe and Ito's palette, told apart by every kind of colour vision, but for its yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _SMOOTHED_FRACTION = 1 / 40
@@ -40,8 +38,8 @@ class Curve:
     sent: list[int]
     rounds: int
     state_bytes: float
-    seconds: Mapping[Phase, float]
-    bytes_a_step: Mapping[Phase, int]
+    seconds: Mapping[str, float]
+    bytes_a_step: Mapping[str, int]
 
 
 def _window(curve: Curve) -> int:

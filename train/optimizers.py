@@ -2,16 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optax
 
 import onebit_jax
-from onebit_jax.transforms.onebit_adam import Phase as StaticPhase
 
-Phase = Literal["dense", "compressed"]
-# What the metric "phase" of a training step stands for.
-PHASES: tuple[Phase, ...] = ("dense", "compressed")
+# What the metric "phase" of a training step stands for; an optimizer may have others besides.
+PHASES = ("dense", "compressed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +47,21 @@ class Optimizer(NamedTuple):
         phase_of: the phase of an update, from the number of updates made before it and the number
             of dense ones that the warm-up has.
         static: for every phase the `phase` that `update` is given, so that it compiles that phase
-            alone; in the order in which phases begin.
+            alone; None where it has no such argument.
         local_steps: whether the workers' parameters differ between exchanges.
     """
 
     label: str
     learning_rate: float
     make: Callable[[Setting], optax.GradientTransformation]
-    phase_of: Callable[[int, int], Phase]
-    static: Mapping[Phase, StaticPhase | None]
+    phase_of: Callable[[int, int], str]
+    static: Mapping[str, Any]
     local_steps: bool = False
 
     @property
     def warms_up(self) -> bool:
-        """Whether a run begins with dense updates and goes on with compressed ones."""
-        return len(self.static) > 1
+        """Whether all updates are dense until the variance is frozen, and compressed after it."""
+        return tuple(self.static) == PHASES
 
 
 def dense(label: str, learning_rate: float, make: Callable[..., Any]) -> Optimizer:

@@ -164,10 +164,9 @@ def ef_signsgd(
     rate.
 
     When to choose it: where SGD with momentum is what you would train with anyway, as for
-    convolutional networks: it has no warm-up, and its error feedback makes it follow SGD closely.
-    Transformers need Adam's scaling of each coordinate: for them take
-    :func:`onebit_jax.onebit_adam`. The momentum is the one-bit methods' usual 0.9, and learning
-    rates are SGD's, about a tenth of those without momentum.
+    convolutional networks: it has no warm-up, and its error feedback makes it follow SGD closely,
+    with SGD's learning rates. Where Adam's scaling of each coordinate matters, as it mostly does
+    for Transformers, take :func:`onebit_jax.onebit_adam`.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of

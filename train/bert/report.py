@@ -18,7 +18,7 @@ import numpy as np
 import tyro
 
 from train.comparison import COLOURS
-from train.optimizers import OPTIMIZERS, PHASES, Phase
+from train.optimizers import OPTIMIZERS
 
 _SMOOTHED_FRACTION = 1 / 40
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
         """One of the metrics at every logged step: float64, NaN where it was not finite."""
         return np.array([row[key] for row in self.rows], dtype=np.float64)
 
-    def seconds_a_step(self, phase: Phase) -> float:
+    def seconds_a_step(self, phase: str) -> float:
         """Median over the steps of a phase, so that compiling and pauses do not count."""
         inside = np.array([row["phase"] == phase for row in self.rows])
         pairs = inside[1:] & inside[:-1]
@@ -77,6 +77,7 @@ def _read_run(folder: pathlib.Path) -> Run | None:
 
 
 def _text(runs: list[Run], config: dict[str, Any]) -> str:
+    phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
     table: dict[str, Callable[[Run], str]] = {
         "held-out MLM loss, nats a masked token": lambda run: _beside_first(
             run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
@@ -91,14 +92,14 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
             f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
                 run, phase
             )
-            for phase in PHASES
+            for phase in phases
         },
         "MB a worker sent in all": lambda run: _total_cell(run),
         **{
             f"seconds a step, {phase} (median)": lambda run, phase=phase: (
                 f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
             )
-            for phase in PHASES
+            for phase in phases
         },
     }
     lines = [
@@ -140,7 +141,7 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
     return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
 
 
-def _bytes_cell(run: Run, phase: Phase) -> str:
+def _bytes_cell(run: Run, phase: str) -> str:
     sent = run.result["bytes_a_step"]
     if phase not in sent:
         return "-"

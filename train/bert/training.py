@@ -19,7 +19,7 @@ from train.bert.config import Config
 from train.bert.metrics import MetricsLog
 from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
 from train.bert.stop import Stopped, StopRequest
-from train.optimizers import OPTIMIZERS, Phase, Setting
+from train.optimizers import OPTIMIZERS, Setting
 
 AXIS = "data"
 
@@ -93,11 +93,11 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
 
     @functools.cache
-    def collectives(phase: Phase) -> list[wire.Collective]:
+    def collectives(phase: str) -> list[wire.Collective]:
         compiled = train_step.lower(*shapes, phase=static[phase]).compile()
         return wire.collectives(compiled, task.mesh)
 
-    def bytes_sent(phase: Phase) -> int:
+    def bytes_sent(phase: str) -> int:
         return wire.bytes_sent(collectives(phase))
 
     with Checkpoints(folder / "checkpoints") as checkpoints:
@@ -114,7 +114,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
                 params, opt_state, metrics = train_step(
                     params, opt_state, batch, phase=static[phase] if phase else None
                 )
-                log.dispatched(step, metrics)
+                log.dispatched(step, phase, metrics)
                 done = step + 1
                 stopping = stop.requested(step)
                 if stopping or done == config.steps or done % config.checkpoint_every == 0:
@@ -124,9 +124,11 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
                 if stopping:
                     raise Stopped(name, done)
 
-    # With a warm-up, the run may have ended before or with it.
-    ended = not OPTIMIZERS[name].warms_up or 0 <= progress.frozen_at < config.steps
-    phases: list[Phase] = list(static) if ended else ["dense"]
+    warmup = config.warmup
+    if warmup == "auto":
+        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
+    phase_of = OPTIMIZERS[name].phase_of
+    phases = list(dict.fromkeys(phase_of(step, warmup) for step in range(config.steps)))
     loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
         **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
@@ -168,7 +170,7 @@ def heldout_losses(
     }
 
 
-def _known_phase(name: str, config: Config, step: int, frozen_at: int) -> Phase | None:
+def _known_phase(name: str, config: Config, step: int, frozen_at: int) -> str | None:
     """The phase of step `step` where the host knows it, None where the device must decide.
 
     Two programs may round differently, so which one runs must not depend on when metrics arrived
