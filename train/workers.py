@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.per_worker import PerWorker, is_per_worker
-from onebit_jax.transforms.onebit_adam import Phase
+from onebit_jax.training import Phase
 
 AXIS = "data"
 LossFn = Callable[[Any, Any], tuple[jax.Array, Any]]
