@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: pretrain test test-all lint
+.PHONY: pretrain compare test test-all lint
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -17,6 +17,9 @@ $(VENV)/installed: pyproject.toml
 
 pretrain: $(VENV)/installed
 	$(BIN)/python -m train.bert.pretrain
+
+compare: $(VENV)/installed
+	$(BIN)/python -m train.compare
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"

@@ -3,27 +3,42 @@
 from onebit_jax import plan, wire
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.training import TrainStep, init, state_specs, train_step
+from onebit_jax.transforms.distributed_lion import (
+    ScaleByDistributedLionState,
+    distributed_lion,
+    scale_by_distributed_lion,
+)
+from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.onebit_adam import (
     ScaleByOnebitAdamState,
     onebit_adam,
     scale_by_onebit_adam,
 )
+from onebit_jax.transforms.signum import ScaleBySignumState, scale_by_signum, signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 
 __all__ = [
+    "EfSignsgdState",
     "PerWorker",
+    "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
+    "ScaleBySignumState",
     "TrainStep",
     "VarianceStable",
     "ZeroOneAdamState",
+    "distributed_lion",
+    "ef_signsgd",
     "init",
     "mean_gradients",
     "onebit_adam",
     "plan",
+    "scale_by_distributed_lion",
     "scale_by_onebit_adam",
+    "scale_by_signum",
+    "signum",
     "state_specs",
     "train_step",
     "variance_stable",

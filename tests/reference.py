@@ -164,4 +164,77 @@ class ZeroOneAdam:
             self.m = [B / self.G] * workers
             self.B, self.G = [np.zeros_like(B)] * workers, 0.0
         self.p = [self.y - self.divided(B) for B in self.B]
+
+
+def vote_sign(z, positive):
+    """`sgn`, but a zero is +1 where `positive` and -1 elsewhere."""
+    return np.where(z == 0, np.float32(1 if positive else -1), np.sign(z)).astype(np.float32)
+
+
+def sum_of_votes(z, turn):
+    """The sum of the workers' signs; zeros count as their index and the turn say."""
+    return np.sum([vote_sign(x, (turn + i) % 2 == 0) for i, x in enumerate(z)], axis=0)
+
+
+class Signum:
+    """Signum with majority vote, on one tensor."""
+
+    def __init__(self, p, workers, lr, b1, weight_decay):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m = [np.zeros_like(self.p) for _ in range(workers)]
+        self.lr, self.b1, self.weight_decay, self.count = lr, b1, weight_decay, 0
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        self.m = [self.b1 * m + (1 - self.b1) * x for m, x in zip(self.m, g, strict=True)]
+        u = vote_sign(sum_of_votes(self.m, self.count), self.count % 2 == 0)
+        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.count += 1
+        return self.p
+
+
+class DistributedLion:
+    """Distributed Lion, on one tensor."""
+
+    def __init__(self, p, workers, lr, b1, b2, weight_decay, aggregation):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m = [np.zeros_like(self.p) for _ in range(workers)]
+        self.lr, self.b1, self.b2, self.weight_decay = lr, b1, b2, weight_decay
+        self.aggregation, self.count = aggregation, 0
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        both = list(zip(self.m, g, strict=True))
+        u = sum_of_votes([self.b1 * m + (1 - self.b1) * x for m, x in both], self.count)
+        u = vote_sign(u, self.count % 2 == 0) if self.aggregation == "majority" else u / len(g)
+        self.m = [self.b2 * m + (1 - self.b2) * x for m, x in both]
+        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.count += 1
+        return self.p
+
+
+class EfSignsgd:
+    """Zheng et al.'s dist-EF-blockSGDM on one tensor, with residuals of gradients as they write it.
+
+    `lr` is a function of the update count; it must not be 0.
+    """
+
+    def __init__(self, p, workers, lr, momentum, weight_decay):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m = [np.zeros_like(self.p) for _ in range(workers)]
+        self.residuals = zero_residuals(self.p.size, workers)
+        self.lr, self.momentum, self.weight_decay, self.count = lr, momentum, weight_decay, 0
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        lr, ratio = self.lr(self.count), self.lr(max(self.count - 1, 0)) / self.lr(self.count)
+        self.m = [self.momentum * m + x for m, x in zip(self.m, g, strict=True)]
+        p = [self.momentum * m + x for m, x in zip(self.m, g, strict=True)]
+        rescaled = Residuals(*[[ratio * x for x in side] for side in self.residuals])
+        mean, self.residuals = ec1(p, rescaled, kind="mean_abs")
+        self.p = (self.p - lr * (mean + self.weight_decay * self.p)).astype(np.float32)
+        self.count += 1
         return self.p

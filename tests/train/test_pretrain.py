@@ -15,7 +15,9 @@ from orbax.checkpoint import v1 as ocp
 
 from train.bert import pretrain, schedules
 from train.bert.config import Config, check_folder, write_config
+from train.bert.model import SIZES
 from train.bert.stop import StopRequest
+from train.optimizers import OPTIMIZERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -144,6 +146,24 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").exists()
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()} == before
+
+
+def test_other_optimizers_go_by_their_names(tmp_path, monkeypatch):
+    """One that is always dense and one that never is, with a model that compiles fast."""
+    monkeypatch.setitem(SIZES, "tiny", (1, 16, 2, 32))
+    names = ["lamb", "signum"]
+    out = tmp_path / "run"
+    steps = ["--steps", "4", "--warmup", "2", "--schedule-warmup", "1", "--eval-batches", "1"]
+    assert pretrain.main([*RUN, *steps, "--optimizer", *names, "--out", str(out)]) == 0
+    report = (out / "report.md").read_text()
+    for name in names:
+        optimizer, rows = OPTIMIZERS[name], metrics(out / name)
+        assert [row["phase"] for row in rows] == [optimizer.phase_of(t, 2) for t in range(4)]
+        result = json.loads((out / name / "result.json").read_text())
+        assert list(result["bytes_a_step"]) == list(optimizer.static)
+        sent = [result["bytes_a_step"][row["phase"]] for row in rows]
+        assert rows[-1]["bytes_sent"] == sum(sent)
+        assert f"What a step with {optimizer.label} sends" in report
 
 
 class CrashError(Exception):

@@ -11,8 +11,7 @@ import optax
 
 from train.bert import schedules
 from train.bert.model import MAX_POSITIONS, SIZES
-
-Optimizer = Literal["adam", "onebit_adam"]
+from train.optimizers import check_names
 
 # Options that leave the trajectory alone, so a run may go on with others.
 _FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches")
@@ -33,7 +32,7 @@ _LOCAL = ("out", "coordinator", "process_id")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Pre-trains BERT with dense Adam and with 1-bit Adam, from one seed and the same batches.
+    """Pre-trains BERT with each of several optimizers, from one seed and the same batches.
 
     The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the
     output folder compare the optimizers.
@@ -49,8 +48,8 @@ class Config:
     """Size of the vocabulary, where one is trained."""
     size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
     """Size of the model."""
-    optimizer: tuple[Optimizer, ...] = ("adam", "onebit_adam")
-    """Optimizers to train with, one after another."""
+    optimizer: tuple[str, ...] = ("adam", "onebit_adam")
+    """Optimizers to train with, one after another: names of train/optimizers.py."""
     workers: int = 4
     """Data-parallel workers, a device each; on CPUs the devices are simulated."""
     batch_size: int = 32
@@ -73,8 +72,8 @@ class Config:
     decay_every: int = 520
     """Steps between two factors of the exponential schedule."""
     warmup: int | Literal["auto"] = 200
-    """Dense steps before 1-bit Adam compresses; auto: until the variance is stable, but no sooner
-    than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
+    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
+    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
     b1: float = 0.9
     """Decay of the momentum."""
     b2: float = 0.999
@@ -124,15 +123,12 @@ class Config:
             )
 
     def _requirements(self) -> list[tuple[str, bool, str]]:
+        names = check_names(self.optimizer)
         fraction = "a number from 0 to below 1"
         at_least_one = "a whole number of at least 1"
         return [
             ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            (
-                "optimizer",
-                0 < len(self.optimizer) == len(set(self.optimizer)),
-                "one or more, each once",
-            ),
+            ("optimizer", names is None, str(names)),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
             (
                 "sequence_length",

@@ -3,7 +3,8 @@
     documents = read_corpus(folder)                    # folder None: the text inside Python itself
     documents, heldout = split_heldout(documents)      # or read_corpus(heldout_folder)
     tokenizer = train_tokenizer(documents, 8192)       # or load_tokenizer("vocab.txt")
-    iterator = batches(tokenize(documents, tokenizer), batch_size=32, sequence_length=64)
+    corpus = tokenize(documents, tokenizer)            # all of these are what load(...) does
+    iterator = batches(corpus, batch_size=32, sequence_length=64)
 
 Every example is a function of the seed and its number in the stream alone, so a Grain iterator's
 whole state is one number, and any example can be made again.
@@ -12,6 +13,7 @@ whole state is one number, and any example can be made again.
 import bisect
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -31,6 +33,7 @@ __all__ = [
     "TokenizedCorpus",
     "batches",
     "evaluation_batches",
+    "load",
     "load_tokenizer",
     "max_predictions",
     "read_corpus",
@@ -93,6 +96,33 @@ def tokenize(documents: Sequence[Sequence[str]], tokenizer: WordPieceTokenizer) 
         document_starts=np.unique(np.concatenate([[0], document_ends])),
         tokenizer=tokenizer,
     )
+
+
+def load(
+    corpus: str | os.PathLike[str] | None,
+    heldout: str | os.PathLike[str] | None,
+    *,
+    vocab: str | os.PathLike[str] | None,
+    vocab_size: int,
+) -> tuple[TokenizedCorpus, TokenizedCorpus]:
+    """Reads and encodes the texts to train on and those held out.
+
+    Args:
+        corpus: a folder of text files; None for the text inside Python itself.
+        heldout: a folder of the held-out text; None to hold out a part of the corpus.
+        vocab: WordPiece vocab.txt; None to train one on the corpus.
+        vocab_size: its size, where one is trained.
+
+    Raises:
+        ValueError: a text or the vocabulary is missing or unfit.
+    """
+    documents = read_corpus(corpus)
+    if heldout is None:
+        documents, judged_on = split_heldout(documents)
+    else:
+        judged_on = read_corpus(heldout)
+    tokenizer = train_tokenizer(documents, vocab_size) if vocab is None else load_tokenizer(vocab)
+    return tokenize(documents, tokenizer), tokenize(judged_on, tokenizer)
 
 
 def max_predictions(sequence_length: int) -> int:

@@ -1,7 +1,8 @@
-"""Pre-trains BERT with dense Adam and with 1-bit Adam, and compares them.
+"""Pre-trains BERT with optimizers of `train.optimizers`, and compares them.
 
     python -m train.bert.pretrain                              # the main job, in runs/bert-tiny
     python -m train.bert.pretrain --size mini --corpus TEXTS --vocab-size 8192 --steps 2000
+    python -m train.bert.pretrain --optimizer adam signum --learning-rate 3e-4
     python -m train.bert.pretrain --help
 
 The same command again goes on where it stopped. Of several processes, each runs the command with a
@@ -33,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
         config = tyro.cli(Config, args=arguments, prog="python -m train.bert.pretrain")
-        task, tokenizer = _prepare(config)
+        task = _prepare(config)
         check_folder(config)
         if jax.process_index() == 0:
             write_config(config)
-            tokenizer.save_vocab(config.folder)
+            task.corpus.tokenizer.save_vocab(config.folder)
         multihost_utils.sync_global_devices("the output folder is there")
         with StopRequest() as stop:
             for name in config.optimizer:
@@ -59,22 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prepare(config: Config) -> tuple[Task, data.WordPieceTokenizer]:
+def _prepare(config: Config) -> Task:
     """Everything that can be wrong with the input is found out here; nothing is written."""
     config.check()
     for name in config.optimizer:
         make_optimizer(name, config)
     mesh = _make_mesh(config)
-    documents = data.read_corpus(config.corpus)
-    if config.heldout is None:
-        documents, heldout = data.split_heldout(documents)
-    else:
-        heldout = data.read_corpus(config.heldout)
-    if config.vocab is None:
-        tokenizer = data.train_tokenizer(documents, config.vocab_size)
-    else:
-        tokenizer = data.load_tokenizer(config.vocab)
-    corpora = [data.tokenize(texts, tokenizer) for texts in (documents, heldout)]
+    corpora = data.load(
+        config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
+    )
     for part, corpus in zip(("training", "held-out"), corpora, strict=True):
         try:
             data.batches(
@@ -82,8 +76,8 @@ def _prepare(config: Config) -> tuple[Task, data.WordPieceTokenizer]:
             )
         except ValueError as error:
             raise ValueError(f"{part} text: {error}") from error
-    model = BertConfig.of_size(config.size, tokenizer.vocab_size, config.dropout)
-    return Task(mesh, model, *corpora), tokenizer
+    model = BertConfig.of_size(config.size, corpora[0].tokenizer.vocab_size, config.dropout)
+    return Task(mesh, model, *corpora)
 
 
 def _make_mesh(config: Config) -> Mesh:

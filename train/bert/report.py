@@ -11,22 +11,16 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from train.bert.config import Optimizer
-from train.bert.metrics import Phase
+from train.comparison import COLOURS
+from train.optimizers import OPTIMIZERS
 
-_LABELS = {"adam": "Adam", "onebit_adam": "1-bit Adam"}
-# Blue and vermilion of Okabe and Ito's palette: told apart by every kind of colour vision.
-_COLOURS = {"adam": "#0072B2", "onebit_adam": "#D55E00"}
-# The curves are one until warm-up ends: the first stays visible below the second.
-_WIDTHS = {"adam": 3.5, "onebit_adam": 1.5}
 _SMOOTHED_FRACTION = 1 / 40
-_PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 class Run(NamedTuple):
@@ -36,11 +30,16 @@ class Run(NamedTuple):
     result: dict[str, Any]
     rows: list[dict[str, Any]]
 
+    @property
+    def label(self) -> str:
+        """The optimizer's name for readers."""
+        return OPTIMIZERS[self.name].label
+
     def column(self, key: str) -> np.ndarray:
         """One of the metrics at every logged step: float64, NaN where it was not finite."""
         return np.array([row[key] for row in self.rows], dtype=np.float64)
 
-    def seconds_a_step(self, phase: Phase) -> float:
+    def seconds_a_step(self, phase: str) -> float:
         """Median over the steps of a phase, so that compiling and pauses do not count."""
         inside = np.array([row["phase"] == phase for row in self.rows])
         pairs = inside[1:] & inside[:-1]
@@ -57,7 +56,7 @@ def write_report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
     Raises:
         ValueError: no training in `folder` has finished.
     """
-    runs = [_read_run(folder / name) for name in get_args(Optimizer) if (folder / name).is_dir()]
+    runs = [_read_run(folder / name) for name in OPTIMIZERS if (folder / name).is_dir()]
     runs = [run for run in runs if run is not None]
     if not runs:
         raise ValueError(f"{folder} holds no finished training; run python -m train.bert.pretrain")
@@ -78,6 +77,7 @@ def _read_run(folder: pathlib.Path) -> Run | None:
 
 
 def _text(runs: list[Run], config: dict[str, Any]) -> str:
+    phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
     table: dict[str, Callable[[Run], str]] = {
         "held-out MLM loss, nats a masked token": lambda run: _beside_first(
             run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
@@ -92,14 +92,14 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
             f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
                 run, phase
             )
-            for phase in _PHASES
+            for phase in phases
         },
         "MB a worker sent in all": lambda run: _total_cell(run),
         **{
             f"seconds a step, {phase} (median)": lambda run, phase=phase: (
                 f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
             )
-            for phase in _PHASES
+            for phase in phases
         },
     }
     lines = [
@@ -111,7 +111,7 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
         f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
         f"{runs[0].result['heldout_masked_tokens']:,} masked tokens.",
         "",
-        "| | " + " | ".join(_LABELS[run.name] for run in runs) + " |",
+        "| | " + " | ".join(run.label for run in runs) + " |",
         "|---" * (len(runs) + 1) + "|",
         *(
             f"| {title} | " + " | ".join(cell(run) for run in runs) + " |"
@@ -119,7 +119,7 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
         ),
     ]
     for run in runs:
-        lines += ["", f"What a step with {_LABELS[run.name]} sends, read from its programs:", ""]
+        lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
         lines += [f"    {line}" for line in run.result["wire"].splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -130,7 +130,7 @@ def _beside_first(value: float, first: float) -> str:
 
 def _warmup_end(run: Run, config: dict[str, Any]) -> str:
     frozen_at = run.result["frozen_at"]
-    if run.name == "adam":
+    if not OPTIMIZERS[run.name].warms_up:
         return "-"
     if frozen_at < 0:
         return "not yet"
@@ -141,19 +141,21 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
     return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
 
 
-def _bytes_cell(run: Run, phase: Phase) -> str:
+def _bytes_cell(run: Run, phase: str) -> str:
     sent = run.result["bytes_a_step"]
     if phase not in sent:
         return "-"
     cell = f"{sent[phase] / 1e6:.4g}"
-    return cell if phase == "dense" else f"{cell} (1/{sent['dense'] / sent[phase]:.1f} of dense)"
+    if phase == "dense" or "dense" not in sent:
+        return cell
+    return f"{cell} (1/{sent['dense'] / sent[phase]:.1f} of dense)"
 
 
 def _total_cell(run: Run) -> str:
     sent, result = run.result["bytes_sent"], run.result
-    dense = result["bytes_a_step"]["dense"] * result["steps"]
+    dense = result["bytes_a_step"].get("dense", 0) * result["steps"]
     cell = f"{sent / 1e6:,.0f}"
-    return cell if sent == dense else f"{cell} ({sent / dense:.1%} of dense)"
+    return cell if dense in (0, sent) else f"{cell} ({sent / dense:.1%} of dense)"
 
 
 def _window(run: Run) -> int:
@@ -164,18 +166,20 @@ def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
     figure, (by_step, by_bytes) = plt.subplots(
         1, 2, figsize=(11, 4.4), sharey=True, layout="constrained"
     )
-    for run in runs:
+    for index, run in enumerate(runs):
         window = _window(run)
         loss = np.convolve(run.column("loss"), np.full(window, 1 / window), mode="valid")
         centres = slice((window - 1) // 2, (window - 1) // 2 + len(loss))
-        colour = _COLOURS[run.name]
+        colour = COLOURS[index % len(COLOURS)]
+        # Curves are one until a warm-up ends: the first stays visible below the others.
+        width = 1.5 if index else 3.5
         heldout = run.result["heldout_mlm_loss"]
-        label = f"{_LABELS[run.name]} (held-out MLM loss {heldout:.3f})"
+        label = f"{run.label} (held-out MLM loss {heldout:.3f})"
         frozen_at = run.result["frozen_at"]
         for axes, key, scale in ((by_step, "step", 1), (by_bytes, "bytes_sent", 1e-6)):
             x = run.column(key) * scale
             axes.plot(x, run.column("loss"), color=colour, alpha=0.15, linewidth=0.8)
-            axes.plot(x[centres], loss, color=colour, linewidth=_WIDTHS[run.name], label=label)
+            axes.plot(x[centres], loss, color=colour, linewidth=width, label=label)
             if frozen_at >= 0:
                 end = np.searchsorted(run.column("step"), frozen_at)
                 axes.axvline(
@@ -184,7 +188,7 @@ def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
                     linestyle="--",
                     linewidth=1,
                     zorder=1,
-                    label=f"{_LABELS[run.name]}: warm-up ends, step {frozen_at:,}",
+                    label=f"{run.label}: warm-up ends, step {frozen_at:,}",
                 )
     by_step.set(xlabel="step", ylabel="training loss, MLM + NSP (nats)")
     by_step.legend(frameon=False, fontsize=9)

@@ -2,8 +2,8 @@
 
 import functools
 import json
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +15,13 @@ import onebit_jax
 from onebit_jax import wire
 from train.bert import data
 from train.bert.checkpoint import Checkpoints, abstract
-from train.bert.config import Config, Optimizer
-from train.bert.metrics import MetricsLog, Phase, phase_of
-from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
+from train.bert.config import Config
+from train.bert.metrics import MetricsLog
+from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
 from train.bert.stop import Stopped, StopRequest
+from train.optimizers import OPTIMIZERS, Setting
 
 AXIS = "data"
-_STATIC: dict[Phase, Literal["warmup", "compression"]] = {
-    "dense": "warmup",
-    "compressed": "compression",
-}
 
 
 class Task(NamedTuple):
@@ -36,29 +33,29 @@ class Task(NamedTuple):
     heldout: data.TokenizedCorpus
 
 
-def make_optimizer(name: Optimizer, config: Config) -> optax.GradientTransformation:
-    """The optimizer that `name` stands for; until 1-bit Adam compresses, both are AdamW.
+def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
+    """The optimizer that `name` stands for.
 
     Raises:
         ValueError: a hyperparameter is out of range.
     """
-    adamw = {
-        "learning_rate": config.learning_rate_schedule(),
-        "b1": config.b1,
-        "b2": config.b2,
-        "eps": config.eps,
-        "weight_decay": config.weight_decay,
-        "mask": decay_mask,
-    }
-    if name == "adam":
-        return optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(**adamw))
     warmup = config.warmup
     if warmup == "auto":
         warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup)
-    return onebit_jax.onebit_adam(**adamw, warmup=warmup, axis_name=AXIS, bias_correction=True)
+    setting = Setting(
+        learning_rate=config.learning_rate_schedule(),
+        axis_name=AXIS,
+        warmup=warmup,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
+    return OPTIMIZERS[name].make(setting)
 
 
-def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> None:
+def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     """Trains to the last step, unless that was done before, and writes `result.json`.
 
     Raises:
@@ -71,7 +68,7 @@ def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> Non
     if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
         return
 
-    optimizer = make_optimizer(name, config)
+    optimizer, static = make_optimizer(name, config), OPTIMIZERS[name].static
     init = jax.jit(
         functools.partial(init_params, task.model, config.seed),
         out_shardings=NamedSharding(task.mesh, P()),
@@ -96,11 +93,11 @@ def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> Non
     shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
 
     @functools.cache
-    def collectives(phase: Phase) -> list[wire.Collective]:
-        compiled = train_step.lower(*shapes, phase=_STATIC[phase]).compile()
+    def collectives(phase: str) -> list[wire.Collective]:
+        compiled = train_step.lower(*shapes, phase=static[phase]).compile()
         return wire.collectives(compiled, task.mesh)
 
-    def bytes_sent(phase: Phase) -> int:
+    def bytes_sent(phase: str) -> int:
         return wire.bytes_sent(collectives(phase))
 
     with Checkpoints(folder / "checkpoints") as checkpoints:
@@ -112,10 +109,12 @@ def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> Non
             )
         with MetricsLog(name, config, progress, bytes_sent) as log:
             for step in range(progress.step, config.steps):
-                phase = _static_phase(name, config, step, log.progress.frozen_at)
+                phase = _known_phase(name, config, step, log.progress.frozen_at)
                 batch = _to_mesh(next(batches), task.mesh)
-                params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
-                log.dispatched(step, metrics)
+                params, opt_state, metrics = train_step(
+                    params, opt_state, batch, phase=static[phase] if phase else None
+                )
+                log.dispatched(step, phase, metrics)
                 done = step + 1
                 stopping = stop.requested(step)
                 if stopping or done == config.steps or done % config.checkpoint_every == 0:
@@ -125,11 +124,14 @@ def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> Non
                 if stopping:
                     raise Stopped(name, done)
 
-    phases: list[Phase] = ["dense"]
-    if phase_of(config.steps - 1, progress.frozen_at) == "compressed":
-        phases.append("compressed")
+    warmup = config.warmup
+    if warmup == "auto":
+        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
+    phase_of = OPTIMIZERS[name].phase_of
+    phases = list(dict.fromkeys(phase_of(step, warmup) for step in range(config.steps)))
+    loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
-        **evaluate(params, config, task),
+        **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "frozen_at": progress.frozen_at,
         "seconds": progress.seconds,
@@ -141,41 +143,47 @@ def train(name: Optimizer, config: Config, task: Task, stop: StopRequest) -> Non
         result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def evaluate(params: Any, config: Config, task: Task) -> dict[str, float]:
-    """Mean held-out losses, without dropout: of a masked token, and of a next-sentence label."""
-    loss_fn = jax.jit(pretraining_loss(task.model, train=False))
-    mlm_loss, nsp_loss, masked, batches = 0.0, 0.0, 0.0, 0
-    for batch in _heldout_batches(config, task):
+def heldout_losses(
+    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
+    params: Any,
+    batches: Iterable[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Mean held-out losses: of a masked token, and of a next-sentence label.
+
+    Args:
+        loss_fn: from `pretraining_loss`, without dropout, jitted.
+        params: the model's parameters.
+        batches: from `data.evaluation_batches`.
+    """
+    mlm_loss, nsp_loss, masked, count = 0.0, 0.0, 0.0, 0
+    for batch in batches:
         _, losses = loss_fn(params, batch)
         weight = float(batch["masked_weights"].sum())
         mlm_loss += weight * float(losses["mlm_loss"])
         nsp_loss += float(losses["nsp_loss"])
         masked += weight
-        batches += 1
+        count += 1
     return {
         "heldout_mlm_loss": mlm_loss / masked,
-        "heldout_nsp_loss": nsp_loss / batches,
+        "heldout_nsp_loss": nsp_loss / count,
         "heldout_masked_tokens": int(masked),
     }
 
 
-def _static_phase(
-    name: Optimizer, config: Config, step: int, frozen_at: int
-) -> Literal["warmup", "compression"] | None:
+def _known_phase(name: str, config: Config, step: int, frozen_at: int) -> str | None:
     """The phase of step `step` where the host knows it, None where the device must decide.
 
     Two programs may round differently, so which one runs must not depend on when metrics arrived
     or where a run was resumed.
     """
-    if name == "adam":
-        return _STATIC["dense"]
+    optimizer = OPTIMIZERS[name]
     if config.warmup != "auto":
-        return _STATIC[phase_of(step, config.warmup)]
-    if step < config.schedule_warmup:
-        return _STATIC["dense"]
+        return optimizer.phase_of(step, config.warmup)
+    if not optimizer.warms_up or step < config.schedule_warmup:
+        return optimizer.phase_of(step, config.schedule_warmup)
     # The log is one step behind: that v froze is sure to be known one step after the first
     # compressed step.
-    return _STATIC["compressed"] if 0 <= frozen_at < step else None
+    return "compressed" if 0 <= frozen_at < step else None
 
 
 def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -1,0 +1,187 @@
+"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax import validation
+from onebit_jax.collectives import majority
+from onebit_jax.collectives.layout import block_layout
+from onebit_jax.per_worker import PerWorker
+
+Aggregation = Literal["majority", "mean"]
+
+
+class ScaleByDistributedLionState(NamedTuple):
+    """State of Distributed Lion: half of Adam's, four bytes a parameter.
+
+    What stands inside a :class:`~onebit_jax.PerWorker` is each worker's own; the count is equal on
+    all workers.
+
+    Attributes:
+      count: number of updates made; int32 ``[]``.
+      momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
+    """
+
+    count: jax.Array
+    momentum: PerWorker
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log: ``phase`` is 1, since every update is compressed."""
+        return {"phase": jnp.int32(1)}
+
+
+def scale_by_distributed_lion(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    *,
+    axis_name: str,
+    aggregation: Aggregation = "majority",
+) -> optax.GradientTransformation:
+    """Makes updates of signs by Distributed Lion; :func:`distributed_lion` adds the rest.
+
+    Args:
+      b1: weight of the momentum in the vote, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      axis_name: the axis that the workers run along.
+      aggregation: what becomes of the votes; see :func:`distributed_lion`.
+
+    Returns:
+      A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
+
+    Raises:
+      ValueError: as :func:`distributed_lion`.
+    """
+    validation.check_decay("b1", b1)
+    validation.check_decay("b2", b2)
+    if aggregation not in ("majority", "mean"):
+        raise ValueError(f"aggregation={aggregation!r} must be 'majority' or 'mean'.")
+    aggregate = majority.majority if aggregation == "majority" else majority.mean_sign
+
+    def init_fn(params: optax.Params) -> ScaleByDistributedLionState:
+        validation.check_parameters(params)
+        validation.bound_axis_size(axis_name)
+        momentum = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
+        return ScaleByDistributedLionState(jnp.zeros([], jnp.int32), PerWorker(momentum))
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByDistributedLionState]:
+        del params
+        state = cast(ScaleByDistributedLionState, state)
+        m_before = jax.tree.map(lambda m: m[0], state.momentum.value)
+        validation.check_same_tree(updates, m_before)
+
+        def interpolate(b: jax.typing.ArrayLike) -> Any:
+            return jax.tree.map(
+                lambda m, g: jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32),
+                m_before,
+                updates,
+            )
+
+        grads, tree = jax.tree.flatten(updates)
+        blocks = block_layout([g.shape for g in grads], validation.bound_axis_size(axis_name))
+        votes = aggregate(
+            jax.tree.leaves(interpolate(b1)), blocks, turn=state.count, axis_name=axis_name
+        )
+        u = [vote.astype(g.dtype) for vote, g in zip(votes, grads, strict=True)]
+        momentum = PerWorker(jax.tree.map(lambda m: m[None], interpolate(b2)))
+        return tree.unflatten(u), ScaleByDistributedLionState(state.count + 1, momentum)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def distributed_lion(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    axis_name: str,
+    aggregation: Aggregation = "majority",
+) -> optax.GradientTransformation:
+    r"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of.
+
+    Every worker :math:`i` keeps a momentum of its own gradients, and votes with the sign of a mean
+    of it and the new gradient:
+
+    .. math::
+
+        \begin{align*}
+          \delta_i &= \mathrm{sgn}(\beta_1 m_i + (1-\beta_1) g_i), \quad
+            m_i \leftarrow \beta_2 m_i + (1-\beta_2) g_i \\
+          u &= \mathrm{sgn} \textstyle\sum_i \delta_i \quad \text{(majority)} \quad\text{or}\quad
+            u = \tfrac1n \textstyle\sum_i \delta_i \quad \text{(mean)} \\
+          p &\leftarrow p - \alpha_t \, (u + \lambda p)
+        \end{align*}
+
+    When to choose it: where Lion is what you would train with anyway, or where the state's memory
+    counts, since it needs half of Adam's; it has no warm-up. As for Lion the learning rate is a
+    third to a tenth of Adam's and the weight decay as many times larger, and since every parameter
+    moves by about the learning rate in each step it must fall to near 0. There is no error
+    feedback: where the loss that Adam reaches is the aim take :func:`onebit_jax.onebit_adam`.
+
+    ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
+    ``axis_name`` bound, on each worker's own gradients, as those of
+    :func:`onebit_jax.onebit_adam`. A worker whose gradient is NaN votes -1 from then on.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      b1: weight of the momentum in the vote, in [0, 1).
+      b2: decay of the momentum, in [0, 1).
+      weight_decay: decoupled weight decay, multiplied with the learning rate as in
+        :func:`optax.lion`.
+      mask: which tensors are decayed, as in :func:`optax.lion`. All by default.
+      axis_name: the axis that the workers run along.
+      aggregation: ``"majority"`` sends one bit a parameter back, ``"mean"`` the number of votes,
+        ``bit_length(n)`` bits, and keeps how much the workers agree: smaller steps where they do
+        not.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
+      gradients; momentum and arithmetic are float32.
+
+    Raises:
+      ValueError: for a hyperparameter outside its range, before anything is compiled; from
+        ``init`` for parameters that are not real floating-point arrays or an axis that is not
+        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+
+    Example:
+      Four workers, simulated on one device:
+
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> rate = optax.linear_schedule(0.1, 0.0, 100)
+      >>> tx = onebit_jax.distributed_lion(rate, axis_name="workers", aggregation="mean")
+      >>> def step(params, state, target):
+      ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> state = jax.vmap(tx.init, axis_name="workers")(params)
+      >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
+      >>> for _ in range(100):
+      ...     params, state = step(params, state, jnp.array([0.9, 1.0, 1.0, 1.1]))
+      >>> bool(jnp.allclose(params, 1.0, atol=0.05))
+      True
+
+    References:
+      Liu et al., `Communication Efficient Distributed Training with Distributed Lion
+      <https://arxiv.org/abs/2404.00438>`_, NeurIPS 2024, Algorithm 1.
+
+    Differences from the paper:
+      **Zeros and ties take turns, which is not the published behaviour**, as for
+      :func:`onebit_jax.signum`: a zero counts as +1 on the even workers and as -1 on the odd ones,
+      the other way round in every second update, and a tied majority gives +1 and -1 in turn. A
+      parameter that never had a gradient goes one learning rate there and one back; with ``"mean"``
+      ``1/n`` of that, and with an even number of workers it rests.
+    """
+    validation.check_learning_rate(learning_rate)
+    return optax.chain(
+        scale_by_distributed_lion(b1, b2, axis_name=axis_name, aggregation=aggregation),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,223 @@
+"""The comparison of optimizers: its sweep, a whole small run, going on with it, and bad input."""
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from train import compare
+from train.bert import model
+from train.optimizers import OPTIMIZERS
+
+STEPS, WARMUP, WORKERS = 8, 3, 2
+RUN = (
+    f"--workers {WORKERS} --batch-size 4 --sequence-length 16 --vocab-size 300 --steps {STEPS} "
+    f"--warmup {WARMUP} --schedule-warmup 2 --eval-batches 2 --learning-rates 1e-3 4e-3 1e-2"
+).split()
+NAMES = ("adam", "onebit_adam", "signum")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the smallest there is."""
+    assert jax.device_count() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "tiny", (1, 16, 2, 32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A comparison of three optimizers: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
+        assert compare.main([*RUN, "--optimizers", *NAMES, "--out", str(out)]) == 0
+    return out, "\n".join(map(str, printed))
+
+
+def figures(out):
+    record = json.loads((out / "comparison.json").read_text())
+    return dict(zip(record["options"]["optimizers"], record["figures"], strict=True))
+
+
+def shapes():
+    config = model.BertConfig.of_size("tiny", 300)
+    return jax.eval_shape(lambda: model.init_params(config, 0))
+
+
+def parameters():
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes()))
+
+
+# The sweep.
+
+
+def quadratic(rate):
+    return math.log2(rate) ** 2
+
+
+def test_a_sweep_tries_what_it_is_told():
+    assert compare.sweep([2.0, 0.5, 1.0], 0, quadratic) == {0.5: 1.0, 1.0: 0.0, 2.0: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("first", "tried"),
+    [
+        ([4, 8, 16], [0.5, 1, 2, 4, 8, 16]),
+        ([0.125, 0.25], [0.125, 0.25, 0.5, 1, 2]),
+        ([0.5, 1, 2], [0.5, 1, 2]),
+        ([64, 128], [8, 16, 32, 64, 128]),  # three more and no end in sight
+    ],
+)
+def test_a_sweep_widens_while_the_best_is_at_an_end(first, tried):
+    assert list(compare.sweep(first, 3, quadratic)) == tried
+
+
+def test_trainings_that_diverge_are_never_the_best():
+    losses = {1.0: 3.0, 2.0: None, 4.0: None}
+    tried = compare.sweep(list(losses), 0, losses.__getitem__)
+    assert tried == {1.0: 3.0, 2.0: math.inf, 4.0: math.inf}
+
+
+# A whole run.
+
+
+def test_all_begin_alike_and_the_best_is_taken(finished):
+    out, _ = finished
+    compared = figures(out)
+    assert list(compared) == list(NAMES)
+    for name, figure in compared.items():
+        assert figure["label"] == OPTIMIZERS[name].label
+        assert figure["losses"][0] == pytest.approx(compared["adam"]["losses"][0], rel=1e-5)
+        assert len(figure["losses"]) == len(figure["sent"]) == STEPS
+        assert figure["losses"][-1] < figure["losses"][0]
+        assert [float(rate) for rate in figure["tried"]] == [1e-3, 4e-3, 1e-2]
+        assert figure["heldout"] == min(figure["tried"].values())
+        assert figure["tried"][str(figure["learning_rate"])] == figure["heldout"]
+    # Until 1-bit Adam compresses it is Adam; 1-bit Adam's best may be another learning rate.
+    of = [
+        json.loads((out / "trainings" / f"{name}-0.001.json").read_text())["losses"]
+        for name in ("adam", "onebit_adam")
+    ]
+    np.testing.assert_allclose(of[0][: WARMUP + 1], of[1][: WARMUP + 1], rtol=1e-5)
+    assert of[0][-1] != of[1][-1]
+
+
+def test_bytes_rounds_and_state_are_those_of_the_programs(finished):
+    compared, size = figures(finished[0]), parameters()
+    dense = compared["adam"]["bytes_a_step"]["dense"]
+    # Two workers: each sends half of every array twice.
+    assert dense == 4 * size
+    assert compared["adam"]["sent"] == [dense * (t + 1) for t in range(STEPS)]
+    compressed = compared["onebit_adam"]["bytes_a_step"]["compressed"]
+    scales = 4 * len(jax.tree.leaves(shapes()))
+    assert size / 8 + scales < compressed < size / 8 + scales + 2 * 128
+    np.testing.assert_array_equal(
+        np.diff([0, *compared["onebit_adam"]["sent"]]),
+        [dense] * WARMUP + [compressed] * (STEPS - WARMUP),
+    )
+    assert compared["signum"]["sent"][-1] < STEPS * compressed
+    assert {figure["rounds"] for figure in compared.values()} == {STEPS}
+    assert compared["adam"]["state_bytes"] == pytest.approx(8, rel=0.01)
+    assert compared["signum"]["state_bytes"] == pytest.approx(4, rel=0.01)
+    # A small model: its scales, padding and record of norms are not small beside it.
+    assert 8.3 + 4 / WORKERS < compared["onebit_adam"]["state_bytes"] < 11.5
+    assert all(seconds > 0 for f in compared.values() for seconds in f["seconds"].values())
+
+
+def test_table_and_picture(finished):
+    out, printed = finished
+    assert printed.splitlines()[-1] == str(out / "comparison.png")
+    assert (out / "comparison.png").stat().st_size > 10_000
+    text = (out / "comparison.md").read_text()
+    assert text in printed
+    adam, signum = (figures(out)[name] for name in ("adam", "signum"))
+    [row] = re.findall(r"^\| Signum .*$", text, re.MULTILINE)
+    assert f"{signum['heldout']:.4f} ({signum['heldout'] / adam['heldout'] - 1:+.1%})" in row
+    assert f"{signum['learning_rate']:g}" in row
+    assert f"{parameters():,} parameters; 2 workers, a device each" in text
+
+
+def test_going_on_makes_only_what_is_missing(finished, capsys):
+    out, _ = finished
+    trainings = out / "trainings"
+    before = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
+    more = [*RUN, "--optimizers", "adam", "distributed_lion", "--out", str(out)]
+    more[more.index("--learning-rates") + 1 : more.index("--optimizers")] = ["0.01", "0.1"]
+    assert compare.main(more) == 0
+    made = [line for line in capsys.readouterr().out.splitlines() if " in " in line]
+    assert [line.split(":")[0] for line in made] == [
+        "adam, learning rate 0.1",
+        "distributed_lion, learning rate 0.01",
+        "distributed_lion, learning rate 0.1",
+    ]
+    after = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
+    assert before.items() < after.items()
+    assert list(figures(out)) == ["adam", "distributed_lion"]
+
+
+def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
+    options = [*RUN, "--no-devices", "--optimizers", "signum", "--learning-rates", "1e-3"]
+    assert compare.main([*options, "--out", str(tmp_path / "run")]) == 0
+    real, ours = (
+        json.loads((out / "trainings" / "signum-0.001.json").read_text())
+        for out in (tmp_path / "run", finished[0])
+    )
+    np.testing.assert_allclose(real["losses"], ours["losses"], rtol=1e-4)
+    assert real["heldout"] == pytest.approx(ours["heldout"], rel=1e-4)
+    assert real["state_bytes"] == ours["state_bytes"]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--optimizers adam adam", "expected one or more, each once, of adam, lamb,"),
+        ("--optimizers sgd", "--optimizers ('sgd',): expected one or more, each once, of adam"),
+        ("--learning-rates 0", "--learning-rates (0.0,): expected finite numbers above 0"),
+        ("--learning-rates nan", "--learning-rates (nan,): expected finite numbers above 0"),
+        ("--sweep 0", "--sweep 0: expected a whole number of at least 1"),
+        ("--widen -1", "--widen -1: expected 0 or more"),
+        ("--size huge", "--size huge: expected one of tiny, mini"),
+        ("--batch-size 5", "--batch-size 5: expected a multiple of --workers 2"),
+        ("--workers 9 --batch-size 9", "--workers 9: there are 8 devices (cpu)"),
+        ("--warmup 0", "--warmup 0: expected a whole number of at least 1"),
+        ("--schedule-warmup 8", "--schedule-warmup 8: expected 0 or more, and fewer than"),
+        ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
+        ("--sequence-length 3", "sequence_length is 3"),
+        ("--weight-decay nan", "--weight-decay nan: expected"),
+        ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
+        ("--dropout 1", "--dropout 1.0: expected"),
+        ("--seed -1", "--seed -1: expected"),
+        ("--corpus NOWHERE", "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = options.replace("NOWHERE", str(tmp_path / "nowhere"))
+    assert compare.main([*RUN, *options.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()
+
+
+def test_folder_of_another_comparison(finished, capsys):
+    out, _ = finished
+    assert compare.main([*RUN, "--seed", "1", "--out", str(out)]) == 2
+    assert "holds trainings with --seed 0, these have 1; give the same" in capsys.readouterr().err
+
+
+def test_folder_of_something_else(tmp_path, capsys):
+    (tmp_path / "thesis.txt").touch()
+    assert compare.main([*RUN, "--out", str(tmp_path)]) == 2
+    assert "exists and is no comparison" in capsys.readouterr().err
