@@ -3,6 +3,12 @@
 from onebit_jax import plan, wire
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.training import TrainStep, init, state_specs, train_step
+from onebit_jax.transforms.birder import (
+    ScaleByBirderState,
+    binsgdm,
+    birder,
+    scale_by_birder,
+)
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.onebit_adam import (
     ScaleByOnebitAdamState,
@@ -13,13 +19,17 @@ from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 
 __all__ = [
     "PerWorker",
+    "ScaleByBirderState",
     "ScaleByOnebitAdamState",
     "TrainStep",
     "VarianceStable",
+    "binsgdm",
+    "birder",
     "init",
     "mean_gradients",
     "onebit_adam",
     "plan",
+    "scale_by_birder",
     "scale_by_onebit_adam",
     "state_specs",
     "train_step",
