@@ -16,8 +16,8 @@ which is drawn without chance, and all workers receive 1 if any has sent it.
 
 Transports:
   ``"bits"``: an ``all_to_all`` of signs, the draw of each chunk's server, and an ``all_gather`` of
-  what it drew: as :mod:`~onebit_jax.collectives.ec1`, without scales and residuals. Not requantized,
-  the servers send their counts, in the fields of :mod:`~onebit_jax.collectives.votes`.
+  what it drew: as :mod:`~onebit_jax.collectives.ec1`, without scales and residuals. Not
+  requantized, the servers send their counts, in fields of :mod:`~onebit_jax.collectives.votes`.
 
   ``"votes"``: a ``psum`` of counts. The second :math:`Q` is then drawn everywhere from one shared
   key. It is the one that the servers would draw: both transports give the same results, bit for
@@ -185,8 +185,8 @@ def all_reduce(
       axis_name: the axis the workers run along.
       transport: ``"bits"`` or ``"votes"``.
       requantize: whether the mean is binarised once more.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        :data:`~onebit_jax.collectives.layout.ROW_MULTIPLE`; None for all in one.
+      bucket_bytes: the most that one collective of ``"bits"`` carries from a worker to another, a
+        multiple of :data:`~onebit_jax.collectives.layout.ROW_MULTIPLE`; None for all in one.
 
     Returns:
       What came back, bit for bit the same on all workers.
@@ -203,13 +203,11 @@ def all_reduce(
         for z, block, first in zip(values, blocks, firsts, strict=False)
     ]
 
-    def requantized(
-        counts: jax.Array, alive: jax.Array, uniform: jax.Array
-    ) -> jax.Array:
+    def requantized(counts: jax.Array, alive: jax.Array, uniform: jax.Array) -> jax.Array:
         return jnp.where(alive, binarize(_mean(counts, workers), uniform), counts > 0)
 
     if transport == "votes":
-        counts = votes.all_reduce(signs, blocks, axis_name=axis_name, bucket_bytes=bucket_bytes)
+        counts = votes.all_reduce(signs, blocks, axis_name=axis_name)
         if requantize:
             drawn = [
                 requantized(c, alive, uniforms(server_key, block, first))

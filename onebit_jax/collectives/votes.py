@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, join_sections, split_rows, split_sections
+from onebit_jax.collectives.layout import Block, join_sections, split_sections
 
 MAX_WORKERS = 255
 
@@ -90,7 +90,6 @@ def all_reduce(
     blocks: Sequence[Block],
     *,
     axis_name: str,
-    bucket_bytes: int | None = None,
 ) -> list[jax.Array]:
     """Counts the workers' votes, element by element, in one sum of uint8.
 
@@ -101,8 +100,6 @@ def all_reduce(
       votes: each worker's own, for each block bool ``[n, 8, *plane]``.
       blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
       axis_name: the axis the workers run along.
-      bucket_bytes: one sum adds ``n`` times as many bytes, of which a ring carries this many from
-        a worker to the next at once; None for all in one.
 
     Returns:
       For each block the counts, uint8 ``[n, 8, *plane]``, the same on all workers.
@@ -113,8 +110,7 @@ def all_reduce(
     workers = lax.axis_size(axis_name)
     bits = field_bits(workers)
     rows = join_sections([pack_fields(x, bits, axis=1) for x in votes], (workers,))
-    buckets = [lax.psum(bucket, axis_name) for bucket in split_rows(rows, bucket_bytes)]
-    sections = split_sections(
-        jnp.concatenate(buckets, -1), [(bits, *block.plane) for block in blocks]
-    )
+    # Buckets are not to be had here: XLA joins the sums into one again.
+    sums = lax.psum(rows, axis_name)
+    sections = split_sections(sums, [(bits, *block.plane) for block in blocks])
     return [unpack_fields(section, bits, axis=1) for section in sections]

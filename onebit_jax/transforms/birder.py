@@ -95,6 +95,11 @@ def scale_by_birder(
     validation.check_flag("requantize", requantize)
     validation.check_flag("amsgrad", amsgrad)
     validation.check_bucket_bytes(bucket_bytes)
+    if transport == "votes" and bucket_bytes is not None:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes} must be None for transport='votes': XLA joins sums into "
+            f"one. Leave it out, or take transport='bits'."
+        )
     b = _float32(b)
 
     def layout(shapes: list[tuple[int, ...]]) -> list[Block]:
@@ -106,14 +111,14 @@ def scale_by_birder(
     def init_fn(params: optax.Params) -> ScaleByBirderState:
         validation.check_parameters(params)
         layout([p.shape for p in jax.tree.leaves(params)])
-        key = jax.random.key(seed) if isinstance(seed, int) else seed
+        is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
 
         def zeros() -> PerWorker:
             return PerWorker(jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params))
 
         return ScaleByBirderState(
             count=jnp.zeros([], jnp.int32),
-            key=jax.random.bits(key, (2,), jnp.uint32),
+            key=jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32),
             m=zeros(),
             a=zeros(),
         )
@@ -188,11 +193,16 @@ def scale_by_birder(
         def least(block: Block, bits: jax.Array) -> jax.Array:
             return jnp.where(block.tensor(unpack_bits(bits, axis=1))[None], _LEAST_A, 0.0)
 
-        # Sums of the same products, so that |m| <= a however they are rounded.
-        m = [b * x + (1 - b) * y for x, y in zip(old_m, g, strict=True)]
+        # One product in each sum, that with the old average, is all that a compiler can round
+        # together with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
+        shares = [jnp.abs((1 - b) * y) for y in g]
+        m = [
+            b * x + jnp.where(y < 0, -share, share)
+            for x, y, share in zip(old_m, g, shares, strict=True)
+        ]
         a = [
-            jnp.maximum(b * x + (1 - b) * jnp.abs(y), least(block, bits))
-            for block, bits, x, y in zip(blocks, live, old_a, g, strict=True)
+            jnp.maximum(b * x + share, least(block, bits))
+            for block, bits, x, share in zip(blocks, live, old_a, shares, strict=True)
         ]
         if amsgrad:
             a = [jnp.maximum(x, y) for x, y in zip(old_a, a, strict=True)]
@@ -296,7 +306,7 @@ def birder(
       amsgrad: whether :math:`a_i` never falls: the larger one of the old and the new is kept, which
         the paper's theory asks for.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None, the default, for all in one. See :func:`onebit_jax.onebit_adam`.
+        128; None, the default, for all in one. For "bits" only. See :func:`onebit_jax.onebit_adam`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
