@@ -49,7 +49,7 @@ class ScaleByBirderState(NamedTuple):
           signs are those of the gradients, near 0 they are coins, and nothing but a smaller
           learning rate will help.
         """
-        total, live, certainty = 0, jnp.int32(0), jnp.float32(0)
+        total, live, certainty = 0, jnp.float32(0), jnp.float32(0)
         for m, a in zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True):
             total += a.size
             live += jnp.sum(a != 0, dtype=jnp.int32)
@@ -59,6 +59,26 @@ class ScaleByBirderState(NamedTuple):
             "live": live / max(total, 1),
             "certainty": certainty / jnp.maximum(live, 1),
         }
+
+
+def _least(block: Block, live: jax.Array) -> jax.Array:
+    """The least that a may be, where ``live`` (packed) and elsewhere; ``[1, *shape]``."""
+    return jnp.where(block.tensor(unpack_bits(live, axis=1))[None], _LEAST_A, 0.0)
+
+
+def _roused(a: list[jax.Array], news: list[jax.Array], blocks: list[Block]) -> list[jax.Array]:
+    """Makes a tell that coordinates are live of which nobody knew (``news``, packed)."""
+
+    def rouse(carry: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> Any:
+        any_news, a, news = carry
+        a = [jnp.maximum(x, _least(*own)) for x, *own in zip(a, blocks, news, strict=True)]
+        # Bits that stayed the same XLA would unpack before the loop, taken or not.
+        return ~any_news, a, [~bits for bits in news]
+
+    # A loop of one turn or none writes over a, and seldom runs: a select would pass over a in every
+    # update, and a cond would copy it.
+    any_news = functools.reduce(jnp.logical_or, map(jnp.any, news), jnp.bool(False))
+    return lax.while_loop(lambda carry: carry[0], rouse, (any_news, a, news))[1]
 
 
 def scale_by_birder(
@@ -174,7 +194,7 @@ def scale_by_birder(
             ]
 
         def told() -> list[jax.Array]:
-            """What this update finds live too, by an exchange of its own."""
+            """And what this update finds live, by an exchange of its own."""
             at_rest = [jnp.zeros((block.workers, *block.plane), jnp.uint8) for block in blocks]
             return [x | y for x, y in zip(known(), exchange(at_rest, g, g).heard, strict=True)]
 
@@ -190,9 +210,6 @@ def scale_by_birder(
         # new one could then not be written.
         live = written_out(live, axis_name)
 
-        def least(block: Block, bits: jax.Array) -> jax.Array:
-            return jnp.where(block.tensor(unpack_bits(bits, axis=1))[None], _LEAST_A, 0.0)
-
         # One product in each sum, that with the old average, is all that a compiler can round
         # together with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
         shares = [jnp.abs((1 - b) * y) for y in g]
@@ -201,7 +218,7 @@ def scale_by_birder(
             for x, y, share in zip(old_m, g, shares, strict=True)
         ]
         a = [
-            jnp.maximum(b * x + share, least(block, bits))
+            jnp.maximum(b * x + share, _least(block, bits))
             for block, bits, x, share in zip(blocks, live, old_a, shares, strict=True)
         ]
         if amsgrad:
@@ -213,25 +230,11 @@ def scale_by_birder(
             for block, bits, mean, grad in zip(blocks, live, means, grads, strict=True)
         ]
 
-        # A loop of one turn or none writes over a, and only where any worker has had a first
-        # gradient: a select would pass over a in every update, and a cond would copy it.
         news = [x & ~y for x, y in zip(heard, live, strict=True)]
-        roused = functools.reduce(jnp.logical_or, map(jnp.any, news), jnp.bool(False))
-
-        def rouse(carry: tuple[jax.Array, list[jax.Array], list[jax.Array]]) -> Any:
-            roused, a, news = carry
-            a = [
-                jnp.maximum(x, least(block, bits))
-                for block, bits, x in zip(blocks, news, a, strict=True)
-            ]
-            # Bits that stayed the same XLA would unpack before the loop, taken or not.
-            return ~roused, a, [~bits for bits in news]
-
-        _, a, _ = lax.while_loop(lambda carry: carry[0], rouse, (roused, a, news))
         return tree.unflatten(u), state._replace(
             count=state.count + 1,
             m=PerWorker(tree.unflatten(m)),
-            a=PerWorker(tree.unflatten(a)),
+            a=PerWorker(tree.unflatten(_roused(a, news, blocks))),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -343,8 +346,8 @@ def birder(
 
     Differences from the paper:
       Coordinates at rest do not move; by the paper's formula they would walk by :math:`\alpha_t` in
-      every update, at random. Where a worker has had no gradient but others have, its :math:`a_i`
-      is held at least :math:`2^{-100}`, which leaves its :math:`u_i` a fair coin.
+      every update, at random. On all others :math:`a_i` is kept at :math:`2^{-100}` or above: where
+      a worker itself has had no gradient, :math:`u_i` is a fair coin all the same.
     """
     validation.check_learning_rate(learning_rate)
     return optax.chain(
