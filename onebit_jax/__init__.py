@@ -3,6 +3,12 @@
 from onebit_jax import plan, wire
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.training import TrainStep, init, state_specs, train_step
+from onebit_jax.transforms.birder import (
+    ScaleByBirderState,
+    binsgdm,
+    birder,
+    scale_by_birder,
+)
 from onebit_jax.transforms.distributed_lion import (
     ScaleByDistributedLionState,
     distributed_lion,
@@ -23,18 +29,22 @@ from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 __all__ = [
     "EfSignsgdState",
     "PerWorker",
+    "ScaleByBirderState",
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
     "ScaleBySignumState",
     "TrainStep",
     "VarianceStable",
     "ZeroOneAdamState",
+    "binsgdm",
+    "birder",
     "distributed_lion",
     "ef_signsgd",
     "init",
     "mean_gradients",
     "onebit_adam",
     "plan",
+    "scale_by_birder",
     "scale_by_distributed_lion",
     "scale_by_onebit_adam",
     "scale_by_signum",

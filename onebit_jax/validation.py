@@ -58,6 +58,28 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
         raise ValueError(f"{name}={value} must be at least {at_least}. {mend}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raises ``ValueError`` unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def check_seed(seed: Any) -> None:
+    """Raises ``ValueError`` unless ``seed`` is an int or a PRNG key of JAX."""
+    if isinstance(seed, (jax.Array, np.ndarray, np.generic)):
+        integer = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
+        key = seed.shape == () and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+        raw_key = seed.shape == (2,) and seed.dtype == jnp.uint32
+        valid = integer or key or raw_key
+    else:
+        valid = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
+    if not valid:
+        raise ValueError(
+            f"seed={seed!r} must be an int or a PRNG key: all random bits come from it. Give "
+            f"seed=0, say, or jax.random.key(0); the same seed gives the same run."
+        )
+
+
 def check_bucket_bytes(bucket_bytes: Any) -> None:
     """Raises ``ValueError`` unless ``bucket_bytes`` is None or a multiple of a row's unit."""
     if bucket_bytes is None:

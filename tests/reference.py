@@ -237,4 +237,59 @@ class EfSignsgd:
         mean, self.residuals = ec1(p, rescaled, kind="mean_abs")
         self.p = (self.p - lr * (mean + self.weight_decay * self.p)).astype(np.float32)
         self.count += 1
+
+
+def hash_words(counter, key):
+    """32 bits for each counter: two rounds of multiplication, a word of the key before each."""
+    x = np.asarray(counter, np.uint32) ^ key[0]
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x ^= key[1]
+    x *= np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def uniforms(key, size, workers, first=0):
+    """A number in (-1, 1) for each element: half a word, shared with the element 4 bits on."""
+    length = -(-size // (8 * workers))
+    chunk, rest = np.divmod(np.arange(size), 8 * max(length, 1))
+    bit, byte = np.divmod(rest, max(length, 1))
+    words = hash_words(first + (4 * chunk + bit % 4) * length + byte, np.asarray(key, np.uint32))
+    halves = (words >> (16 * (bit // 4)).astype(np.uint32)) & np.uint32(0xFFFF)
+    return (2 * halves.astype(np.float64) + 1) / 2**16 - 1
+
+
+def binarize(z, uniform):
+    """`Q(z)`, drawn by a uniform number in (-1, 1)."""
+    return np.where(uniform < z, 1.0, -1.0)
+
+
+class Birder:
+    """Birder on one tensor, the same parameters on every worker."""
+
+    def __init__(self, p, workers, lr, b, weight_decay=0.0, requantize=True, amsgrad=False):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m = np.zeros((workers, self.p.size), np.float32)
+        self.a = np.zeros_like(self.m)
+        self.live = np.zeros(self.p.size, bool)
+        self.lr, self.b, self.weight_decay = lr, b, weight_decay
+        self.requantize, self.amsgrad, self.count = requantize, amsgrad, 0
+
+    def update(self, gradients, own_uniforms, server_uniforms):
+        """Makes one update from the workers' own gradients and everybody's random numbers."""
+        g = np.stack([x.astype(np.float32).reshape(-1) for x in gradients])
+        seen = self.live | np.any(g != 0, axis=0)
+        if self.count == 0:
+            self.live = seen
+        self.m = self.b * self.m + (1 - self.b) * g
+        a = self.b * self.a + (1 - self.b) * np.abs(g)
+        self.a = np.maximum(self.a, a) if self.amsgrad else a
+        z = np.where(self.a > 0, self.m / np.where(self.a > 0, self.a, 1), 0)
+        u = np.mean(binarize(z, own_uniforms), axis=0)
+        if self.requantize:
+            u = binarize(u, server_uniforms)
+        u = np.where(self.live, u, 0)
+        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.live, self.count = seen, self.count + 1
         return self.p

@@ -169,6 +169,34 @@ def is_live(node: Any) -> bool:
     return isinstance(node, Live)
 
 
+def join_sections(sections: Sequence[jax.Array], leading: tuple[int, ...]) -> jax.Array:
+    """Lays arrays that travel without scales side by side in the rows of one buffer.
+
+    Args:
+      sections: uint8 ``[*leading, ...]``.
+      leading: the axes to keep; the others of a section become one.
+
+    Returns:
+      uint8, each row's length a multiple of 128.
+
+    >>> join_sections([jnp.ones((2, 3, 5), jnp.uint8), jnp.ones((2, 7), jnp.uint8)], (2,)).shape
+    (2, 128)
+    """
+    flat = [x.reshape(*leading, math.prod(x.shape[len(leading) :])) for x in sections]
+    padding = -sum(x.shape[-1] for x in flat) % ROW_MULTIPLE
+    return jnp.concatenate([*flat, jnp.zeros((*leading, padding), jnp.uint8)], -1)
+
+
+def split_sections(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Undoes :func:`join_sections`, whose sections had these shapes after the leading axes."""
+    sections, start = [], 0
+    for shape in shapes:
+        end = start + math.prod(shape)
+        sections.append(rows[..., start:end].reshape(*rows.shape[:-1], *shape))
+        start = end
+    return sections
+
+
 def live_leaves(tree: Any) -> list[Live]:
     """The :class:`Live` nodes of a tree, in order."""
     return jax.tree.leaves(tree, is_leaf=is_live)
