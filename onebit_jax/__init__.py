@@ -9,18 +9,26 @@ from onebit_jax.transforms.onebit_adam import (
     onebit_adam,
     scale_by_onebit_adam,
 )
+from onebit_jax.transforms.onebit_lamb import (
+    ScaleByOnebitLambState,
+    onebit_lamb,
+    scale_by_onebit_lamb,
+)
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 
 __all__ = [
     "PerWorker",
     "ScaleByOnebitAdamState",
+    "ScaleByOnebitLambState",
     "TrainStep",
     "VarianceStable",
     "init",
     "mean_gradients",
     "onebit_adam",
+    "onebit_lamb",
     "plan",
     "scale_by_onebit_adam",
+    "scale_by_onebit_lamb",
     "state_specs",
     "train_step",
     "variance_stable",

@@ -115,3 +115,30 @@ def check_same_tree(updates: Any, state_tree: Any) -> None:
         f"{name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now. Call init "
         f"again for the new parameters."
     )
+
+
+def check_weight_decay(weight_decay: Any) -> None:
+    """Raises ``ValueError`` for a decay below zero or no finite number; schedules pass."""
+    if not callable(weight_decay):
+        expected = "a finite number of at least 0, or a schedule of the number of updates"
+        _check_number("weight_decay", weight_decay, lambda x: 0 <= x < math.inf, expected)
+
+
+def check_coefficient_bounds(min_coeff: Any, max_coeff: Any) -> None:
+    """Raises ``ValueError`` unless 1-bit LAMB's bounds are finite, above zero and in order."""
+    check_positive("min_coeff", min_coeff, usual=0.01)
+    check_positive("max_coeff", max_coeff, usual=10.0)
+    if _is_traced(min_coeff) or _is_traced(max_coeff):
+        return
+    if float(min_coeff) > float(max_coeff):
+        raise ValueError(f"min_coeff={min_coeff!r} must be at most max_coeff={max_coeff!r}.")
+
+
+def check_ratio_bounds(min_ratio: Any, max_ratio: Any, ratio_threshold: Any) -> None:
+    """Raises ``ValueError`` unless 1-bit LAMB's ratio can be 1, where it starts, and can change."""
+    expected = "a number in (0, 1]: ratios start at 1, and 0.5 is usual"
+    _check_number("min_ratio", min_ratio, lambda x: 0 < x <= 1, expected)
+    expected = "a finite number of at least 1: ratios start at 1, and 4.0 is usual"
+    _check_number("max_ratio", max_ratio, lambda x: 1 <= x < math.inf, expected)
+    expected = "a number in (0, 1), the share by which a ratio may change; 0.1 is usual"
+    _check_number("ratio_threshold", ratio_threshold, lambda x: 0 < x < 1, expected)
