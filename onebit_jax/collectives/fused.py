@@ -29,13 +29,19 @@ class Fused(NamedTuple):
         """The block's, cut into chunk, bit and byte: ``(n, 8, L)``."""
         return self.block.workers, 8, self.block.chunk_bytes
 
-    def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
+    def join(self, tensors: Sequence[jax.Array], onto: jax.Array | None = None) -> jax.Array:
         """Lays tensors end to end: ``[n, 8, L]``, with zeros for padding.
+
+        Args:
+          tensors: arrays of the tensors' shapes, of one dtype.
+          onto: a block of that dtype to write them over, padding apart; zeros by default.
 
         >>> fuse([(3,), (2, 1)], workers=1).join([jnp.ones(3), jnp.full((2, 1), 2.0)]).ravel()
         Array([1., 1., 1., 2., 2., 0., 0., 0.], dtype=float32)
         """
-        joined = jnp.zeros((self.block.size,), tensors[0].dtype if tensors else jnp.float32)
+        if onto is None:
+            onto = jnp.zeros(self.shape, tensors[0].dtype if tensors else jnp.float32)
+        joined = onto.reshape(-1)
         # One after the other into one array, since XLA for CPUs would write out each tensor that
         # goes into a concatenation, and then all of them once more.
         for x, start in zip(tensors, self.starts, strict=True):

@@ -266,7 +266,7 @@ def scale_by_onebit_lamb(
 
     def freeze(carry: Any) -> Any:
         """Makes of the last dense update's state what the first compressed update starts from."""
-        _, m, _, v, _, _ = carry
+        first, m, zeros, v, _, _ = carry
         fused = layout(v)
         inverse_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + eps), 0.0) for x in v]
 
@@ -280,9 +280,9 @@ def scale_by_onebit_lamb(
         moving = sigma > 0
         mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
         k = jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
-        b1_k_m = fused.join([b1 * k[i] * x for i, (x, _) in enumerate(tensors)])
+        b1_k_m = fused.join([b1 * k[i] * x for i, (x, _) in enumerate(tensors)], onto=zeros)
         live = mark_live(fused.join([x > 0 for x in inverse_roots]))
-        return jnp.zeros([], bool), b1_k_m[None], b1_k_m, inverse_roots, live, k
+        return ~first, b1_k_m[None], b1_k_m, inverse_roots, live, k
 
     def compressed_update(
         rates: list[Any],
@@ -325,13 +325,14 @@ def scale_by_onebit_lamb(
         gradient_factor = (1 - b2) / (1 - b1) ** 2
 
         def first_fresh(carry: Any) -> Any:
-            _, b1_k_m = carry
-            v = [
-                jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2
-                for i, x in enumerate(inverse_roots)
-            ]
-            change = ec1.decode(received, blocks)[0] - b1_k_m
-            return jnp.zeros([], bool), b2 * fused.join(v) + gradient_factor * change**2
+            # The barrier ties all it reads to the carry: XLA would work out before the loop, and so
+            # in every step, whatever does not change in it.
+            (first, b1_k_m), rows, roots = lax.optimization_barrier(
+                (carry, received, inverse_roots)
+            )
+            v = [jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2 for i, x in enumerate(roots)]
+            change = ec1.decode(rows, blocks)[0] - b1_k_m
+            return ~first, b2 * fused.join(v) + gradient_factor * change**2
 
         _, fresh = lax.while_loop(lambda carry: carry[0], first_fresh, (first, fresh))
         F = ec1.decode(received, blocks)[0]
