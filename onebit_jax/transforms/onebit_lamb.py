@@ -115,6 +115,26 @@ class ScaleByOnebitLambState(NamedTuple):
         return metrics
 
 
+def _once(first: jax.Array, f: Callable[..., Any], over: Any, *reads: Any) -> Any:
+    """``f(over, *reads)``, to be written over ``over``, where ``first`` is true; else ``over``.
+
+    A loop of one turn or none does so in place; a cond would copy what it passes on.
+    """
+
+    def turn(carry: Any) -> Any:
+        # The barrier ties what is read to the carry: XLA would work out ahead of the loop, and so
+        # in every step, whatever does not change in it.
+        (first, over), tied = lax.optimization_barrier((carry, reads))
+        return ~first, f(over, *tied)
+
+    return lax.while_loop(lambda carry: carry[0], turn, (first, over))[1]
+
+
+def _columns(rows: Sequence[tuple[jax.Array, ...]], count: int) -> list[jax.Array]:
+    """Of a tuple of scalars for each tensor, each scalar for all tensors; float32 ``[P]``."""
+    return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(count)]
+
+
 def scale_by_onebit_lamb(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
@@ -264,9 +284,9 @@ def scale_by_onebit_lamb(
             variance_ratio=ratio,
         )
 
-    def freeze(carry: Any) -> Any:
-        """Makes of the last dense update's state what the first compressed update starts from."""
-        first, m, zeros, v, _, _ = carry
+    def freeze(carry: Any, m: jax.Array) -> Any:
+        """What the first compressed update starts from: b1 k m, 1/(sqrt(v)+eps), live and k."""
+        zeros, v, _, _ = carry
         fused = layout(v)
         inverse_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + eps), 0.0) for x in v]
 
@@ -282,7 +302,7 @@ def scale_by_onebit_lamb(
         k = jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
         b1_k_m = fused.join([b1 * k[i] * x for i, (x, _) in enumerate(tensors)], onto=zeros)
         live = mark_live(fused.join([x > 0 for x in inverse_roots]))
-        return ~first, b1_k_m[None], b1_k_m, inverse_roots, live, k
+        return b1_k_m, inverse_roots, live, k
 
     def compressed_update(
         rates: list[Any],
@@ -294,20 +314,11 @@ def scale_by_onebit_lamb(
         blocks = [fused.block]
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         first = state.count == state.frozen_at
-        # Loops of one turn or none, here and below: they write over what they are given, and only
-        # at the first compressed update. A cond would copy it.
-        _, compensated, fresh, inverse_roots, live, k = lax.while_loop(
-            lambda carry: carry[0],
-            freeze,
-            (
-                first,
-                state.m_then_compensated.value,
-                state.fresh_variance,
-                v,
-                state.live,
-                state.momentum_scales,
-            ),
+        m = state.m_then_compensated.value
+        fresh, inverse_roots, live, k = _once(
+            first, freeze, (state.fresh_variance, v, state.live, state.momentum_scales), m
         )
+        compensated = _once(first, lambda m, b1_k_m: b1_k_m[None], m, fresh)
         # F of the last step. At the first there is none, and b1 k m is where it belongs already: in
         # place of c with a scale of 0, hence as a residual, and in place of the fresh variance.
         before = ec1.decode(state.received, blocks)[0]
@@ -324,17 +335,17 @@ def scale_by_onebit_lamb(
         received = feedback.received
         gradient_factor = (1 - b2) / (1 - b1) ** 2
 
-        def first_fresh(carry: Any) -> Any:
-            # The barrier ties all it reads to the carry: XLA would work out before the loop, and so
-            # in every step, whatever does not change in it.
-            (first, b1_k_m), rows, roots = lax.optimization_barrier(
-                (carry, received, inverse_roots)
-            )
-            v = [jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2 for i, x in enumerate(roots)]
-            change = ec1.decode(rows, blocks)[0] - b1_k_m
-            return ~first, b2 * fused.join(v) + gradient_factor * change**2
+        def first_fresh(
+            b1_k_m: jax.Array, received: jax.Array, inverse_roots: list[jax.Array], k: jax.Array
+        ) -> jax.Array:
+            v = [
+                jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2
+                for i, x in enumerate(inverse_roots)
+            ]
+            change = ec1.decode(received, blocks)[0] - b1_k_m
+            return b2 * fused.join(v) + gradient_factor * change**2
 
-        _, fresh = lax.while_loop(lambda carry: carry[0], first_fresh, (first, fresh))
+        fresh = _once(first, first_fresh, fresh, received, inverse_roots, k)
         F = ec1.decode(received, blocks)[0]
         later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * before) ** 2
         fresh = jnp.copysign(jnp.where(first, fresh, later), F)
@@ -430,11 +441,6 @@ def scale_by_onebit_lamb(
         return tree.unflatten(u), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _columns(rows: Sequence[tuple[jax.Array, ...]], count: int) -> list[jax.Array]:
-    """Of a tuple of scalars for each tensor, each scalar for all tensors; float32 ``[P]``."""
-    return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(count)]
 
 
 def onebit_lamb(
