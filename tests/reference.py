@@ -88,7 +88,10 @@ class OnebitAdam:
 
 
 class OnebitLamb:
-    """1-bit LAMB on a list of tensors, the same parameters on every worker."""
+    """1-bit LAMB on a list of tensors, the same parameters on every worker.
+
+    `weight_decays`, one for each tensor, may be set before any update.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,6 @@ class OnebitLamb:
         b1,
         b2,
         eps,
-        weight_decay,
         warmup,
         coeff_beta,
         min_coeff,
@@ -117,7 +119,8 @@ class OnebitLamb:
         self.ratios = np.ones(len(self.p), np.float32)
         self.momentum_scales = np.ones(len(self.p), np.float32)
         self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
-        self.weight_decay, self.warmup, self.count = weight_decay, warmup, 0
+        self.weight_decays = [0.0 for _ in self.p]
+        self.warmup, self.count = warmup, 0
         self.coeff_beta, self.coeff_bounds = coeff_beta, (min_coeff, max_coeff)
         self.ratio_bounds, self.ratio_threshold = (min_ratio, max_ratio), ratio_threshold
         self.kind = kind
@@ -137,7 +140,7 @@ class OnebitLamb:
             mean = np.mean([own[i] for own in g], axis=0, dtype=np.float32)
             self.m[i] = self.b1 * self.m[i] + (1 - self.b1) * mean
             self.v[i] = self.b2 * self.v[i] + (1 - self.b2) * mean**2
-            u = self.m[i] / (np.sqrt(self.v[i]) + self.eps) + self.weight_decay * p
+            u = self.m[i] / (np.sqrt(self.v[i]) + self.eps) + self.weight_decays[i] * p
             c = 1.0
             if norm(p) > 0 and norm(u) > 0:
                 c = np.clip(norm(p) / norm(u), *self.coeff_bounds)
@@ -169,11 +172,11 @@ class OnebitLamb:
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
             root = np.sqrt(self.v[i]) + self.eps
             q = np.where(self.live[i], m / root, 0)
-            u = q + self.weight_decay * self.p[i]
+            u = q + self.weight_decays[i] * self.p[i]
             f = 1.0
             if self.live[i].any():
                 f = np.max((root / (np.sqrt(self.fresh[i]) + self.eps))[self.live[i]])
-            if self.weight_decay > 0 and norm(u) > 0:
+            if self.weight_decays[i] > 0 and norm(u) > 0:
                 w = min(1.0, norm(q) / norm(u))
                 f = f * w + 1 - w
             r = self.ratios[i]

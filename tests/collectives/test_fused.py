@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit_jax.collectives.fused import fuse
@@ -11,6 +11,7 @@ from onebit_jax.collectives.fused import fuse
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=5)
 
 
+@settings(deadline=None, max_examples=20)
 @given(shapes=shapes, workers=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_cut_undoes_join_and_padding_is_zero(shapes, workers, seed):
     rng = np.random.default_rng(seed)
@@ -26,6 +27,7 @@ def test_cut_undoes_join_and_padding_is_zero(shapes, workers, seed):
         np.testing.assert_array_equal(x, y)
 
 
+@settings(deadline=None, max_examples=20)
 @given(shapes=shapes, workers=st.integers(1, 5))
 def test_spread_gives_each_coordinate_its_chunks_value(shapes, workers):
     fused = fuse(shapes, workers)
