@@ -21,6 +21,11 @@ from onebit_jax.transforms.onebit_adam import (
     onebit_adam,
     scale_by_onebit_adam,
 )
+from onebit_jax.transforms.onebit_lamb import (
+    ScaleByOnebitLambState,
+    onebit_lamb,
+    scale_by_onebit_lamb,
+)
 from onebit_jax.transforms.signum import ScaleBySignumState, scale_by_signum, signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
@@ -32,6 +37,7 @@ __all__ = [
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
+    "ScaleByOnebitLambState",
     "ScaleBySignumState",
     "TrainStep",
     "VarianceStable",
@@ -43,10 +49,12 @@ __all__ = [
     "init",
     "mean_gradients",
     "onebit_adam",
+    "onebit_lamb",
     "plan",
     "scale_by_birder",
     "scale_by_distributed_lion",
     "scale_by_onebit_adam",
+    "scale_by_onebit_lamb",
     "scale_by_signum",
     "signum",
     "state_specs",

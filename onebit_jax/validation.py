@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.core
@@ -25,6 +25,16 @@ def _check_number(name: str, value: Any, holds: Callable[[float], bool], expecte
     is_number = isinstance(value, (int, float, np.number, jax.Array)) and np.shape(value) == ()
     if not is_number or not holds(float(value)):
         raise ValueError(f"{name}={value!r} must be {expected}.")
+
+
+def float32(hyperparameter: jax.typing.ArrayLike) -> jax.Array | float:
+    """Keeps a hyperparameter of higher precision from promoting the state.
+
+    Python's floats do not: and 1 - 0.999 in float32 would be off by 1e-5 of itself.
+    """
+    if isinstance(hyperparameter, jax.Array):
+        return hyperparameter.astype(jnp.float32)
+    return float(cast(float, hyperparameter))
 
 
 def check_decay(name: str, value: Any) -> None:
@@ -193,3 +203,30 @@ def check_same_tree(updates: Any, state_tree: Any) -> None:
         f"{name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now. Call init "
         f"again for the new parameters."
     )
+
+
+def check_weight_decay(weight_decay: Any) -> None:
+    """Raises ``ValueError`` for a decay below zero or no finite number; schedules pass."""
+    if not callable(weight_decay):
+        expected = "a finite number of at least 0, or a schedule of the number of updates"
+        _check_number("weight_decay", weight_decay, lambda x: 0 <= x < math.inf, expected)
+
+
+def check_coefficient_bounds(min_coeff: Any, max_coeff: Any) -> None:
+    """Raises ``ValueError`` unless 1-bit LAMB's bounds are finite, above zero and in order."""
+    check_positive("min_coeff", min_coeff, usual=0.01)
+    check_positive("max_coeff", max_coeff, usual=10.0)
+    if _is_traced(min_coeff) or _is_traced(max_coeff):
+        return
+    if float(min_coeff) > float(max_coeff):
+        raise ValueError(f"min_coeff={min_coeff!r} must be at most max_coeff={max_coeff!r}.")
+
+
+def check_ratio_bounds(min_ratio: Any, max_ratio: Any, ratio_threshold: Any) -> None:
+    """Raises ``ValueError`` unless 1-bit LAMB's ratio can be 1, where it starts, and can change."""
+    expected = "a number in (0, 1]: ratios start at 1, and 0.5 is usual"
+    _check_number("min_ratio", min_ratio, lambda x: 0 < x <= 1, expected)
+    expected = "a finite number of at least 1: ratios start at 1, and 4.0 is usual"
+    _check_number("max_ratio", max_ratio, lambda x: 1 <= x < math.inf, expected)
+    expected = "a number in (0, 1), the share by which a ratio may change; 0.1 is usual"
+    _check_number("ratio_threshold", ratio_threshold, lambda x: 0 < x < 1, expected)

@@ -20,3 +20,7 @@ class Recording:
     def tree(self, kind: str) -> dict[str, np.ndarray]:
         """What was recorded for every tensor, `[updates, workers, ...]`: `g`, `p`, `we`, `se`."""
         return {name: self._data[f"{kind}/{name}"][1:] for name in self.names}
+
+    def array(self, kind: str) -> np.ndarray:
+        """What was recorded of the whole model, `[updates, workers, ...]`, such as LAMB's `we`."""
+        return self._data[kind][1:]

@@ -1,8 +1,9 @@
 """Runs a per-worker function on stacked arguments, under each of the ways that bind an axis."""
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.collectives import ec1
+from onebit_jax.collectives.layout import block_layout
 from onebit_jax.per_worker import is_per_worker
 
 AXIS = "workers"
@@ -59,7 +61,16 @@ def on_workers(
 
 def onebit_state(opt_state: Any) -> onebit_jax.ScaleByOnebitAdamState:
     """The state of 1-bit Adam inside the state of a chain."""
-    is_state = lambda node: isinstance(node, onebit_jax.ScaleByOnebitAdamState)  # noqa: E731
+    return _find(onebit_jax.ScaleByOnebitAdamState, opt_state)
+
+
+def lamb_state(opt_state: Any) -> onebit_jax.ScaleByOnebitLambState:
+    """The state of 1-bit LAMB inside the state of a chain."""
+    return _find(onebit_jax.ScaleByOnebitLambState, opt_state)
+
+
+def _find(kind: type, opt_state: Any) -> Any:
+    is_state = lambda node: isinstance(node, kind)  # noqa: E731
     return next(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
@@ -92,6 +103,34 @@ def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
 
     own_of_all = on_workers(own, workers if flat else (nodes, workers // nodes))
     return jax.device_get(own_of_all(jax.device_get(state)))
+
+
+class LambParts(NamedTuple):
+    """What a state of 1-bit LAMB stands for, once compressing: arrays with a row a worker.
+
+    All are of the fused block: the tensors end to end, and its padding.
+    """
+
+    e: Any  # worker residual
+    E: Any  # server residual, of the worker's chunk
+    F: Any  # scaled momentum
+    fresh: Any  # scaled fresh variance, k^2 v~
+
+
+@jax.jit
+@functools.partial(jax.vmap, axis_name=AXIS)
+def _lamb_parts(state: onebit_jax.ScaleByOnebitLambState) -> LambParts:
+    blocks = block_layout([(state.fresh_variance.size,)], state.received.shape[0])
+    feedback, live = state.feedback(), [state.live]
+    [e] = ec1.worker_residuals(feedback, live, blocks)
+    [E] = ec1.server_residuals(feedback, live, blocks, lax.axis_index(AXIS))
+    [F] = ec1.decode(state.received, blocks)
+    return LambParts(*(x.reshape(-1) for x in (e, E, F, jnp.abs(state.fresh_variance))))
+
+
+def lamb_parts(opt_state: Any) -> LambParts:
+    """Reads residuals, momentum and fresh variance from a state with a row a worker."""
+    return jax.device_get(_lamb_parts(jax.device_get(lamb_state(opt_state))))
 
 
 def replicate(tree: Any, workers: int) -> Any:

@@ -237,6 +237,7 @@ class Trainer:
                 Setting(
                     learning_rate=rate,
                     axis_name=AXIS,
+                    steps=options.steps,
                     warmup=options.warmup,
                     weight_decay=options.weight_decay,
                     mask=task.mask,
@@ -255,7 +256,8 @@ class Trainer:
     def phases(self) -> list[str]:
         """The phase of every step."""
         of = self._optimizer.phase_of
-        return [of(step, self._options.warmup) for step in range(self._options.steps)]
+        steps, warmup = self._options.steps, self._options.warmup
+        return [of(step, warmup, steps) for step in range(steps)]
 
     def train(self, learning_rate: float) -> dict[str, Any]:
         """Makes one training and returns its record, as JSON holds it."""

@@ -1,9 +1,11 @@
 """Every optimizer that the programs here can train with, by name; a new one is a line below."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 import onebit_jax
@@ -19,22 +21,25 @@ class Setting:
     Attributes:
         learning_rate: a function of the number of updates made.
         axis_name: the axis that the workers run along.
+        steps: number of updates of the run.
+        mask: a function of the parameters that says which tensors are decayed; norms and biases
+            are not.
         warmup: when the optimizers with a dense warm-up end it.
         b1: decay of the momentum.
         b2: decay of the variance.
         eps: added to the variance's root.
         weight_decay: decoupled weight decay.
-        mask: a function of the parameters that says which tensors are decayed.
     """
 
     learning_rate: optax.Schedule
     axis_name: str
+    steps: int
+    mask: Callable[[Any], Any]
     warmup: int | onebit_jax.VarianceStable
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
-    mask: Callable[[Any], Any] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -44,8 +49,8 @@ class Optimizer(NamedTuple):
         label: its name in tables and pictures.
         learning_rate: the peak that a sweep begins from.
         make: the transformation for a setting; a `ValueError` names what is out of range.
-        phase_of: the phase of an update, from the number of updates made before it and the number
-            of dense ones that the warm-up has.
+        phase_of: the phase of an update, from the number of updates made before it, the number
+            of dense ones that the warm-up has, and the number of updates of the run.
         static: for every phase the `phase` that `update` is given, so that it compiles that phase
             alone; None where it has no such argument.
         local_steps: whether the workers' parameters differ between exchanges.
@@ -54,7 +59,7 @@ class Optimizer(NamedTuple):
     label: str
     learning_rate: float
     make: Callable[[Setting], optax.GradientTransformation]
-    phase_of: Callable[[int, int], str]
+    phase_of: Callable[[int, int, int], str]
     static: Mapping[str, Any]
     local_steps: bool = False
 
@@ -72,7 +77,7 @@ def dense(label: str, learning_rate: float, make: Callable[..., Any]) -> Optimiz
             onebit_jax.mean_gradients(setting.axis_name), make(**_adam_options(setting))
         )
 
-    return Optimizer(label, learning_rate, chained, lambda step, warmup: "dense", {"dense": None})
+    return Optimizer(label, learning_rate, chained, lambda *_: "dense", {"dense": None})
 
 
 def onebit(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -81,16 +86,14 @@ def onebit(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> 
         label,
         learning_rate,
         make,
-        lambda step, warmup: "dense" if step < warmup else "compressed",
+        lambda step, warmup, _: "dense" if step < warmup else "compressed",
         {"dense": "warmup", "compressed": "compression"},
     )
 
 
 def compressed(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
     """One that compresses from the first update on."""
-    return Optimizer(
-        label, learning_rate, make, lambda step, warmup: "compressed", {"compressed": None}
-    )
+    return Optimizer(label, learning_rate, make, lambda *_: "compressed", {"compressed": None})
 
 
 def _decay_options(setting: Setting) -> dict[str, Any]:
@@ -114,6 +117,22 @@ def _sign_options(setting: Setting) -> dict[str, Any]:
     return _decay_options(setting) | {"b1": setting.b1, "axis_name": setting.axis_name}
 
 
+def _norms_and_biases(setting: Setting) -> Callable[[Any], Any]:
+    """The tensors that are not decayed."""
+    return lambda params: jax.tree.map(operator.not_, setting.mask(params))
+
+
+def _zero_one_steps(warmup: Any, steps: int) -> dict[str, Any]:
+    """The step sets of 0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
+    # Its BERT-Base doubles them every 32,768 of 118,000 updates.
+    return {"variance_freeze": warmup, "local_step_scaler": max(1, round(steps * 32768 / 118000))}
+
+
+def _zero_one_phase(step: int, warmup: int, steps: int) -> str:
+    phase = onebit_jax.zero_one_adam_phase(step, **_zero_one_steps(warmup, steps))
+    return {"variance": "dense", "compression": "compressed"}.get(phase, phase)
+
+
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": dense("Adam", 1e-3, optax.adamw),
     "lamb": dense("LAMB", 1e-2, optax.lamb),
@@ -122,6 +141,34 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "1-bit Adam",
         1e-3,
         lambda s: onebit_jax.onebit_adam(**_onebit_options(s), bias_correction=True),
+    ),
+    "onebit_adam_dense": onebit(
+        "1-bit Adam, norms and biases dense",
+        1e-3,
+        lambda s: onebit_jax.onebit_adam(
+            **_onebit_options(s), bias_correction=True, dense=_norms_and_biases(s)
+        ),
+    ),
+    "onebit_lamb": onebit(
+        "1-bit LAMB", 1e-2, lambda s: onebit_jax.onebit_lamb(**_onebit_options(s))
+    ),
+    "zero_one_adam": Optimizer(
+        "0/1 Adam",
+        1e-3,
+        lambda s: onebit_jax.zero_one_adam(
+            **_adam_options(s), **_zero_one_steps(s.warmup, s.steps), axis_name=s.axis_name
+        ),
+        _zero_one_phase,
+        {"dense": "variance", "compressed": "compression", "local": "local", "sync": "sync"},
+        local_steps=True,
+    ),
+    "birder": Optimizer(
+        "Birder",
+        3e-4,
+        lambda s: onebit_jax.birder(**_decay_options(s), seed=0, axis_name=s.axis_name),
+        # In the first update workers also tell each other where they have gradients.
+        lambda step, *_: "compressed" if step else "first",
+        {"first": "warmup", "compressed": "compression"},
     ),
     "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
     # Its momentum lasts ten times as long as its vote looks back: b2 is its own.

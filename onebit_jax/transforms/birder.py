@@ -15,7 +15,7 @@ from onebit_jax.collectives.layout import Block, block_layout
 from onebit_jax.collectives.signs import pack_bits, unpack_bits, written_out
 from onebit_jax.collectives.stochastic import Ratio, Transport
 from onebit_jax.per_worker import PerWorker
-from onebit_jax.transforms.onebit_adam import Phase, _float32
+from onebit_jax.transforms.phases import Phase
 
 # What a is at least where any worker has ever had a gradient: products of it with the smallest
 # uniform number are still normal floats, and a tells by itself that the coordinate is live.
@@ -110,6 +110,7 @@ def scale_by_birder(
     """
     validation.check_decay("b", b)
     validation.check_seed(seed)
+    source = cast(int | jax.Array, seed)
     if transport not in ("bits", "votes"):
         raise ValueError(f"transport={transport!r} must be 'bits' or 'votes'.")
     validation.check_flag("requantize", requantize)
@@ -120,7 +121,7 @@ def scale_by_birder(
             f"bucket_bytes={bucket_bytes} must be None for transport='votes': XLA joins sums into "
             f"one. Leave it out, or take transport='bits'."
         )
-    b = _float32(b)
+    b = validation.float32(b)
 
     def layout(shapes: list[tuple[int, ...]]) -> list[Block]:
         workers = validation.bound_axis_size(axis_name)
@@ -131,14 +132,15 @@ def scale_by_birder(
     def init_fn(params: optax.Params) -> ScaleByBirderState:
         validation.check_parameters(params)
         layout([p.shape for p in jax.tree.leaves(params)])
-        is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+        dtype = jnp.result_type(source)
+        is_key = jnp.ndim(source) == 1 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
         def zeros() -> PerWorker:
             return PerWorker(jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params))
 
         return ScaleByBirderState(
             count=jnp.zeros([], jnp.int32),
-            key=jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32),
+            key=jax.random.bits(source if is_key else jax.random.key(source), (2,), jnp.uint32),
             m=zeros(),
             a=zeros(),
         )

@@ -113,14 +113,6 @@ class ScaleByOnebitAdamState(NamedTuple):
         }
 
 
-def _float32(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """Keeps a hyperparameter of higher precision from promoting the state.
-
-    Python's floats do not: and 1 - 0.999 in float32 would be off by 1e-5 of itself.
-    """
-    return x.astype(jnp.float32) if isinstance(x, jax.Array) else float(cast(float, x))
-
-
 def scale_by_onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
@@ -170,7 +162,7 @@ def scale_by_onebit_adam(
     validation.check_local_dtype(local_dtype, axis_name)
     validation.check_bucket_bytes(bucket_bytes)
 
-    b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
+    b1, b2, eps = validation.float32(b1), validation.float32(b2), validation.float32(eps)
 
     def corrected(b: jax.typing.ArrayLike, t: jax.Array) -> jax.Array | float:
         return 1 - jnp.float32(b) ** t.astype(jnp.float32) if bias_correction else 1.0

@@ -19,7 +19,6 @@ from onebit_jax.collectives.layout import (
 )
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms import step_sets
-from onebit_jax.transforms.onebit_adam import _float32
 from onebit_jax.transforms.step_sets import PHASES, Phase, StepSet
 
 
@@ -328,7 +327,7 @@ def zero_one_adam(
         raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
     validation.check_bucket_bytes(bucket_bytes)
 
-    b1, b2, eps = _float32(b1), _float32(b2), _float32(eps)
+    b1, b2, eps = validation.float32(b1), validation.float32(b2), validation.float32(eps)
     refreshes = variance_steps or step_sets.published_variance_steps(var_update_scaler)
     syncs = sync_steps or step_sets.published_sync_steps(
         variance_freeze, local_step_scaler, local_step_clipper

@@ -12,7 +12,7 @@ from onebit_jax.collectives import stochastic, votes
 from onebit_jax.collectives.layout import block_layout
 from onebit_jax.collectives.stochastic import Ratio
 from tests import reference
-from tests.workers import AXIS, BINDINGS, on_workers
+from tests.workers import AXIS, BINDINGS, Binding, on_workers
 
 SHAPES = [(9,), (), (0,), (4, 16), (48, 5), (130,), (1,)]
 TRANSPORTS: list[stochastic.Transport] = ["bits", "votes"]
@@ -28,7 +28,7 @@ def own_keys(key, workers):
     return [np.asarray(k) for k in keys[:-1]], np.asarray(keys[-1])
 
 
-def exchange(blocks, workers, binding="vmap", **options):
+def exchange(blocks, workers, binding: Binding = "vmap", **options):
     """Averages tensors `z` with a row a worker; `live` is one tensor of flags for all."""
 
     def call(z, live, key):

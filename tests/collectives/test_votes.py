@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from onebit_jax import wire
 from onebit_jax.collectives import votes
 from onebit_jax.collectives.layout import block_layout
-from tests.workers import AXIS, BINDINGS, on_workers
+from tests.workers import AXIS, BINDINGS, Binding, on_workers
 
 SHAPES = [(9,), (), (0,), (4, 16), (48, 5), (1,)]
 
 
-def count(blocks, workers, binding="vmap"):
+def count(blocks, workers, binding: Binding = "vmap"):
     def call(flags):
         return votes.all_reduce(flags, blocks, axis_name=AXIS)
 

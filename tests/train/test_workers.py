@@ -42,16 +42,22 @@ def test_agrees_with_the_librarys_training_step(name):
     start, batches, loss_fn = problem()
     optimizer = OPTIMIZERS[name]
     rate = optax.linear_schedule(0.01, 0.0, STEPS)
-    tx = optimizer.make(Setting(learning_rate=rate, axis_name=workers.AXIS, warmup=WARMUP))
+    setting = Setting(rate, workers.AXIS, STEPS, lambda p: {"w": True, "v": False}, WARMUP)
+    tx = optimizer.make(setting)
     real_step = onebit_jax.train_step(loss_fn, tx, mesh(), max_grad_norm=1.0)
     params, opt_state = jax.tree.map(jnp.copy, start), onebit_jax.init(tx, start, mesh())
     expected = []
-    phases: list[Any] = [optimizer.static[optimizer.phase_of(t, WARMUP)] for t in range(STEPS)]
+    named = [optimizer.phase_of(t, WARMUP, STEPS) for t in range(STEPS)]
+    phases: list[Any] = [optimizer.static[phase] for phase in named]
     for batch, phase in zip(batches, phases, strict=True):
         params, opt_state, metrics = real_step(params, opt_state, batch, phase=phase)
         expected.append(metrics["loss"])
     theirs, state_shapes = jax.device_get(params), jax.eval_shape(lambda: opt_state)
-    for kind, own_parameters in [("devices", False), ("simulated", False), ("simulated", True)]:
+    forms = [("devices", False), ("simulated", False), ("simulated", True)]
+    if optimizer.local_steps:
+        assert "local" in named
+        forms = [("devices", True), ("simulated", True)]
+    for kind, own_parameters in forms:
         bound = kinds()[kind]
         gradients = jax.jit(bound.map(workers.worker_gradients(loss_fn, 1.0)))
         updates = {p: jax.jit(bound.map(workers.worker_update(tx, p))) for p in set(phases)}
@@ -62,9 +68,12 @@ def test_agrees_with_the_librarys_training_step(name):
             params, opt_state = updates[phase](params, opt_state, grads)
             losses.append(loss)
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        for rows in jax.tree.leaves(params) if own_parameters else ():
+        same = own_parameters and named[-1] != "local"
+        for rows in jax.tree.leaves(params) if same else ():
             np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
-        ours = jax.device_get(workers.mean_over_workers(params))
+        # The step above hands out the first worker's.
+        ours = jax.tree.map(lambda x: x[0], params.value) if own_parameters else params
+        ours = jax.device_get(ours)
         chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
         chex.assert_trees_all_equal_shapes_and_dtypes(opt_state, state_shapes)
 

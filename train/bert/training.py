@@ -45,6 +45,7 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
         axis_name=AXIS,
+        steps=config.steps,
         warmup=warmup,
         b1=config.b1,
         b2=config.b2,
@@ -128,7 +129,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     if warmup == "auto":
         warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
     phase_of = OPTIMIZERS[name].phase_of
-    phases = list(dict.fromkeys(phase_of(step, warmup) for step in range(config.steps)))
+    phases = list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
     loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
         **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
@@ -178,9 +179,9 @@ def _known_phase(name: str, config: Config, step: int, frozen_at: int) -> str | 
     """
     optimizer = OPTIMIZERS[name]
     if config.warmup != "auto":
-        return optimizer.phase_of(step, config.warmup)
+        return optimizer.phase_of(step, config.warmup, config.steps)
     if not optimizer.warms_up or step < config.schedule_warmup:
-        return optimizer.phase_of(step, config.schedule_warmup)
+        return optimizer.phase_of(step, config.schedule_warmup, config.steps)
     # The log is one step behind: that v froze is sure to be known one step after the first
     # compressed step.
     return "compressed" if 0 <= frozen_at < step else None
