@@ -319,12 +319,15 @@ class OnebitLamb:
         max_ratio,
         ratio_threshold,
         kind="rms",
+        per_node=None,
     ):
         self.p = [p.astype(np.float32).reshape(-1) for p in params]
         self.m = [np.zeros_like(p) for p in self.p]
         self.v = [np.zeros_like(p) for p in self.p]
         self.fresh, self.live = [], []
-        self.residuals = zero_residuals(sum(p.size for p in self.p), workers)
+        size = sum(p.size for p in self.p)
+        self.residuals = zero_residuals(size, workers)
+        self.hierarchy = per_node and Hierarchy(size, workers // per_node, per_node)
         self.coefficients = np.zeros(len(self.p), np.float32)
         self.ratios = np.ones(len(self.p), np.float32)
         self.momentum_scales = np.ones(len(self.p), np.float32)
@@ -360,7 +363,7 @@ class OnebitLamb:
             self.p[i] = (p - self.lr * c * u).astype(np.float32)
 
     def compressed(self, g):
-        if self.fresh is None:
+        if not self.fresh:
             self.live, self.fresh = [v > 0 for v in self.v], [v.copy() for v in self.v]
             sigma = [scale(m[alive]) for m, alive in zip(self.m, self.live, strict=True)]
             moving = [s for s in sigma if s > 0]
@@ -373,7 +376,11 @@ class OnebitLamb:
             np.concatenate([k * x for k, x in zip(self.momentum_scales, own, strict=True)])
             for own in own_m
         ]
-        F, self.residuals = ec1(fused, self.residuals, np.concatenate(self.live), self.kind)
+        live = np.concatenate(self.live)
+        if self.hierarchy:
+            F = self.hierarchy.all_reduce(fused, live, self.kind)
+        else:
+            F, self.residuals = ec1(fused, self.residuals, live, self.kind)
         ends = np.cumsum([p.size for p in self.p])[:-1]
         for i, F_l in enumerate(np.split(F, ends)):
             m, before = F_l / self.momentum_scales[i], self.m[i]

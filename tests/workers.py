@@ -121,9 +121,14 @@ class LambParts(NamedTuple):
 @functools.partial(jax.vmap, axis_name=AXIS)
 def _lamb_parts(state: onebit_jax.ScaleByOnebitLambState) -> LambParts:
     blocks = block_layout([(state.fresh_variance.size,)], state.received.shape[0])
-    feedback, live = state.feedback(), [state.live]
-    [e] = ec1.worker_residuals(feedback, live, blocks)
-    [E] = ec1.server_residuals(feedback, live, blocks, lax.axis_index(AXIS))
+    feedback = ec1.Feedback(
+        [state.m_then_compensated.value],
+        state.worker_scale.value[0],
+        [state.served.value],
+        state.received,
+    )
+    [e] = ec1.worker_residuals(feedback, [state.own_live()], blocks)
+    [E] = ec1.server_residuals(feedback, [state.own_live()], blocks, lax.axis_index(AXIS))
     [F] = ec1.decode(state.received, blocks)
     return LambParts(*(x.reshape(-1) for x in (e, E, F, jnp.abs(state.fresh_variance))))
 

@@ -11,9 +11,10 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
+from onebit_jax.collectives import ec1, hierarchical
 from onebit_jax.collectives.fused import Fused, fuse
-from onebit_jax.collectives.layout import Live, block_layout, mark_live, row_bytes
+from onebit_jax.collectives.hierarchical import Axes, LocalDtype
+from onebit_jax.collectives.layout import Block, Live, block_layout, mark_live, row_bytes
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
@@ -25,28 +26,32 @@ from onebit_jax.transforms.warmup import VarianceStable
 class ScaleByOnebitLambState(NamedTuple):
     """State of 1-bit LAMB for ``n`` workers and ``P`` parameter tensors.
 
-    The tensors travel end to end in one block, padded to ``[n, 8, L]`` (chunk, bit, byte), and what
+    The tensors travel end to end in one block, padded to ``[n, 8, B]`` (chunk, bit, byte), and what
     the exchange writes is held in that shape. Two arrays change their meaning at the first
     compressed update, since neither phase needs all four. Fields inside a
     :class:`~onebit_jax.PerWorker` are each worker's own; all others are equal on all workers, bit
-    for bit.
+    for bit. In the hierarchical form (:mod:`onebit_jax.collectives.hierarchical`), with ``N`` nodes
+    of ``L`` devices each, the block's chunks are those of ``L`` shards in turn, ``N`` of each.
 
     Attributes:
       count: number of updates made; int32 ``[]``.
       frozen_at: number of updates made when v froze, -1 in warm-up; int32 ``[]``.
       m_then_compensated: the momenta ``m_l`` in warm-up (then equal on all workers), the worker's
-        compensated scaled momenta ``c_i`` in compression; float32 ``[1, n, 8, L]``.
+        compensated scaled momenta ``c_i`` in compression; float32 ``[1, n, 8, B]``. In the
+        hierarchical form ``[1, L, N, 8, B]``, and ``c_i``, of the device's own shard, takes the
+        place of the first one; on a single node, where nothing is compressed, the scaled momenta.
       worker_scale: the worker's own scale ``s_i``, 0 in warm-up; float32 ``[1, 1]``. The residual
         ``e_i`` is ``c_i - s_i sgn(c_i)``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for dead coordinates; float32, a tree like the parameters.
       fresh_variance: 0 in warm-up, ``k_l^2 v~_l`` in compression, with the sign of the momentum:
         the passes over single tensors take it from here, since bits of a fused block do not fall
-        on a tensor's bounds. Of no meaning for dead coordinates; float32 ``[n, 8, L]``.
+        on a tensor's bounds. Of no meaning for dead coordinates; float32 ``[n, 8, B]``.
       served: the compensated mean ``a_j`` of the chunk that this worker serves; float32
-        ``[1, 8, L]``. The residual ``E_j`` is ``a_j - S_j sgn(a_j)``, with the scale ``S_j`` in
-        row ``j`` of ``received``.
-      live: which coordinates are not dead, from the first compressed update on.
+        ``[1, 8, B]``. The residual ``E_j`` is ``a_j - S_j sgn(a_j)``, with the scale ``S_j`` in
+        row ``j`` of ``received``, or of the device's own shard's ``N`` rows.
+      live: which coordinates are not dead, from the first compressed update on; in the hierarchical
+        form those of the device's own shard, in a ``PerWorker``.
       received: the scaled momenta in compression, as the signs and scales that the last exchange
         brought; uint8 ``[n, bytes of a row]``.
       coefficients: running coefficients ``c~_l``, 0 where there never was one; float32 ``[P]``.
@@ -65,7 +70,7 @@ class ScaleByOnebitLambState(NamedTuple):
     v_then_inverse_root: Any
     fresh_variance: jax.Array
     served: PerWorker
-    live: Live
+    live: Any
     received: jax.Array
     coefficients: jax.Array
     ratios: jax.Array
@@ -73,14 +78,11 @@ class ScaleByOnebitLambState(NamedTuple):
     v_norms: jax.Array
     variance_ratio: jax.Array
 
-    def feedback(self) -> ec1.Feedback:
-        """What the exchange keeps from call to call, seen from one worker, in compression."""
-        return ec1.Feedback(
-            [self.m_then_compensated.value],
-            self.worker_scale.value[0],
-            [self.served.value],
-            self.received,
-        )
+    def own_live(self) -> Live:
+        """Which coordinates of what this worker compresses are not dead."""
+        if isinstance(self.live, PerWorker):
+            return jax.tree.map(lambda x: x[0], self.live.value)
+        return self.live
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -88,17 +90,23 @@ class ScaleByOnebitLambState(NamedTuple):
         Returns:
           ``phase`` of the last update (0 dense, 1 compressed), ``frozen_at`` and
           ``variance_ratio`` as in the state; ``residual_ratio``, the norm of the worker's residual
-          over that of the scaled momentum, 0 in warm-up; and least, mean and greatest over the
+          over that of the scaled momentum (in the hierarchical form over that of an average shard
+          of it), 0 where nothing is compressed; and least, mean and greatest over the
           tensors of the running coefficient (``coefficient_min``, ...) and of the last ratio
           (``ratio_min``, ...). A ratio that stays at its bound says that the variance has left
           what was frozen behind.
         """
         compressing = self.frozen_at >= 0
-        feedback = self.feedback()
-        block = block_layout([(feedback.compensated[0].size,)], self.received.shape[0])[0]
-        _, scales = block.split(self.received)
-        squared_momentum = jnp.sum(scales**2 * self.live.counts)
-        residual = ec1.worker_residuals(feedback, [self.live], [block])[0]
+        live, c = self.own_live(), self.m_then_compensated.value
+        if isinstance(self.live, PerWorker):
+            c = c[:, 0]
+        whole = block_layout([(self.fresh_variance.size,)], self.received.shape[0])[0]
+        _, scales = whole.split(self.received)
+        squares = jnp.mean((scales**2).reshape(-1, live.counts.size), 0)
+        squared_momentum = jnp.sum(squares * live.counts)
+        feedback = ec1.Feedback([c], self.worker_scale.value[0], [], self.received)
+        block = block_layout([(c.size,)], live.counts.shape[0])[0]
+        residual = ec1.worker_residuals(feedback, [live], [block])[0]
         measured = compressing & (squared_momentum > 0)
         ratio = jnp.sqrt(jnp.sum(residual**2) / jnp.where(measured, squared_momentum, 1.0))
         metrics = {
@@ -144,7 +152,7 @@ def scale_by_onebit_lamb(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     warmup: int | VarianceStable,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
@@ -152,6 +160,7 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     scale: ec1.Scale = "rms",
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
@@ -166,7 +175,7 @@ def scale_by_onebit_lamb(
       weight_decay: see :func:`onebit_lamb`.
       mask: see :func:`onebit_lamb`.
       warmup: when v freezes; see :func:`onebit_lamb`.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       coeff_beta: decay of the running coefficient, in [0, 1).
       min_coeff: least coefficient.
       max_coeff: greatest coefficient.
@@ -174,6 +183,7 @@ def scale_by_onebit_lamb(
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: by how much of itself a ratio may change in an update, in (0, 1).
       scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
+      local_dtype: see :func:`onebit_lamb`.
       bucket_bytes: see :func:`onebit_lamb`.
 
     Returns:
@@ -192,6 +202,7 @@ def scale_by_onebit_lamb(
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
     if scale not in ("rms", "mean_abs"):
         raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    validation.check_local_dtype(local_dtype, axis_name)
     validation.check_bucket_bytes(bucket_bytes)
 
     b1, b2, eps, coeff_beta = map(validation.float32, (b1, b2, eps, coeff_beta))
@@ -199,8 +210,11 @@ def scale_by_onebit_lamb(
     min_ratio, max_ratio = map(validation.float32, (min_ratio, max_ratio))
     ratio_threshold = validation.float32(ratio_threshold)
 
-    def layout(leaves: Sequence[jax.Array]) -> Fused:
-        return fuse([x.shape for x in leaves], validation.bound_axis_size(axis_name))
+    def layout(leaves: Sequence[jax.Array]) -> tuple[Fused, Block, Axes]:
+        """The whole block, what of it a device compresses, and the axes."""
+        axes = validation.bound_axes(axis_name)
+        fused = fuse([x.shape for x in leaves], axes.workers)
+        return fused, block_layout([(fused.block.size // axes.per_node,)], axes.nodes)[0], axes
 
     def decay_rates(params: optax.Params, count: jax.Array) -> list[Any]:
         """The weight decay of each tensor; 0.0 where it is off."""
@@ -219,16 +233,18 @@ def scale_by_onebit_lamb(
     def init_fn(params: optax.Params) -> ScaleByOnebitLambState:
         validation.check_parameters(params)
         leaves = jax.tree.leaves(params)
-        fused = layout(leaves)
+        fused, own, axes = layout(leaves)
+        held = hierarchical.held_shape((own.workers, 8, own.chunk_bytes), axes)
+        no_live = mark_live(jnp.zeros((own.workers, 8, own.chunk_bytes), bool))
         return ScaleByOnebitLambState(
             count=jnp.zeros([], jnp.int32),
             frozen_at=jnp.full([], -1, jnp.int32),
-            m_then_compensated=PerWorker(jnp.zeros((1, *fused.shape), jnp.float32)),
+            m_then_compensated=PerWorker(jnp.zeros((1, *held), jnp.float32)),
             worker_scale=PerWorker(jnp.zeros((1, 1), jnp.float32)),
             v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
             fresh_variance=jnp.zeros(fused.shape, jnp.float32),
             served=PerWorker(jnp.zeros((1, 8, fused.block.chunk_bytes), jnp.float32)),
-            live=mark_live(jnp.zeros(fused.shape, bool)),
+            live=hierarchical.of_shards(no_live, axes),
             received=jnp.zeros((fused.block.workers, row_bytes([fused.block])), jnp.uint8),
             coefficients=jnp.zeros((len(leaves),), jnp.float32),
             ratios=jnp.ones((len(leaves),), jnp.float32),
@@ -244,10 +260,11 @@ def scale_by_onebit_lamb(
         state: ScaleByOnebitLambState,
     ) -> tuple[list[jax.Array], ScaleByOnebitLambState]:
         t = state.count + 1
-        fused = layout(grads)
+        fused, _, axes = layout(grads)
         joined = fused.join([x.astype(jnp.float32) for x in grads])
-        g = lax.pmean(joined, axis_name)
-        m = b1 * state.m_then_compensated.value + (1 - b1) * g[None]
+        g = lax.pmean(joined, axes.names)
+        held = state.m_then_compensated.value
+        m = b1 * held + (1 - b1) * g.reshape(held.shape)
         old_v, tree = jax.tree.flatten(state.v_then_inverse_root)
         v = [b2 * x + (1 - b2) * y**2 for x, y in zip(old_v, fused.cut(g), strict=True)]
 
@@ -288,7 +305,7 @@ def scale_by_onebit_lamb(
     def freeze(carry: Any, m: jax.Array) -> Any:
         """What the first compressed update starts from: b1 k m, 1/(sqrt(v)+eps), live and k."""
         zeros, v, _, _ = carry
-        fused = layout(v)
+        fused, own, axes = layout(v)
         inverse_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + eps), 0.0) for x in v]
 
         def terms(m: jax.Array, inverse_root: jax.Array) -> tuple[jax.Array, ...]:
@@ -302,8 +319,32 @@ def scale_by_onebit_lamb(
         mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
         k = jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
         b1_k_m = fused.join([b1 * k[i] * x for i, (x, _) in enumerate(tensors)], onto=zeros)
-        live = mark_live(fused.join([x > 0 for x in inverse_roots]))
-        return b1_k_m, inverse_roots, live, k
+        alive = fused.join([x > 0 for x in inverse_roots])
+        live = mark_live(hierarchical.own_shard(alive, (own.workers, *alive.shape[1:]), axes))
+        return b1_k_m, inverse_roots, hierarchical.of_shards(live, axes), k
+
+    def exchange(
+        g: jax.Array, held: jax.Array, state: ScaleByOnebitLambState, live: Live, axes: Axes
+    ) -> tuple[jax.Array, ec1.Feedback]:
+        """The next momenta, by EC1: what ``held`` becomes, and what comes with it."""
+        compensated = hierarchical.first(held, axes)
+        rows = compensated.shape[-3:]
+        [g] = hierarchical.reduce_scatter([g], [rows], axes, local_dtype)
+        received = hierarchical.own_shard(state.received, (rows[0], state.received.shape[1]), axes)
+        blocks = block_layout([(compensated.size,)], rows[0])
+        [before] = ec1.decode(received, blocks)
+        feedback = ec1.all_reduce(
+            [b1 * before + (1 - b1) * g],
+            ec1.Feedback(
+                [compensated], state.worker_scale.value[0], [state.served.value], received
+            ),
+            [live],
+            blocks,
+            axis_name=axes.node,
+            scale=scale,
+            bucket_bytes=bucket_bytes,
+        )
+        return hierarchical.with_first(held, feedback.compensated[0], axes), feedback
 
     def compressed_update(
         rates: list[Any],
@@ -311,44 +352,54 @@ def scale_by_onebit_lamb(
         params: list[jax.Array],
         state: ScaleByOnebitLambState,
     ) -> tuple[list[jax.Array], ScaleByOnebitLambState]:
-        fused = layout(grads)
-        blocks = [fused.block]
+        fused, _, axes = layout(grads)
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         first = state.count == state.frozen_at
         m = state.m_then_compensated.value
         fresh, inverse_roots, live, k = _once(
             first, freeze, (state.fresh_variance, v, state.live, state.momentum_scales), m
         )
-        compensated = _once(first, lambda m, b1_k_m: b1_k_m[None], m, fresh)
-        # F of the last step. At the first there is none, and b1 k m is where it belongs already: in
-        # place of c with a scale of 0, hence as a residual, and in place of the fresh variance.
-        before = ec1.decode(state.received, blocks)[0]
+        state = state._replace(live=live, momentum_scales=k)
+        # At the first update there is no F of the last one, and b1 k m is where it belongs already:
+        # in place of c with a scale of 0, hence as a residual, and in place of the fresh variance.
+        held = _once(first, lambda m, b1_k_m: b1_k_m.reshape(m.shape), m, fresh)
         g = fused.join([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
-        feedback = ec1.all_reduce(
-            [b1 * before + (1 - b1) * g],
-            state.feedback()._replace(compensated=[compensated]),
-            [live],
-            blocks,
-            axis_name=axis_name,
-            scale=scale,
-            bucket_bytes=bucket_bytes,
-        )
-        received = feedback.received
+        # What F is made of: the momenta themselves, or bits and scales.
+        if axes.nodes == 1 and axes.local is not None:
+            last = held.reshape(fused.shape)
+            new = jnp.where(first, 1.0, b1) * last + (1 - b1) * lax.pmean(g, axes.names)
+            state = state._replace(m_then_compensated=PerWorker(new.reshape(held.shape)))
+        else:
+            [held] = hierarchical.own_shard_first([held], first, axes)
+            held, feedback = exchange(g, held, state, state.own_live(), axes)
+            last = state.received
+            new = hierarchical.all_gather(feedback.received, axes).reshape(last.shape)
+            state = state._replace(
+                m_then_compensated=PerWorker(held),
+                worker_scale=PerWorker(feedback.scales[None]),
+                served=PerWorker(feedback.served[0]),
+                received=new,
+            )
+
+        def decoded(momenta: jax.Array) -> jax.Array:
+            return (
+                momenta if momenta.dtype == jnp.float32 else ec1.decode(momenta, [fused.block])[0]
+            )
+
         gradient_factor = (1 - b2) / (1 - b1) ** 2
 
         def first_fresh(
-            b1_k_m: jax.Array, received: jax.Array, inverse_roots: list[jax.Array], k: jax.Array
+            b1_k_m: jax.Array, new: jax.Array, inverse_roots: list[jax.Array], k: jax.Array
         ) -> jax.Array:
             v = [
                 jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2
                 for i, x in enumerate(inverse_roots)
             ]
-            change = ec1.decode(received, blocks)[0] - b1_k_m
-            return b2 * fused.join(v) + gradient_factor * change**2
+            return b2 * fused.join(v) + gradient_factor * (decoded(new) - b1_k_m) ** 2
 
-        fresh = _once(first, first_fresh, fresh, received, inverse_roots, k)
-        F = ec1.decode(received, blocks)[0]
-        later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * before) ** 2
+        fresh = _once(first, first_fresh, fresh, new, inverse_roots, k)
+        F = decoded(new)
+        later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * decoded(last)) ** 2
         fresh = jnp.copysign(jnp.where(first, fresh, later), F)
 
         def momentum_over_root(
@@ -370,12 +421,13 @@ def scale_by_onebit_lamb(
             least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
             return q**2, u**2, least
 
-        _, scales = fused.block.split(received)
         inverse_k = 1 / k
-        tensors = [
-            (x, inverse_root, fused.spread(scales * inverse_k[i], i))
-            for i, (x, inverse_root) in enumerate(zip(fused.cut(fresh), inverse_roots, strict=True))
-        ]
+        if new.dtype == jnp.float32:
+            sizes = [inverse_k[i] * jnp.abs(x) for i, x in enumerate(fused.cut(F))]
+        else:
+            _, scales = fused.block.split(new)
+            sizes = [fused.spread(scales * inverse_k[i], i) for i in range(len(grads))]
+        tensors = list(zip(fused.cut(fresh), inverse_roots, sizes, strict=True))
         folded = [
             fold(functools.partial(terms, rate, inverse_k[i]), (*arrays, p), SUM, SUM, LEAST)
             for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
@@ -394,15 +446,9 @@ def scale_by_onebit_lamb(
         ]
         return u, state._replace(
             count=state.count + 1,
-            m_then_compensated=PerWorker(feedback.compensated[0]),
-            worker_scale=PerWorker(feedback.scales[None]),
             v_then_inverse_root=tree.unflatten(inverse_roots),
             fresh_variance=fresh,
-            served=PerWorker(feedback.served[0]),
-            live=live,
-            received=received,
             ratios=ratios,
-            momentum_scales=k,
         )
 
     def update_fn(
@@ -449,7 +495,7 @@ def onebit_lamb(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     warmup: int | VarianceStable,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
@@ -457,6 +503,7 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     scale: ec1.Scale = "rms",
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, at one bit a parameter after a warm-up.
@@ -515,7 +562,9 @@ def onebit_lamb(
       warmup: the number of dense updates (an int, at least 1), or
         :func:`onebit_jax.variance_stable`. Take one long enough for the coefficients to settle,
         too: ``coeff_beta`` averages over the last ten.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along; or, for the hierarchical form, the pair
+        ``(node_axis, local_axis)``, as for :func:`onebit_jax.onebit_adam`. On a single node nothing
+        is compressed: momenta are averaged at full precision.
       coeff_beta: decay :math:`\beta_3` of the running coefficient, in [0, 1).
       min_coeff: least coefficient, above 0.
       max_coeff: greatest coefficient. The paper takes 0.3 for BERT.
@@ -523,6 +572,8 @@ def onebit_lamb(
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
+      local_dtype: in the hierarchical form, what compressed steps average gradients in within a
+        node: ``"float32"``, or ``"bfloat16"`` for half the bytes there.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
         128; None, the default, for all in one. See :func:`onebit_jax.onebit_adam`.
 
@@ -582,6 +633,7 @@ def onebit_lamb(
             max_ratio=max_ratio,
             ratio_threshold=ratio_threshold,
             scale=scale,
+            local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
         ),
         optax.scale_by_learning_rate(learning_rate),
