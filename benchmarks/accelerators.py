@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from benchmarks import bert_step, record, step
 from onebit_jax import wire
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.training import Phase
 from train.bert.model import BertConfig, init_params, pretraining_loss
 
 Target = Literal["h100", "v5e"]
@@ -166,7 +166,7 @@ def programs(mesh: Mesh, elements: int) -> Iterator[Program]:
     for name in ("Adam with pmean", "1-bit Adam, warm-up", "1-bit Adam"):
         kind = kinds[name]
         compiled = optimizer_step(kind, shapes, mesh)
-        yield Program(name, kind.phase, compiled, _size(shapes), has_metrics=False)
+        yield Program(name, kind.phases[-1], compiled, _size(shapes), has_metrics=False)
     phases: tuple[Phase, ...] = ("warmup", "compression")
     for phase in phases:
         compiled, parameters = training_step(phase, mesh)
@@ -181,11 +181,10 @@ def optimizer_step(kind: step.Kind, shapes: Any, mesh: Mesh) -> jax.stages.Compi
     specs = onebit_jax.state_specs(state, step.AXIS)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype), shapes)
     grads = _placed(grads, jax.tree.map(lambda _: P(step.AXIS), grads), mesh)
-    extra = {} if kind.phase is None else {"phase": kind.phase}
 
     def update(params: Any, state: Any, grads: Any) -> Any:
         grads = jax.tree.map(lambda g: g[0], grads)
-        updates, state = tx.update(grads, state, params, **extra)
+        updates, state = tx.update(grads, state, params, phase=kind.phases[-1])
         return optax.apply_updates(params, updates), state
 
     mapped = jax.shard_map(

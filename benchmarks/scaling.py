@@ -57,11 +57,13 @@ def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
     # One after the other, since two of the largest do not fit beside each other.
     for name in KINDS:
         run = Run(kinds()[name], shapes, mesh)
+        run.begin()
         figures[name] = {
             "seconds": [run.step() for _ in range(rounds)],
             "sent": wire.bytes_sent(wire.collectives(run.compiled, mesh)),
             **run.memory(),
         }
+        run.end()
     return {"elements": 2**exponent, "workers": workers, "kinds": figures}
 
 

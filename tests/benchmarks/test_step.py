@@ -13,7 +13,7 @@ ELEMENTS = 2**18
 def measured(request):
     """Figures of the kinds, with 2, 4 or 8 workers."""
     shapes = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
-    return request.param, step.measure(shapes, request.param, 1, step.kinds())
+    return request.param, step.measure(shapes, request.param, step.kinds(), 1, 1)
 
 
 def test_the_state_is_hardly_larger_than_adams(measured):
