@@ -124,8 +124,8 @@ def _norms_and_biases(setting: Setting) -> Callable[[Any], Any]:
 
 def _zero_one_steps(warmup: Any, steps: int) -> dict[str, Any]:
     """The step sets of 0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
-    # Its BERT-Base doubles them every 32,768 of 118,000 updates.
-    return {"variance_freeze": warmup, "local_step_scaler": max(1, round(steps * 32768 / 118000))}
+    # There every 32,768 of 152,000 updates.
+    return {"variance_freeze": warmup, "local_step_scaler": max(1, round(steps * 32768 / 152000))}
 
 
 def _zero_one_phase(step: int, warmup: int, steps: int) -> str:

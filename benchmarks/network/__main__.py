@@ -62,8 +62,14 @@ _MODULES = {
 # not know.
 _PLANNED = {
     "Adam, float32": plan.FLOAT32,
-    "1-bit Adam": plan.ONEBIT[0],
-    "1-bit Adam, buckets of 256 KiB": plan.ONEBIT[0],
+    "1-bit Adam": plan.ONEBIT_ADAM,
+    "1-bit Adam, buckets of 256 KiB": plan.ONEBIT_ADAM,
+    "1-bit LAMB": plan.ONEBIT_LAMB,
+    "0/1 Adam, sync": plan.ZERO_ONE_ADAM._replace(rounds=1.0),
+    "Birder": plan.BIRDER,
+    "Signum": plan.SIGNUM,
+    "Distributed Lion": plan.DISTRIBUTED_LION,
+    "EF sign SGD": plan.EF_SIGNSGD,
 }
 
 

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks.network.processes import Place
+from benchmarks.step import Kind
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.layout import Live, block_layout, row_bytes, true_elements
 from onebit_jax.per_worker import PerWorker
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.training import Phase
 
 AXIS = "hosts"
-
-
-class Kind(NamedTuple):
-    """One line of the table: an optimizer in a phase; warm-up ends after one update."""
-
-    make: Callable[[], optax.GradientTransformation]
-    phase: Phase | None = None
 
 
 def _mean_in_float16(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -94,18 +87,30 @@ def _exchange_alone() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+_COMPRESSING: tuple[Phase, ...] = ("warmup", "compression")
 KINDS = {
     "Adam, float32": Kind(lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(1e-4))),
     "Adam, float16 on the wire": Kind(
         lambda: optax.chain(optax.stateless(_mean_in_float16), optax.adam(1e-4))
     ),
     "1-bit Adam": Kind(
-        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS), "compression"
+        lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS), _COMPRESSING
     ),
     "1-bit Adam, buckets of 256 KiB": Kind(
         lambda: onebit_jax.onebit_adam(1e-4, warmup=1, axis_name=AXIS, bucket_bytes=2**18),
-        "compression",
+        _COMPRESSING,
     ),
+    "1-bit LAMB": Kind(
+        lambda: onebit_jax.onebit_lamb(1e-4, warmup=1, axis_name=AXIS), _COMPRESSING
+    ),
+    "0/1 Adam, sync": Kind(
+        lambda: onebit_jax.zero_one_adam(1e-4, variance_freeze=1, axis_name=AXIS),
+        ("variance", "sync"),
+    ),
+    "Birder": Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS), _COMPRESSING),
+    "Signum": Kind(lambda: onebit_jax.signum(1e-4, axis_name=AXIS)),
+    "Distributed Lion": Kind(lambda: onebit_jax.distributed_lion(1e-4, axis_name=AXIS)),
+    "EF sign SGD": Kind(lambda: onebit_jax.ef_signsgd(1e-4, axis_name=AXIS)),
     "EC1, exchange alone": Kind(_exchange_alone),
 }
 
@@ -134,14 +139,13 @@ class Worker:
 
     def prepare(self, kind: str) -> int:
         """Compiles, makes parameters and state; the bytes that the compiled program sends."""
-        tx, phase = KINDS[kind].make(), KINDS[kind].phase
+        tx = KINDS[kind].make()
         self._params = self._make_params()
         if kind not in self._programs:
             init = jax.jit(lambda params: onebit_jax.init(tx, params, self._mesh))
             init = init.lower(self._params).compile()
             self._state = init(self._params)
-            phases: list[Phase | None] = ["warmup", phase] if phase == "compression" else [phase]
-            self._programs[kind] = init, [self._compile(tx, phase) for phase in phases]
+            self._programs[kind] = init, [self._compile(tx, x) for x in KINDS[kind].phases]
         init, self._steps = self._programs[kind]
         self._state = init(self._params)
         return onebit_jax.wire.bytes_sent(onebit_jax.wire.collectives(self._steps[-1], self._mesh))
@@ -171,8 +175,7 @@ class Worker:
         update = optax.with_extra_args_support(tx).update
 
         def step(params: Any, state: Any, grads: Any) -> Any:
-            extra = {} if phase is None else {"phase": phase}
-            updates, state = update([g[0] for g in grads], state, params, **extra)
+            updates, state = update([g[0] for g in grads], state, params, phase=phase)
             return optax.apply_updates(params, updates), state
 
         specs = onebit_jax.state_specs(self._state, AXIS)
