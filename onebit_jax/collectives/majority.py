@@ -3,7 +3,8 @@
 Worker ``j`` serves chunk ``j`` of every block: it receives all workers' signs of the chunk, counts
 them, and sends to all either the majority's sign, one bit an element, or the count itself, which
 takes ``bit_length(n)`` bits. No scales travel and nothing is kept from call to call. A call is one
-``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are.
+``all_to_all`` and one ``all_gather`` of uint8, however many tensors and workers there are;
+:mod:`onebit_jax.collectives.votes` counts in one collective, of up to eight times the bytes.
 
 A zero has no sign, yet one bit must be sent for it. If it were always the same, an element that is
 zero on all workers would walk, and so would one on which an even number of workers is divided. Here
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import ROW_MULTIPLE, Block
+from onebit_jax.collectives.layout import Block, join_sections, split_sections
 from onebit_jax.collectives.signs import pack_bits, signed, unpack_bits
 
 
@@ -51,7 +52,9 @@ def majority(
     scale = jnp.ones((workers,), jnp.float32)
     return [
         block.tensor(signed(bits, scale))
-        for block, bits in zip(blocks, _split(received, blocks), strict=True)
+        for block, bits in zip(
+            blocks, split_sections(received, [block.plane for block in blocks]), strict=True
+        )
     ]
 
 
@@ -74,8 +77,11 @@ def mean_sign(
     """
     planes = jnp.stack(_count(_to_servers(values, blocks, turn, axis_name)))
     workers = lax.axis_size(axis_name)
+    received = lax.all_gather(planes, axis_name)
     means = []
-    for block, bits in zip(blocks, _split(lax.all_gather(planes, axis_name), blocks), strict=True):
+    for block, bits in zip(
+        blocks, split_sections(received, [block.plane for block in blocks]), strict=True
+    ):
         count = jnp.float32(0)
         for k in range(len(planes)):
             count += jnp.where(unpack_bits(bits[:, k], axis=1), jnp.float32(2**k), 0.0)
@@ -90,14 +96,9 @@ def _to_servers(
     """Every worker's signs of the chunks that this one serves, packed; uint8 ``[n, bytes]``."""
     workers = lax.axis_size(axis_name)
     zero_is_positive = (turn + lax.axis_index(axis_name)) % 2 == 0
-    sections = [jnp.zeros((workers, 0), jnp.uint8)]
-    for block, z in zip(blocks, values, strict=True):
-        positive = jnp.where(zero_is_positive, z >= 0, z > 0)
-        packed = pack_bits(block.chunks(positive), axis=1)
-        sections.append(packed.reshape(workers, block.chunk_bytes))
-    rows = jnp.concatenate(sections, -1)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % ROW_MULTIPLE)))
-    return lax.all_to_all(rows, axis_name, 0, 0, tiled=True)
+    positive = [jnp.where(zero_is_positive, z >= 0, z > 0) for z in values]
+    packed = [pack_bits(block.chunks(x), axis=1) for block, x in zip(blocks, positive, strict=True)]
+    return lax.all_to_all(join_sections(packed, (workers,)), axis_name, 0, 0, tiled=True)
 
 
 def _count(rows: jax.Array) -> list[jax.Array]:
@@ -129,13 +130,3 @@ def _compare(planes: Sequence[jax.Array], threshold: int) -> tuple[jax.Array, ja
             more |= equal & planes[k]
             equal &= ~planes[k]
     return more, equal
-
-
-def _split(rows: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
-    """Takes each block's bytes, ``[..., *plane]``, out of whole rows, ``[..., bytes]``."""
-    sections, start = [], 0
-    for block in blocks:
-        section = rows[..., start : start + block.chunk_bytes]
-        sections.append(section.reshape(*rows.shape[:-1], *block.plane))
-        start += block.chunk_bytes
-    return sections
