@@ -53,7 +53,8 @@ class Optimizer(NamedTuple):
             of dense ones that the warm-up has, and the number of updates of the run.
         static: for every phase the `phase` that `update` is given, so that it compiles that phase
             alone; None where it has no such argument.
-        local_steps: whether the workers' parameters differ between exchanges.
+        local_steps: whether the workers' parameters differ between exchanges; its state then has
+            `synced_parameters`.
     """
 
     label: str

@@ -101,6 +101,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     def bytes_sent(phase: str) -> int:
         return wire.bytes_sent(collectives(phase))
 
+    synced = jax.jit(lambda state, params: state.synced_parameters(params))
     with Checkpoints(folder / "checkpoints") as checkpoints:
         progress, params, opt_state = checkpoints.restore(params, opt_state, batches)
         if progress.step > config.steps:
@@ -110,17 +111,23 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
             )
         with MetricsLog(name, config, progress, bytes_sent) as log:
             for step in range(progress.step, config.steps):
+                done = step + 1
+                saving = done == config.steps or done % config.checkpoint_every == 0
                 phase = _known_phase(name, config, step, log.progress.frozen_at)
+                if saving and phase == "local":
+                    # Workers must have the same parameters where a run may go on from.
+                    phase = "sync"
                 batch = _to_mesh(next(batches), task.mesh)
                 params, opt_state, metrics = train_step(
                     params, opt_state, batch, phase=static[phase] if phase else None
                 )
                 log.dispatched(step, phase, metrics)
-                done = step + 1
                 stopping = stop.requested(step)
-                if stopping or done == config.steps or done % config.checkpoint_every == 0:
+                if stopping or saving:
                     progress = log.land()
                     log.flush()
+                    if OPTIMIZERS[name].local_steps:
+                        params = synced(opt_state, params)
                     checkpoints.save(progress, params, opt_state, batches)
                 if stopping:
                     raise Stopped(name, done)
