@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+TESTS ?=
 
 .PHONY: pretrain compare test test-all lint
 
@@ -22,7 +23,7 @@ compare: $(VENV)/installed
 	$(BIN)/python -m train.compare
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -1,5 +1,6 @@
 """Workers in two programs, on devices or simulated, must do what `onebit_jax.train_step` does."""
 
+import functools
 from typing import Any
 
 import chex
@@ -37,7 +38,8 @@ def problem() -> Any:
     return params, batches, loss_fn
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The others have the same phases as one of these.
+@pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam", "birder"])
 def test_agrees_with_the_librarys_training_step(name):
     start, batches, loss_fn = problem()
     optimizer = OPTIMIZERS[name]
@@ -76,6 +78,20 @@ def test_agrees_with_the_librarys_training_step(name):
         ours = jax.device_get(ours)
         chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
         chex.assert_trees_all_equal_shapes_and_dtypes(opt_state, state_shapes)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_can_be_made(name):
+    params, _, _ = problem()
+    mask = lambda p: {"w": True, "v": False}  # noqa: E731
+    tx = OPTIMIZERS[name].make(Setting(lambda t: 0.01, workers.AXIS, STEPS, mask, WARMUP))
+    rows = workers.replicate(params, 2).value
+    state = jax.eval_shape(jax.vmap(tx.init, axis_name=workers.AXIS), rows)
+    tx = optax.with_extra_args_support(tx)
+    for phase in OPTIMIZERS[name].static.values():
+        update = jax.vmap(functools.partial(tx.update, phase=phase), axis_name=workers.AXIS)
+        updates, after = jax.eval_shape(update, rows, state, rows)
+        chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (rows, state))
 
 
 @pytest.mark.parametrize("kind", ["devices", "simulated"])
