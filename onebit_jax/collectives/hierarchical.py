@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import block_layout, padded
+from onebit_jax.collectives.layout import block_layout, join_sections, padded, split_sections
 from onebit_jax.per_worker import PerWorker
 
 LocalDtype = Literal["float32", "bfloat16"]
@@ -192,3 +192,17 @@ def all_gather(received: jax.Array, axes: Axes) -> jax.Array:
       uint8 ``[L, N, row_bytes]``, which decodes to the chunks of whole tensors, in order.
     """
     return received if axes.local is None else lax.all_gather(received, axes.local)
+
+
+def all_gather_sections(sections: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
+    """Brings together arrays that the devices of a node have for their own shards.
+
+    Args:
+      sections: uint8 ``[N, ...]``; they travel in one collective.
+      axes: the axes, of the hierarchical form.
+
+    Returns:
+      uint8 ``[L, N, ...]``, those of whole tensors.
+    """
+    rows = join_sections(sections, (axes.nodes,))
+    return split_sections(all_gather(rows, axes), [x.shape[1:] for x in sections])

@@ -50,7 +50,7 @@ from jax import lax
 
 from onebit_jax.collectives import votes
 from onebit_jax.collectives.layout import Block, join_sections, split_rows, split_sections
-from onebit_jax.collectives.signs import pack_bits, signed, unpack_bits, written_out
+from onebit_jax.collectives.signs import pack_bits, unpack_bits, written_out
 
 Transport = Literal["bits", "votes"]
 
@@ -63,10 +63,13 @@ class Answer(NamedTuple):
         ``[n, 8, *plane]``.
       heard: whether any worker sent +1, packed; uint8 ``[n, *plane]``. Only at rest does it say
         so: where live it may be whether the mean is +1.
+      packed: the bits that :func:`decode` makes the means of, for who is to pass them on: signs,
+        uint8 ``[n, *plane]``; or, not requantized, counts, uint8 ``[n, field bits, *plane]``.
     """
 
     means: list[jax.Array]
     heard: list[jax.Array]
+    packed: list[jax.Array]
 
 
 class Ratio(NamedTuple):
@@ -207,14 +210,19 @@ def all_reduce(
         return jnp.where(alive, binarize(_mean(counts, workers), uniform), counts > 0)
 
     if transport == "votes":
-        counts = votes.all_reduce(signs, blocks, axis_name=axis_name)
+        packed = votes.all_reduce(signs, blocks, axis_name=axis_name)
         if requantize:
+            counts = [votes.unpack_fields(x, votes.field_bits(workers), axis=1) for x in packed]
             drawn = [
                 requantized(c, alive, uniforms(server_key, block, first))
                 for c, alive, block, first in zip(counts, live, blocks, firsts, strict=False)
             ]
-            means = [jnp.where(x, 1.0, -1.0) for x in drawn]
-            return Answer(means, [pack_bits(c > 0, axis=1) for c in counts])
+            return Answer(
+                # Not decoded from the bits, which need not be written out where nobody asks.
+                [jnp.where(x, 1.0, -1.0) for x in drawn],
+                [pack_bits(c > 0, axis=1) for c in counts],
+                written_out([pack_bits(x, axis=1) for x in drawn], axis_name),
+            )
     else:
         packed = written_out([pack_bits(x, axis=1) for x in signs], axis_name)
         rows = join_sections(packed, (workers,))
@@ -237,12 +245,34 @@ def all_reduce(
             planes = [(bits, *plane) for plane in planes]
         row = join_sections(written_out(answers, axis_name), ())
         received = [lax.all_gather(bucket, axis_name) for bucket in split_rows(row, bucket_bytes)]
-        sections = split_sections(jnp.concatenate(received, -1), planes)
+        packed = split_sections(jnp.concatenate(received, -1), planes)
+    means = decode(packed, blocks, requantize=requantize)
+    if requantize:
+        return Answer(means, packed, packed)
+    counts = [votes.unpack_fields(x, votes.field_bits(workers), axis=1) for x in packed]
+    return Answer(means, [pack_bits(c > 0, axis=1) for c in counts], packed)
+
+
+def decode(
+    packed: Sequence[jax.Array], blocks: Sequence[Block], *, requantize: bool
+) -> list[jax.Array]:
+    """The means of an :class:`Answer`.
+
+    Args:
+      packed: as in the answer; it may have further leading axes.
+      blocks: the layout.
+      requantize: whether the means were binarised.
+
+    Returns:
+      For each block float32 ``[..., n, 8, *plane]``.
+    """
+
+    def mean(x: jax.Array, block: Block) -> jax.Array:
+        last = x.ndim - len(block.plane)
         if requantize:
-            return Answer([signed(x, jnp.ones((workers,))) for x in sections], sections)
-        counts = [votes.unpack_fields(x, bits, axis=1) for x in sections]
-    means = [_mean(c, workers) for c in counts]
-    return Answer(
-        [mean.numerator / mean.denominator for mean in means],
-        [pack_bits(c > 0, axis=1) for c in counts],
-    )
+            return jnp.where(unpack_bits(x, last), 1.0, -1.0)
+        bits = votes.field_bits(block.workers)
+        z = _mean(votes.unpack_fields(x, bits, last - 1), block.workers)
+        return z.numerator / z.denominator
+
+    return [mean(x, block) for x, block in zip(packed, blocks, strict=True)]

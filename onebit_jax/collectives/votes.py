@@ -102,7 +102,8 @@ def all_reduce(
       axis_name: the axis the workers run along.
 
     Returns:
-      For each block the counts, uint8 ``[n, 8, *plane]``, the same on all workers.
+      For each block the counts, in fields that :func:`unpack_fields` reads along axis 1; uint8
+      ``[n, field bits, *plane]``, the same on all workers.
 
     Raises:
       ValueError: for more than 255 workers.
@@ -112,5 +113,4 @@ def all_reduce(
     rows = join_sections([pack_fields(x, bits, axis=1) for x in votes], (workers,))
     # Buckets are not to be had here: XLA joins the sums into one again.
     sums = lax.psum(rows, axis_name)
-    sections = split_sections(sums, [(bits, *block.plane) for block in blocks])
-    return [unpack_fields(section, bits, axis=1) for section in sections]
+    return split_sections(sums, [(bits, *block.plane) for block in blocks])

@@ -10,8 +10,9 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import stochastic, votes
-from onebit_jax.collectives.layout import Block, block_layout
+from onebit_jax.collectives import hierarchical, stochastic, votes
+from onebit_jax.collectives.hierarchical import Axes, LocalDtype
+from onebit_jax.collectives.layout import Block, block_layout, unpadded
 from onebit_jax.collectives.signs import pack_bits, unpack_bits, written_out
 from onebit_jax.collectives.stochastic import Ratio, Transport
 from onebit_jax.per_worker import PerWorker
@@ -23,13 +24,17 @@ _LEAST_A = 2.0**-100
 
 
 class ScaleByBirderState(NamedTuple):
-    """State of Birder for ``n`` workers.
+    """State of Birder for ``n`` workers, or for ``N`` nodes of ``L`` devices each.
+
+    In the hierarchical form (:mod:`onebit_jax.collectives.hierarchical`) a worker is a node, and
+    what a device has of it is its own shard: ``8/L`` bytes a parameter.
 
     Attributes:
       count: number of updates made; int32 ``[]``.
       key: the key that all random bits come from, with ``count``; uint32 ``[2]``.
       m: the worker's own average of gradients ``m_i``; float32, a tree like the parameters,
-        ``[1, *shape]``.
+        ``[1, *shape]``, in the hierarchical form ``[1, *shape of a shard]``. On a single node, of
+        the mean gradient, ``[1, *shape]``.
       a: the worker's own average of their absolute values ``a_i``, at least ``abs(m)``; as ``m``.
         0 where no worker has had a gradient yet, on all workers alike: coordinates at rest. On
         others at least ``2**-100``.
@@ -45,9 +50,9 @@ class ScaleByBirderState(NamedTuple):
 
         Returns:
           ``phase``, always 1: every update is compressed; ``live``, the share of coordinates that
-          are not at rest; and ``certainty``, the mean of ``|m_i| / a_i`` over these: near 1 the
-          signs are those of the gradients, near 0 they are coins, and nothing but a smaller
-          learning rate will help.
+          are not at rest (in the hierarchical form of the own shard, whose padding is); and
+          ``certainty``, the mean of ``|m_i| / a_i`` over these: near 1 the signs are those of the
+          gradients, near 0 they are coins, and nothing but a smaller learning rate will help.
         """
         total, live, certainty = 0, jnp.float32(0), jnp.float32(0)
         for m, a in zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True):
@@ -59,6 +64,11 @@ class ScaleByBirderState(NamedTuple):
             "live": live / max(total, 1),
             "certainty": certainty / jnp.maximum(live, 1),
         }
+
+
+def _is_single_node(axes: Axes) -> bool:
+    """Whether nothing has to cross between nodes, so that by choice nothing is binarised."""
+    return axes.nodes == 1 and axes.local is not None
 
 
 def _least(block: Block, live: jax.Array) -> jax.Array:
@@ -85,10 +95,11 @@ def scale_by_birder(
     b: jax.typing.ArrayLike = 0.95,
     *,
     seed: int | jax.Array | None = None,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of Birder; see :func:`birder`, which adds decay and learning rate.
@@ -96,10 +107,11 @@ def scale_by_birder(
     Args:
       b: decay of both averages, in [0, 1).
       seed: an int or a PRNG key; required.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       transport: see :func:`birder`.
       requantize: see :func:`birder`.
       amsgrad: see :func:`birder`.
+      local_dtype: see :func:`birder`.
       bucket_bytes: see :func:`birder`.
 
     Returns:
@@ -115,6 +127,7 @@ def scale_by_birder(
         raise ValueError(f"transport={transport!r} must be 'bits' or 'votes'.")
     validation.check_flag("requantize", requantize)
     validation.check_flag("amsgrad", amsgrad)
+    validation.check_local_dtype(local_dtype, axis_name)
     validation.check_bucket_bytes(bucket_bytes)
     if transport == "votes" and bucket_bytes is not None:
         raise ValueError(
@@ -123,20 +136,25 @@ def scale_by_birder(
         )
     b = validation.float32(b)
 
-    def layout(shapes: list[tuple[int, ...]]) -> list[Block]:
-        workers = validation.bound_axis_size(axis_name)
+    def layout(shapes: list[tuple[int, ...]]) -> tuple[Axes, list[Block]]:
+        """The axes, and the blocks of what the state has: tensors, or their shards."""
+        axes = validation.bound_axes(axis_name)
         if transport == "votes" or not requantize:
-            votes.field_bits(workers)
-        return block_layout(shapes, workers)
+            votes.field_bits(axes.nodes)
+        shards = shapes if _is_single_node(axes) else hierarchical.shard_shapes(shapes, axes)
+        return axes, block_layout(shards, axes.nodes)
 
     def init_fn(params: optax.Params) -> ScaleByBirderState:
         validation.check_parameters(params)
-        layout([p.shape for p in jax.tree.leaves(params)])
+        leaves, tree = jax.tree.flatten(params)
+        _, blocks = layout([p.shape for p in leaves])
         dtype = jnp.result_type(source)
         is_key = jnp.ndim(source) == 1 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
         def zeros() -> PerWorker:
-            return PerWorker(jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params))
+            return PerWorker(
+                tree.unflatten([jnp.zeros((1, *block.shape), jnp.float32) for block in blocks])
+            )
 
         return ScaleByBirderState(
             count=jnp.zeros([], jnp.int32),
@@ -145,25 +163,52 @@ def scale_by_birder(
             a=zeros(),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        phase: Phase | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByBirderState]:
-        del params, extra_args
-        state = cast(ScaleByBirderState, state)
-        shapes = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape[1:], m.dtype), state.m.value)
-        validation.check_same_tree(updates, shapes)
-        grads, tree = jax.tree.flatten(updates)
-        blocks = layout([g.shape for g in grads])
+    def averages(
+        g: list[jax.Array], state: ScaleByBirderState, least: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The new m, and the new a, which is at least ``least``."""
+        old_m, old_a = jax.tree.leaves(state.m), jax.tree.leaves(state.a)
+        # One product in each sum, that with the old average, is all that a compiler can round
+        # together with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
+        shares = [jnp.abs((1 - b) * y) for y in g]
+        m = [
+            b * x + jnp.where(y < 0, -share, share)
+            for x, y, share in zip(old_m, g, shares, strict=True)
+        ]
+        a = [
+            jnp.maximum(b * x + share, y) for x, y, share in zip(old_a, least, shares, strict=True)
+        ]
+        if amsgrad:
+            a = [jnp.maximum(x, y) for x, y in zip(old_a, a, strict=True)]
+        return m, a
+
+    def plain_update(
+        grads: list[jax.Array], state: ScaleByBirderState, axes: Axes
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Where nothing is binarised: u, m and a."""
+        g = [x[None] for x in lax.pmean([x.astype(jnp.float32) for x in grads], axes.names)]
+        least = [
+            jnp.where((x != 0) | (y != 0), _LEAST_A, 0.0)
+            for x, y in zip(jax.tree.leaves(state.a), g, strict=True)
+        ]
+        m, a = averages(g, state, least)
+        return [jnp.where(y > 0, x / y, 0.0)[0] for x, y in zip(m, a, strict=True)], m, a
+
+    def binarised_update(
+        grads: list[jax.Array],
+        state: ScaleByBirderState,
+        axes: Axes,
+        blocks: list[Block],
+        phase: Phase | None,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Of signs that nodes exchange: u, m and a."""
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.count)
-
-        old_m, old_a = jax.tree.leaves(state.m), jax.tree.leaves(state.a)
-        g = [x.astype(jnp.float32)[None] for x in grads]
+        if axes.local is not None:
+            key = jax.random.fold_in(key, lax.axis_index(axes.local))
+        shapes = [block.shape for block in blocks]
+        shards = hierarchical.reduce_scatter(grads, shapes, axes, local_dtype)
+        g = [x.astype(jnp.float32)[None] for x in shards]
 
         def exchange(
             live: list[jax.Array], m: list[jax.Array], a: list[jax.Array]
@@ -182,7 +227,7 @@ def scale_by_birder(
                 alive,
                 key,
                 blocks,
-                axis_name=axis_name,
+                axis_name=axes.node,
                 transport=transport,
                 requantize=requantize,
                 bucket_bytes=bucket_bytes,
@@ -192,7 +237,7 @@ def scale_by_birder(
             """What earlier updates found live, packed; the same on all workers."""
             return [
                 pack_bits(block.chunks(x) != 0, axis=1)
-                for block, x in zip(blocks, old_a, strict=True)
+                for block, x in zip(blocks, jax.tree.leaves(state.a), strict=True)
             ]
 
         def told() -> list[jax.Array]:
@@ -202,41 +247,53 @@ def scale_by_birder(
 
         if phase is None:
             live = lax.cond(state.count == 0, told, known)
-        elif phase == "warmup":
-            live = told()
-        elif phase == "compression":
-            live = known()
         else:
-            raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
+            live = told() if phase == "warmup" else known()
         # Or XLA would find these bits again wherever they are read, from the old a, over which the
         # new one could then not be written.
-        live = written_out(live, axis_name)
+        live = written_out(live, axes.node)
 
-        # One product in each sum, that with the old average, is all that a compiler can round
-        # together with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
-        shares = [jnp.abs((1 - b) * y) for y in g]
-        m = [
-            b * x + jnp.where(y < 0, -share, share)
-            for x, y, share in zip(old_m, g, shares, strict=True)
-        ]
-        a = [
-            jnp.maximum(b * x + share, _least(block, bits))
-            for block, bits, x, share in zip(blocks, live, old_a, shares, strict=True)
-        ]
-        if amsgrad:
-            a = [jnp.maximum(x, y) for x, y in zip(old_a, a, strict=True)]
-
-        means, heard = exchange(live, m, a)
+        m, a = averages(g, state, [_least(*own) for own in zip(blocks, live, strict=True)])
+        answer = exchange(live, m, a)
+        news = [x & ~y for x, y in zip(answer.heard, live, strict=True)]
+        means = answer.means
+        if axes.local is not None:
+            gathered = hierarchical.all_gather_sections([*live, *answer.packed], axes)
+            live, packed = gathered[: len(blocks)], gathered[len(blocks) :]
+            means = stochastic.decode(packed, blocks, requantize=requantize)
         u = [
-            block.tensor(jnp.where(unpack_bits(bits, axis=1), mean, 0.0)).astype(grad.dtype)
-            for block, bits, mean, grad in zip(blocks, live, means, grads, strict=True)
+            unpadded(jnp.where(unpack_bits(x, x.ndim - len(block.plane)), mean, 0.0), grad.shape)
+            for block, x, mean, grad in zip(blocks, live, means, grads, strict=True)
         ]
+        return u, m, _roused(a, news, blocks)
 
-        news = [x & ~y for x, y in zip(heard, live, strict=True)]
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        phase: Phase | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ScaleByBirderState]:
+        del params, extra_args
+        if phase not in ("warmup", "compression", None):
+            raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
+        state = cast(ScaleByBirderState, state)
+        grads, tree = jax.tree.flatten(updates)
+        axes, blocks = layout([g.shape for g in grads])
+        validation.check_same_tree(
+            tree.unflatten([jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in blocks]),
+            jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape[1:], m.dtype), state.m.value),
+        )
+        if _is_single_node(axes):
+            u, m, a = plain_update(grads, state, axes)
+        else:
+            u, m, a = binarised_update(grads, state, axes, blocks, phase)
+        u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
         return tree.unflatten(u), state._replace(
             count=state.count + 1,
             m=PerWorker(tree.unflatten(m)),
-            a=PerWorker(tree.unflatten(_roused(a, news, blocks))),
+            a=PerWorker(tree.unflatten(a)),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -249,10 +306,11 @@ def birder(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     seed: int | jax.Array | None = None,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
+    local_dtype: LocalDtype = "float32",
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit a parameter, from the first update on.
@@ -284,6 +342,10 @@ def birder(
     other one. From then on the bits of coordinates at rest, which would mean nothing, tell of first
     gradients: no byte more is sent, and such a coordinate moves from the next update on.
 
+    In the hierarchical form a worker is a node, and its gradient the mean of its devices'. On a
+    single node nothing is binarised: :math:`u = m / a` of the mean gradient, and 0 where there has
+    been none.
+
     ``init`` and ``update`` run where ``axis_name`` is bound, and gradients go in as each worker's
     own, as for :func:`onebit_jax.onebit_adam`. All updates are compressed; the extra argument
     ``phase`` of ``update``, and of the step that :func:`onebit_jax.train_step` makes, says whether
@@ -300,18 +362,26 @@ def birder(
         parameters that gives one: which tensors are decayed. All by default.
       seed: an int or a PRNG key, from which all random bits come; required. Workers must give the
         same one; they draw different bits of it.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
+        each, the pair ``(node_axis, local_axis)``: the hierarchical form. Then gradients are
+        averaged within a node, each device draws the bits of one part of the node's ratios, and a
+        node sends no more than a single worker would
+        (:mod:`onebit_jax.collectives.hierarchical`). On a single node no bit is drawn.
       transport: ``"bits"``, an ``all_to_all`` and an ``all_gather`` of one bit a parameter each; or
         ``"votes"``, one ``psum`` of 1, 2, 4 or 8 bits a parameter, for at most 1, 3, 15 and 255
-        workers. Results are the same, bit for bit. Votes are one collective in place of two, for up
-        to 8 times the bytes: they pay where latency is what an exchange costs.
+        workers (in the hierarchical form, nodes). Results are the same, bit for bit. Votes are one
+        collective in place of two, for up to 8 times the bytes: they pay where latency is what an
+        exchange costs.
       requantize: whether to take the second :math:`Q`. Without it :math:`u` is the mean of the
         :math:`u_i`, whose variance falls as :math:`1/n`, as that of :math:`Q` does not; but of
         "bits" the second half then costs as many bits as votes.
       amsgrad: whether :math:`a_i` never falls: the larger one of the old and the new is kept, which
         the paper's theory asks for.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None, the default, for all in one. For "bits" only. See :func:`onebit_jax.onebit_adam`.
+      local_dtype: in the hierarchical form, what gradients are averaged in within a node:
+        ``"float32"``, or ``"bfloat16"`` for half the bytes there.
+      bucket_bytes: the most that one collective carries from a worker to another (in the
+        hierarchical form, from node to node), a multiple of 128; None, the default, for all in one.
+        For "bits" only. See :func:`onebit_jax.onebit_adam`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -360,6 +430,7 @@ def birder(
             transport=transport,
             requantize=requantize,
             amsgrad=amsgrad,
+            local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
         ),
         optax.add_decayed_weights(weight_decay, mask),

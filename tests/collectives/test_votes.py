@@ -16,7 +16,8 @@ SHAPES = [(9,), (), (0,), (4, 16), (48, 5), (1,)]
 
 def count(blocks, workers, binding: Binding = "vmap"):
     def call(flags):
-        return votes.all_reduce(flags, blocks, axis_name=AXIS)
+        fields = votes.all_reduce(flags, blocks, axis_name=AXIS)
+        return [votes.unpack_fields(x, votes.field_bits(workers), axis=1) for x in fields]
 
     return on_workers(call, workers, binding)
 

@@ -1,0 +1,328 @@
+"""Birder with a pair of axes: against NumPy, against the flat form, and what travels."""
+
+import functools
+from typing import Any, cast
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import onebit_jax
+from onebit_jax import wire
+from onebit_jax.collectives import votes
+from onebit_jax.per_worker import PerWorker
+from tests import reference
+from tests.workers import NODE, PAIR, Binding, on_workers, replicate
+
+SHAPES = {"nested": [(), {"empty": (0,), "odd": (13,)}, None], "rows": (64, 48)}
+TWO_SHAPES = {"odd": (13,), "rows": (64, 3)}
+LR, B = 0.25, 0.8
+# Row 1 of the largest tensor never has a gradient, row 40 has its first at this update.
+LATE = 5
+birder = functools.partial(onebit_jax.birder, LR, B, seed=3, axis_name=PAIR)
+scale_by_birder = functools.partial(onebit_jax.scale_by_birder, B, seed=3, axis_name=PAIR)
+
+
+def draw(seed, *leading, shapes: Any = SHAPES):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.standard_normal((*leading, *shape)), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def draw_gradients(devices, count, shapes: Any):
+    gradients = draw(devices, devices, count, shapes=shapes)
+    rows = np.array(gradients["rows"])
+    rows[:, :, 1] = 0
+    rows[:, :LATE, 40] = 0
+    rows[1:, LATE, 40] = 0
+    return gradients | {"rows": jnp.asarray(rows)}
+
+
+def trajectory(tx, sizes, params, gradients, binding: Binding = "vmap") -> tuple[Any, Any, Any]:
+    """Updates and parameters by gradients `[devices, updates, ...]`, and Birder's states."""
+
+    def worker(params, state, gradients):
+        def step(carry, grads):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), (updates, params, birder_state(state))
+
+        return lax.scan(step, (params, state), gradients)[1]
+
+    params = replicate(params, sizes[0] * sizes[1])
+    start = jax.device_get((params, on_workers(tx.init, sizes)(params), gradients))
+    return jax.device_get(on_workers(worker, sizes, binding)(*start))
+
+
+def birder_state(opt_state: Any) -> onebit_jax.ScaleByBirderState:
+    is_state = lambda node: isinstance(node, onebit_jax.ScaleByBirderState)  # noqa: E731
+    return next(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
+
+
+def assert_workers_agree(tree):
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape), err_msg=name)
+
+
+def expected_parameters(params, gradients, sizes, requantize):
+    """The parameters after each update: of every shard its own flat Birder, a node a worker."""
+    nodes, per_node = sizes
+    count = jax.tree.leaves(gradients)[0].shape[1]
+    key = jax.random.wrap_key_data(jax.random.bits(jax.random.key(3), (2,), jnp.uint32))
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0, None))
+    @functools.partial(jax.vmap, in_axes=(None, None, 0))
+    def keys_of(t, shard, worker):
+        step_key = jax.random.fold_in(jax.random.fold_in(key, t), shard)
+        return jax.random.bits(jax.random.fold_in(step_key, worker), (2,), jnp.uint32)
+
+    keys = np.asarray(keys_of(jnp.arange(count), jnp.arange(per_node), jnp.arange(nodes + 1)))
+    first = 0
+    for p, g in zip(jax.tree.leaves(params), jax.tree.leaves(gradients), strict=True):
+        size = p.size
+        chunk_bytes = -(-size // (8 * nodes * per_node))
+        shard = 8 * nodes * chunk_bytes
+        padding = per_node * shard - size
+        p = np.pad(np.asarray(p).reshape(-1), (0, padding)).reshape(per_node, shard)
+        g = np.asarray(g).reshape(nodes, per_node, count, size).mean(1)
+        g = np.pad(g, ((0, 0), (0, 0), (0, padding))).reshape(nodes, count, per_node, shard)
+        history = np.zeros((count, per_node, shard), np.float32)
+        for own in range(per_node):
+            theirs = reference.Birder(p[own], nodes, LR, B, 0.0, requantize)
+            for t in range(count):
+                numbers = [reference.uniforms(k, shard, nodes, first) for k in keys[t, own]]
+                history[t, own] = theirs.update(
+                    list(g[:, t, own]), np.stack(numbers[:-1]), numbers[-1]
+                )
+        yield history.reshape(count, -1)[:, :size]
+        first += 4 * nodes * chunk_bytes
+
+
+# What it computes.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "binding", "shapes", "options"),
+    [
+        ((2, 2), "shard_map", SHAPES, {"bucket_bytes": 128}),
+        ((2, 4), "shard_map", TWO_SHAPES, {"transport": "votes"}),
+        ((4, 2), "shard_map", TWO_SHAPES, {"requantize": False}),
+        ((3, 2), "vmap", {"rows": (64, 3)}, {"transport": "votes", "requantize": False}),
+    ],
+    ids=["bits", "votes", "counts", "votes and counts"],
+)
+def test_agrees_with_numpy(sizes, binding, shapes, options):
+    count, devices = LATE + 4, sizes[0] * sizes[1]
+    params, gradients = draw(0, shapes=shapes), draw_gradients(devices, count, shapes)
+    updates, ours, states = trajectory(birder(**options), sizes, params, gradients, binding)
+    assert_workers_agree((updates, ours, states.count, states.key))
+    for m, a in zip(jax.tree.leaves(states.m), jax.tree.leaves(states.a), strict=True):
+        assert np.all(np.abs(m) <= a)
+        assert np.all((a == 0) | (a >= 2.0**-100))
+    requantize = options.get("requantize", True)
+    theirs = expected_parameters(params, gradients, sizes, requantize)
+    for history, expected in zip(jax.tree.leaves(ours), theirs, strict=True):
+        np.testing.assert_allclose(history[0].reshape(count, -1), expected, rtol=1e-5, atol=1e-6)
+
+    moved = np.abs(updates["rows"])
+    np.testing.assert_array_equal(moved[:, :, 1], 0)
+    # What nobody knew before it happened is told in that update; the next one moves.
+    np.testing.assert_array_equal(moved[:, : LATE + 1, 40], 0)
+    if requantize:
+        np.testing.assert_array_equal(moved[:, LATE + 1 :, 40], LR)
+        np.testing.assert_array_equal(np.delete(moved, [1, 40], axis=2), LR)
+
+
+def test_one_device_a_node_is_the_flat_form_bit_for_bit():
+    shapes = {"rows": (64, 3)}
+    params, gradients = draw(0, shapes=shapes), draw_gradients(4, LATE + 2, shapes)
+    pair, flat = (
+        trajectory(birder(axis_name=axes), (4, 1), params, gradients, "shard_map")
+        for axes in (PAIR, NODE)
+    )
+    chex.assert_trees_all_equal(pair, flat, strict=True)
+
+
+def test_one_node_takes_the_plain_mean_and_draws_nothing():
+    sizes, count = (1, 4), 9
+    params = draw(0, shapes=TWO_SHAPES)
+    gradients = draw_gradients(4, count, TWO_SHAPES)
+    tx = birder()
+    _, ours, states = trajectory(tx, sizes, params, gradients)
+    assert_workers_agree((ours, states))
+    for p, g, history in zip(*map(jax.tree.leaves, (params, gradients, ours)), strict=True):
+        p, m, a = np.asarray(p, np.float64), 0.0, 0.0
+        for t in range(count):
+            mean = np.asarray(g, np.float64)[:, t].mean(0)
+            m, a = B * m + (1 - B) * mean, B * a + (1 - B) * np.abs(mean)
+            p = p - LR * np.where(a > 0, m / np.where(a > 0, a, 1), 0)
+            np.testing.assert_allclose(history[0, t], p, rtol=1e-5, atol=2e-6)
+    np.testing.assert_array_equal(
+        ours["rows"][:, :, 1], np.broadcast_to(params["rows"][1], (4, count, 3))
+    )
+
+    params = replicate(params, 4)
+    state = jax.eval_shape(on_workers(tx.init, sizes), params)
+    update = on_workers(tx.update, sizes, "shard_map").lower(params, state, params)
+    assert {(c.op, c.dtype) for c in wire.collectives(update.compile())} == {("all-reduce", "f32")}
+
+
+@pytest.mark.parametrize("requantize", [True, False])
+def test_the_mean_over_seeds_is_that_of_the_nodes_ratios(requantize):
+    """And the devices of a node, whose shards are the halves here, draw different bits."""
+    sizes, draws, size = (2, 2), 4096, 64
+    tx = scale_by_birder(requantize=requantize)
+    rng = np.random.default_rng(0)
+    a = rng.uniform(0.5, 2, (4, 1, size // 2)).astype(np.float32)
+    m = (a * rng.uniform(-1, 1, a.shape)).astype(np.float32)
+
+    def means(m, a):
+        state = cast(onebit_jax.ScaleByBirderState, tx.init({"w": jnp.zeros(size)}))
+        state = state._replace(count=jnp.int32(1), m=PerWorker({"w": m}), a=PerWorker({"w": a}))
+
+        def update(key):
+            # Without a gradient m and a shrink alike.
+            u = tx.update({"w": jnp.zeros(size)}, state._replace(key=key), phase="compression")
+            halves = jnp.split(cast(Any, u[0])["w"], 2)
+            return jnp.concatenate([*halves, halves[0] * halves[1]])
+
+        keys = jax.random.bits(jax.random.key(0), (draws, 2), jnp.uint32)
+        return jnp.mean(lax.map(update, keys, batch_size=256), 0)
+
+    ours = np.asarray(on_workers(means, sizes)(m, a))
+    assert_workers_agree(ours)
+    ratios = np.mean((m / a).reshape(2, size), axis=0)
+    expected = np.concatenate([ratios, ratios[: size // 2] * ratios[size // 2 :]])
+    error = 4.5 * np.sqrt((1 - expected**2) / draws) + 2**-16
+    assert np.all(np.abs(ours[0] - expected) <= error)
+
+
+def test_bfloat16_within_a_node_rounds_what_is_averaged():
+    tx = scale_by_birder(local_dtype="bfloat16")
+    gradients = draw(1, 4, shapes={"w": (64, 8)})
+    state = on_workers(tx.init, (2, 2))(gradients)
+    _, state = on_workers(functools.partial(tx.update, phase="compression"), (2, 2))(
+        gradients, state
+    )
+    m = state.m.value["w"]
+    shards = np.asarray(gradients["w"]).reshape(2, 2, 2, 1, 32, 8).mean(1).reshape(m.shape)
+    assert m.dtype == np.float32
+    assert np.any(m != np.float32(1 - B) * shards)
+    np.testing.assert_allclose(m, (1 - B) * shards, rtol=0.02, atol=2e-3)
+
+
+# The state, and what travels.
+
+
+def test_the_state_is_two_floats_a_parameter_of_the_own_shard():
+    sizes, size = (2, 4), 2**20
+    shape = jax.ShapeDtypeStruct((*sizes, size), jnp.float32)
+    init = birder().init
+    state = jax.eval_shape(jax.vmap(jax.vmap(init, axis_name="local"), axis_name=NODE), shape)
+    of_one_device = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 8
+    assert of_one_device <= 8.001 / 4 * size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "transport", "requantize"),
+    [
+        ((2, 4), "bits", True),
+        ((4, 2), "bits", True),
+        ((4, 2), "votes", False),
+    ],
+    ids=str,
+)
+def test_a_node_sends_no_more_than_a_single_worker_would(sizes, transport, requantize):
+    nodes, per_node = sizes
+    size = 2048 * 513
+    mesh = jax.make_mesh(sizes, PAIR, axis_types=(AxisType.Auto,) * 2)
+    tx = scale_by_birder(transport=transport, requantize=requantize)
+    update = on_workers(functools.partial(tx.update, phase="compression"), sizes, "shard_map")
+    params = draw(0, 8, shapes={"w": (2048, 513)})
+    state = jax.eval_shape(on_workers(tx.init, sizes), params)
+    sent = wire.collectives(update.lower(params, state).compile(), mesh)
+    across = [c for c in sent if c.axis == NODE]
+    fields = votes.field_bits(nodes)
+    halves = 2 * fields if transport == "votes" else 1 + (1 if requantize else fields)
+    floor = halves * (nodes - 1) / nodes * size / (8 * per_node)
+    assert {c.dtype for c in across} == {"u8"}
+    assert len(across) == (1 if transport == "votes" else 2)
+    assert floor <= wire.bytes_sent(across) <= 1.02 * floor
+    # Within a node bits come back, and not the floats that they stand for.
+    [back] = [c for c in sent if c.op == "all-gather" and c.axis == "local"]
+    answer = 1 if requantize else fields
+    floor = (1 + answer) * (per_node - 1) / per_node * size / 8
+    assert back.dtype == "u8"
+    assert floor <= wire.bytes_sent([back]) <= 1.02 * floor
+
+
+def test_a_mesh_of_nodes_trains():
+    mesh = jax.make_mesh((2, 2), PAIR, axis_types=(AxisType.Auto,) * 2)
+    tx = onebit_jax.birder(optax.linear_schedule(0.05, 0.0, 60), seed=0, axis_name=PAIR)
+
+    def squared_error(params, batch):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((32, 6)).astype(np.float32)
+    batch = {"x": x, "y": x @ np.linspace(-0.8, 0.8, 6, dtype=np.float32)}
+    params = {"w": np.zeros(6, np.float32)}
+    step, state = onebit_jax.train_step(squared_error, tx, mesh), onebit_jax.init(tx, params, mesh)
+    losses = []
+    for _ in range(60):
+        params, state, metrics = step(params, state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.05 * losses[0]
+    # Shards of 16 and padding: 6 coordinates are live of 2 x 16.
+    assert float(metrics["live"]) == pytest.approx(6 / 32)
+    assert 0 < float(metrics["certainty"]) <= 1
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("axis_name", [("node", "elsewhere"), ("node", "node"), ("node",), 3])
+def test_bad_axes_are_named_by_init_and_by_update(axis_name):
+    params = draw(0, 4)
+    state = jax.eval_shape(on_workers(birder().init, (2, 2)), params)
+    tx = birder(axis_name=axis_name)
+    for call in (
+        lambda: jax.eval_shape(on_workers(tx.init, (2, 2)), params),
+        lambda: jax.eval_shape(on_workers(tx.update, (2, 2)), params, state, params),
+    ):
+        with pytest.raises(ValueError, match=r"^axis_name="):
+            call()
+
+
+def test_a_local_dtype_out_of_range_is_named():
+    with pytest.raises(ValueError, match=r"^local_dtype='float16' must be 'float32' or 'bfloat16'"):
+        birder(local_dtype=cast(Any, "float16"))
+    with pytest.raises(ValueError, match=r"^local_dtype='bfloat16' .*axis_name='node' is one axis"):
+        birder(axis_name="node", local_dtype="bfloat16")
+
+
+def test_only_nodes_vote():
+    tx = birder(transport="votes")
+    jax.eval_shape(on_workers(tx.init, (2, 256)), jnp.zeros((512, 3)))
+    with pytest.raises(ValueError, match="workers=256"):
+        jax.eval_shape(on_workers(tx.init, (256, 2)), jnp.zeros((512, 3)))
+
+
+def test_a_tree_that_changed_since_init_is_named():
+    tx = birder()
+    state = jax.eval_shape(on_workers(tx.init, (2, 2)), draw(0, 4, shapes={"a": (3,), "b": (4,)}))
+    now = draw(0, 4, shapes={"a": (3,), "b": (40,)})
+    with pytest.raises(ValueError, match=r"changed since init.*\['b'\]"):
+        jax.eval_shape(on_workers(tx.update, (2, 2)), now, state, now)
