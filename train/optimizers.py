@@ -155,7 +155,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "zero_one_adam": Optimizer(
         "0/1 Adam",
-        1e-3,
+        # Its variance begins at 0, is not corrected for that, and is refreshed seldom: for the same
+        # steps as Adam's the learning rate must be smaller.
+        2.5e-4,
         lambda s: onebit_jax.zero_one_adam(
             **_adam_options(s), **_zero_one_steps(s.warmup, s.steps), axis_name=s.axis_name
         ),
@@ -165,7 +167,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "birder": Optimizer(
         "Birder",
-        3e-4,
+        6e-4,
         lambda s: onebit_jax.birder(**_decay_options(s), seed=0, axis_name=s.axis_name),
         # In the first update workers also tell each other where they have gradients.
         lambda step, *_: "compressed" if step else "first",
