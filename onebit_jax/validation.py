@@ -75,17 +75,19 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises ``ValueError`` unless ``seed`` is an int or a PRNG key of JAX."""
+    """Raises ``ValueError`` unless ``seed`` is an int of 32 bits or a PRNG key of JAX."""
     if isinstance(seed, (jax.Array, np.ndarray, np.generic)):
         integer = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
         key = seed.shape == () and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
         raw_key = seed.shape == (2,) and seed.dtype == jnp.uint32
         valid = integer or key or raw_key
     else:
-        valid = isinstance(seed, int) and not isinstance(seed, bool) and -(2**63) <= seed < 2**63
+        # Of larger ones JAX drops bits, so that two could give the same run.
+        valid = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
     if not valid:
         raise ValueError(
-            f"seed={seed!r} must be an int or a PRNG key: all random bits come from it. Give "
+            f"seed={seed!r} must be an int in [0, 2**32) or a PRNG key: all random bits come from "
+            f"it. Give "
             f"seed=0, say, or jax.random.key(0); the same seed gives the same run."
         )
 

@@ -245,10 +245,10 @@ def hash_words(counter, key):
     """32 bits for each counter: two rounds of multiplication, a word of the key before each."""
     x = np.asarray(counter, np.uint32) ^ key[0]
     x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x85EBCA6B)
+    x ^= x >> np.uint32(13)
     x ^= key[1]
-    x *= np.uint32(0x846CA68B)
+    x *= np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))
 
 

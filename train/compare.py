@@ -264,17 +264,14 @@ class Trainer:
         task, phases = self._task, self.phases()
         params, opt_state = self._begin(learning_rate)
         losses, ends = [], []
-        in_flight = []
         for batch, phase in zip(task.batches, phases, strict=True):
             loss, grads = task.gradients(params, batch)
             params, opt_state = self._updates[phase](params, opt_state, grads)
-            in_flight.append(loss)
-            # One step behind, so that the device never waits for the host.
-            if len(in_flight) > 1:
-                losses.append(float(in_flight.pop(0)))
-                ends.append(time.perf_counter())
-        losses.append(float(in_flight.pop()))
-        ends.append(time.perf_counter())
+            # Or workers that take local steps run ahead of each other, and XLA for CPUs, where
+            # devices share threads, can lock up.
+            jax.block_until_ready(params)
+            losses.append(float(loss))
+            ends.append(time.perf_counter())
         seconds: dict[str, list[float]] = {}
         for phase, before, took in zip(phases[1:], phases, np.diff(ends), strict=False):
             # The first step of a phase compiles it.

@@ -37,7 +37,7 @@ References:
   Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed
   DNN Training <https://openreview.net/forum?id=Mlo2kM11ZB>`_, NeurIPS 2023.
 
-  Wellons, `Prospecting for Hash Functions <https://nullprogram.com/blog/2018/07/31/>`_, 2018.
+  Appleby, `MurmurHash3 <https://github.com/aappleby/smhasher>`_, 2011, its finalizer ``fmix32``.
 """
 
 from collections.abc import Sequence
@@ -85,22 +85,25 @@ class Ratio(NamedTuple):
 
 
 def hash_words(counter: jax.Array, key: jax.Array) -> jax.Array:
-    """32 random bits for each number: the mixer "lowbias32", keyed before and between its rounds.
+    """32 random bits for each number: MurmurHash3's finalizer, keyed before each of its two rounds.
+
+    Under a key that is drawn at random every word is as likely as any other, whatever the counter.
 
     Args:
       counter: uint32.
-      key: uint32 ``[2]``.
+      key: uint32 ``[2]``, random: two that differ in a few bits of the second word alone give words
+        that are alike.
 
     Returns:
       uint32 of the shape of ``counter``; distinct for distinct counters under one key.
     """
     x = counter ^ key[0]
     x ^= x >> 16
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> 15
+    x *= np.uint32(0x85EBCA6B)
+    x ^= x >> 13
     # Without this one, all keys would read one sequence, each in another order.
     x ^= key[1]
-    x *= np.uint32(0x846CA68B)
+    x *= np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
