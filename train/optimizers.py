@@ -123,15 +123,29 @@ def _norms_and_biases(setting: Setting) -> Callable[[Any], Any]:
     return lambda params: jax.tree.map(operator.not_, setting.mask(params))
 
 
-def _zero_one_steps(warmup: Any, steps: int) -> dict[str, Any]:
-    """The step sets of 0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
-    # There every 32,768 of 152,000 updates.
-    return {"variance_freeze": warmup, "local_step_scaler": max(1, round(steps * 32768 / 152000))}
+def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
+    """0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
 
+    def steps(warmup: Any, steps: int) -> dict[str, Any]:
+        # There every 32,768 of 152,000 updates.
+        doubling = {"local_step_scaler": max(1, round(steps * 32768 / 152000))}
+        # Refreshed in every update until it freezes.
+        always = {"var_update_scaler": warmup}
+        return {"variance_freeze": warmup} | doubling | always | policy
 
-def _zero_one_phase(step: int, warmup: int, steps: int) -> str:
-    phase = onebit_jax.zero_one_adam_phase(step, **_zero_one_steps(warmup, steps))
-    return {"variance": "dense", "compression": "compressed"}.get(phase, phase)
+    def make(setting: Setting) -> optax.GradientTransformation:
+        return onebit_jax.zero_one_adam(
+            **_adam_options(setting),
+            **steps(setting.warmup, setting.steps),
+            axis_name=setting.axis_name,
+        )
+
+    def phase_of(step: int, warmup: int, count: int) -> str:
+        phase = onebit_jax.zero_one_adam_phase(step, **steps(warmup, count))
+        return {"variance": "dense", "compression": "compressed"}.get(phase, phase)
+
+    static = {"dense": "variance", "compressed": "compression", "local": "local", "sync": "sync"}
+    return Optimizer(label, learning_rate, make, phase_of, static, local_steps=True)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -153,17 +167,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "onebit_lamb": onebit(
         "1-bit LAMB", 1e-2, lambda s: onebit_jax.onebit_lamb(**_onebit_options(s))
     ),
-    "zero_one_adam": Optimizer(
-        "0/1 Adam",
-        # Its variance begins at 0, is not corrected for that, and is refreshed seldom: for the same
-        # steps as Adam's the learning rate must be smaller.
-        2.5e-4,
-        lambda s: onebit_jax.zero_one_adam(
-            **_adam_options(s), **_zero_one_steps(s.warmup, s.steps), axis_name=s.axis_name
-        ),
-        _zero_one_phase,
-        {"dense": "variance", "compressed": "compression", "local": "local", "sync": "sync"},
-        local_steps=True,
+    # Its variance begins at 0 and is not corrected for that, so that steps are larger than Adam's
+    # at the same learning rate: the more so, the fewer refreshes there are.
+    "zero_one_adam": _zero_one("0/1 Adam", 1e-3),
+    "zero_one_adam_published": _zero_one(
+        "0/1 Adam, published refreshes", 2.5e-4, var_update_scaler=16
     ),
     "birder": Optimizer(
         "Birder",
