@@ -268,7 +268,7 @@ def predictions(
     calibration: Mapping[str, float],
     host_bandwidth: float,
 ) -> dict[str, float]:
-    """Seconds a step of each kind that the plan has a row for; none without a limit."""
+    """Seconds a step of each kind that is planned and calibrated; none without a limit."""
     limit = bits_per_second(bandwidth)
     if limit is None:
         return {}
@@ -281,7 +281,11 @@ def predictions(
         host_bandwidth=host_bandwidth,
         calibration=calibration,
     )
-    return {kind: plan.predict(row, setting).step for kind, row in _PLANNED.items()}
+    return {
+        kind: plan.predict(row, setting).step
+        for kind, row in _PLANNED.items()
+        if row.benchmark in calibration
+    }
 
 
 def fitted_host_bandwidth(
