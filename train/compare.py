@@ -267,8 +267,6 @@ class Trainer:
         for batch, phase in zip(task.batches, phases, strict=True):
             loss, grads = task.gradients(params, batch)
             params, opt_state = self._updates[phase](params, opt_state, grads)
-            # Or workers that take local steps run ahead of each other, and XLA for CPUs, where
-            # devices share threads, can lock up.
             jax.block_until_ready(params)
             losses.append(float(loss))
             ends.append(time.perf_counter())
@@ -279,7 +277,7 @@ class Trainer:
                 seconds.setdefault(phase, []).append(took)
         return {
             "learning_rate": learning_rate,
-            "heldout": _or_none(task.heldout(jax.device_get(mean_over_workers(params)))),
+            "heldout": _or_none(task.heldout(mean_over_workers(jax.device_get(params)))),
             "losses": list(map(_or_none, losses)),
             "seconds": {phase: statistics.median(took) for phase, took in seconds.items()},
             "state_bytes": self._state_bytes(opt_state),

@@ -149,17 +149,17 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": dense("Adam", 1e-3, optax.adamw),
+    "adam": dense("Adam", 2e-3, optax.adamw),
     "lamb": dense("LAMB", 1e-2, optax.lamb),
     # Corrected, its warm-up is AdamW.
     "onebit_adam": onebit(
         "1-bit Adam",
-        1e-3,
+        2e-3,
         lambda s: onebit_jax.onebit_adam(**_onebit_options(s), bias_correction=True),
     ),
     "onebit_adam_dense": onebit(
         "1-bit Adam, norms and biases dense",
-        1e-3,
+        2e-3,
         lambda s: onebit_jax.onebit_adam(
             **_onebit_options(s), bias_correction=True, dense=_norms_and_biases(s)
         ),
@@ -169,9 +169,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     # Its variance begins at 0 and is not corrected for that, so that steps are larger than Adam's
     # at the same learning rate: the more so, the fewer refreshes there are.
-    "zero_one_adam": _zero_one("0/1 Adam", 1e-3),
+    "zero_one_adam": _zero_one("0/1 Adam", 5e-4),
     "zero_one_adam_published": _zero_one(
-        "0/1 Adam, published refreshes", 2.5e-4, var_update_scaler=16
+        "0/1 Adam, published refreshes", 1.25e-4, var_update_scaler=16
     ),
     "birder": Optimizer(
         "Birder",

@@ -112,7 +112,11 @@ def replicate(params: optax.Params, workers: int) -> PerWorker:
 
 
 def mean_over_workers(params: Any) -> optax.Params:
-    """What the workers' parameters are on average: themselves, where all have the same."""
+    """What the workers' parameters are on average: themselves, where all have the same.
+
+    Of arrays on the host: as programs of their own, many sums over devices that nobody waits for
+    can lock up XLA for CPUs.
+    """
     return jax.tree.map(lambda x: x.mean(0), params.value) if is_per_worker(params) else params
 
 
