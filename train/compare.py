@@ -54,6 +54,8 @@ from train.workers import (
     worker_update,
 )
 
+# Of optimizers that are there already.
+_VARIANTS = ("onebit_adam_dense", "zero_one_adam_published")
 _COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
 
 
@@ -61,7 +63,7 @@ _COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "e
 class Options:
     """Trains one BERT with several optimizers and compares them."""
 
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    optimizers: tuple[str, ...] = tuple(name for name in OPTIMIZERS if name not in _VARIANTS)
     """Which optimizers; the first is what the others are compared with."""
     learning_rates: tuple[float, ...] = ()
     """Peak learning rates to try with every optimizer; without them, a sweep about its own."""
