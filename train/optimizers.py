@@ -175,13 +175,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "birder": Optimizer(
         "Birder",
-        6e-4,
+        1.2e-3,
         lambda s: onebit_jax.birder(**_decay_options(s), seed=0, axis_name=s.axis_name),
         # In the first update workers also tell each other where they have gradients.
         lambda step, *_: "compressed" if step else "first",
         {"first": "warmup", "compressed": "compression"},
     ),
-    "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
+    "signum": compressed("Signum", 6e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
     # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
     "distributed_lion": compressed(
         "Distributed Lion", 3e-4, lambda s: onebit_jax.distributed_lion(**_sign_options(s))
