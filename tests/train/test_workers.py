@@ -14,7 +14,7 @@ import onebit_jax
 from train import workers
 from train.optimizers import OPTIMIZERS, Setting
 
-COUNT, STEPS, WARMUP = 4, 6, 3
+COUNT, STEPS, WARMUP = 4, 8, 3
 
 
 def mesh(count=COUNT):
