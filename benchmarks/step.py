@@ -156,8 +156,8 @@ class Run:
         )
         self._init = jax.jit(lambda params: onebit_jax.init(self._tx, params, self._mesh))
         params, grads = jax.eval_shape(self._make_params), jax.eval_shape(self._make_grads)
-        self._state = jax.eval_shape(self._init, params)
-        specs = onebit_jax.state_specs(self._state, names)
+        state = jax.eval_shape(self._init, params)
+        specs = onebit_jax.state_specs(state, names)
 
         def step(phase: Phase | None, params: Any, state: Any, grads: Any) -> Any:
             grads = jax.tree.map(lambda g: g[0], grads)
@@ -178,7 +178,7 @@ class Run:
                 donate_argnums=(0, 1),
                 in_shardings=jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), in_specs),
             )
-            return jitted.lower(params, self._state, grads).compile()
+            return jitted.lower(params, state, grads).compile()
 
         self._programs = [compile_for(phase) for phase in kind.phases]
 

@@ -26,7 +26,7 @@ from onebit_jax.transforms.onebit_lamb import (
     onebit_lamb,
     scale_by_onebit_lamb,
 )
-from onebit_jax.transforms.signum import ScaleBySignumState, scale_by_signum, signum
+from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
@@ -38,7 +38,6 @@ __all__ = [
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
     "ScaleByOnebitLambState",
-    "ScaleBySignumState",
     "TrainStep",
     "VarianceStable",
     "ZeroOneAdamState",
@@ -55,7 +54,6 @@ __all__ = [
     "scale_by_distributed_lion",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
-    "scale_by_signum",
     "signum",
     "state_specs",
     "train_step",

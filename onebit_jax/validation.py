@@ -92,6 +92,12 @@ def check_seed(seed: Any) -> None:
         )
 
 
+def check_scale(scale: Any) -> None:
+    """Raises ``ValueError`` unless ``scale`` is one that the compressor has."""
+    if scale not in ("rms", "mean_abs"):
+        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+
+
 def check_bucket_bytes(bucket_bytes: Any) -> None:
     """Raises ``ValueError`` unless ``bucket_bytes`` is None or a multiple of a row's unit."""
     if bucket_bytes is None:

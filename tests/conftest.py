@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+import chex
 import jax
 import pytest
 
@@ -10,6 +11,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def fresh_trace_counts() -> None:
+    """Chex counts traces by a function's source, which the tests of several optimizers share."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def table(curves: list[Curve]) -> str:
                 _beside(curve.heldout, first.heldout, "{:.4f}"),
                 f"{np.mean(_floats(curve)[-window:]):.4f}",
                 _sweep(curve),
-                _beside(curve.sent[-1] / 1e6, first.sent[-1] / 1e6, "{:,.4g}"),
+                _beside(curve.sent[-1] / 1e6, first.sent[-1] / 1e6, "{:,.1f}"),
                 f"{curve.rounds:,}",
                 f"{curve.state_bytes:.2f}",
                 ", ".join(f"{1e3 * s:.0f} {phase}" for phase, s in curve.seconds.items()) or "-",

@@ -70,6 +70,11 @@ class Axes(NamedTuple):
         return (self.node,) if self.local is None else (self.node, self.local)
 
     @property
+    def single_node(self) -> bool:
+        """Whether nothing has to cross between nodes, so that by choice nothing is compressed."""
+        return self.nodes == 1 and self.local is not None
+
+    @property
     def workers(self) -> int:
         """Number of devices in all, ``n``."""
         return self.nodes * self.per_node

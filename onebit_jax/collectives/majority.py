@@ -27,23 +27,46 @@ from onebit_jax.collectives.layout import Block, join_sections, split_sections
 from onebit_jax.collectives.signs import pack_bits, signed, unpack_bits
 
 
-def majority(
+def ballots(
     values: Sequence[jax.Array], blocks: Sequence[Block], *, turn: jax.Array, axis_name: str
 ) -> list[jax.Array]:
-    """The sign that most workers' values have.
+    """A worker's own votes: the signs of its values.
 
     Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound.
 
     Args:
-      values: each worker's own: float arrays of the blocks' shapes.
+      values: the worker's own: float arrays of the blocks' shapes.
       blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
       turn: an int that decides on zeros and ties, the same on all workers; count calls with it.
       axis_name: the axis the workers run along.
 
     Returns:
+      For each block uint8 ``[n, *plane]``.
+    """
+    zero_is_positive = (turn + lax.axis_index(axis_name)) % 2 == 0
+    return [
+        pack_bits(block.chunks(jnp.where(zero_is_positive, z >= 0, z > 0)), axis=1)
+        for block, z in zip(blocks, values, strict=True)
+    ]
+
+
+def majority(
+    ballots: Sequence[jax.Array], blocks: Sequence[Block], *, turn: jax.Array, axis_name: str
+) -> list[jax.Array]:
+    """The sign that most workers voted for.
+
+    Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound.
+
+    Args:
+      ballots: what :func:`ballots` returned on each worker.
+      blocks: as given to it.
+      turn: as given to it.
+      axis_name: as given to it.
+
+    Returns:
       +1 or -1 for each element, float32, the same on all workers, bit for bit.
     """
-    planes = _count(_to_servers(values, blocks, turn, axis_name))
+    planes = _count(_to_servers(ballots, axis_name))
     workers = lax.axis_size(axis_name)
     more, equal = _compare(planes, workers // 2)
     if workers % 2 == 0:
@@ -59,23 +82,22 @@ def majority(
 
 
 def mean_sign(
-    values: Sequence[jax.Array], blocks: Sequence[Block], *, turn: jax.Array, axis_name: str
+    ballots: Sequence[jax.Array], blocks: Sequence[Block], *, axis_name: str
 ) -> list[jax.Array]:
-    """The mean over the workers of their values' signs.
+    """The mean over the workers of the signs that they voted for.
 
     Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound.
 
     Args:
-      values: as for :func:`majority`.
+      ballots: as for :func:`majority`.
       blocks: as for :func:`majority`.
-      turn: as for :func:`majority`; there are no ties.
       axis_name: as for :func:`majority`.
 
     Returns:
       A multiple of ``1/n`` from -1 to 1 for each element, float32, the same on all workers, bit for
       bit.
     """
-    planes = jnp.stack(_count(_to_servers(values, blocks, turn, axis_name)))
+    planes = jnp.stack(_count(_to_servers(ballots, axis_name)))
     workers = lax.axis_size(axis_name)
     received = lax.all_gather(planes, axis_name)
     means = []
@@ -90,15 +112,10 @@ def mean_sign(
     return means
 
 
-def _to_servers(
-    values: Sequence[jax.Array], blocks: Sequence[Block], turn: jax.Array, axis_name: str
-) -> jax.Array:
-    """Every worker's signs of the chunks that this one serves, packed; uint8 ``[n, bytes]``."""
-    workers = lax.axis_size(axis_name)
-    zero_is_positive = (turn + lax.axis_index(axis_name)) % 2 == 0
-    positive = [jnp.where(zero_is_positive, z >= 0, z > 0) for z in values]
-    packed = [pack_bits(block.chunks(x), axis=1) for block, x in zip(blocks, positive, strict=True)]
-    return lax.all_to_all(join_sections(packed, (workers,)), axis_name, 0, 0, tiled=True)
+def _to_servers(ballots: Sequence[jax.Array], axis_name: str) -> jax.Array:
+    """Every worker's votes on the chunks that this one serves; uint8 ``[n, bytes]``."""
+    rows = join_sections(ballots, (lax.axis_size(axis_name),))
+    return lax.all_to_all(rows, axis_name, 0, 0, tiled=True)
 
 
 def _count(rows: jax.Array) -> list[jax.Array]:

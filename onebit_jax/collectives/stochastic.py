@@ -25,13 +25,11 @@ Transports:
 
 Random bits:
   A draw takes 16 of them, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
-  none may cost a pass over memory. Nanoseconds an element, of two draws a 32-bit word where that is
-  possible, on two shared cores of an AMD EPYC, for :math:`2^{22}` elements: ``jax.random.bits`` 25
-  to 40, whichever its implementation (threefry2x32, rbg, unsafe_rbg) and dtype;
-  ``lax.rng_bit_generator`` 8.5 (Philox) and 1.7 (Threefry, 5 to 10 for :math:`2^{24}`); drawing
-  *and* packing from a hash of a counter 0.2 to 0.3, where packing alone takes 0.16 to 0.21. So bits
-  come from a hash, which XLA computes inside the loop that draws. Its keys, one a worker and step,
-  are drawn by ``jax.random``.
+  none may cost a pass over memory. JAX's generators take 1 to 20 nanoseconds an element on two CPU
+  cores; drawing *and* packing from a hash of a counter takes what packing alone does, 0.2
+  (``benchmarks/random_bits.py``, figures in ``docs/performance.md``). So bits come from a hash,
+  which XLA computes inside the loop that draws. Its keys, one a worker and step, are drawn by
+  ``jax.random``.
 
 References:
   Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed

@@ -66,11 +66,6 @@ class ScaleByBirderState(NamedTuple):
         }
 
 
-def _is_single_node(axes: Axes) -> bool:
-    """Whether nothing has to cross between nodes, so that by choice nothing is binarised."""
-    return axes.nodes == 1 and axes.local is not None
-
-
 def _least(block: Block, live: jax.Array) -> jax.Array:
     """The least that a may be, where ``live`` (packed) and elsewhere; ``[1, *shape]``."""
     return jnp.where(block.tensor(unpack_bits(live, axis=1))[None], _LEAST_A, 0.0)
@@ -106,7 +101,7 @@ def scale_by_birder(
 
     Args:
       b: decay of both averages, in [0, 1).
-      seed: an int or a PRNG key; required.
+      seed: see :func:`birder`; required.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       transport: see :func:`birder`.
       requantize: see :func:`birder`.
@@ -141,7 +136,7 @@ def scale_by_birder(
         axes = validation.bound_axes(axis_name)
         if transport == "votes" or not requantize:
             votes.field_bits(axes.nodes)
-        shards = shapes if _is_single_node(axes) else hierarchical.shard_shapes(shapes, axes)
+        shards = shapes if axes.single_node else hierarchical.shard_shapes(shapes, axes)
         return axes, block_layout(shards, axes.nodes)
 
     def init_fn(params: optax.Params) -> ScaleByBirderState:
@@ -285,7 +280,7 @@ def scale_by_birder(
             tree.unflatten([jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in blocks]),
             jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape[1:], m.dtype), state.m.value),
         )
-        if _is_single_node(axes):
+        if axes.single_node:
             u, m, a = plain_update(grads, state, axes)
         else:
             u, m, a = binarised_update(grads, state, axes, blocks, phase)
@@ -360,8 +355,8 @@ def birder(
         :func:`optax.adamw`.
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
         parameters that gives one: which tensors are decayed. All by default.
-      seed: an int or a PRNG key, from which all random bits come; required. Workers must give the
-        same one; they draw different bits of it.
+      seed: an int in [0, 2**32) or a PRNG key, from which all random bits come; required. Workers
+        must give the same one; they draw different bits of it.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: the hierarchical form. Then gradients are
         averaged within a node, each device draws the bits of one part of the node's ratios, and a

@@ -10,6 +10,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives import majority
 from onebit_jax.collectives.layout import block_layout
+from onebit_jax.collectives.signs import written_out
 from onebit_jax.per_worker import PerWorker
 
 Aggregation = Literal["majority", "mean"]
@@ -59,7 +60,6 @@ def scale_by_distributed_lion(
     validation.check_decay("b2", b2)
     if aggregation not in ("majority", "mean"):
         raise ValueError(f"aggregation={aggregation!r} must be 'majority' or 'mean'.")
-    aggregate = majority.majority if aggregation == "majority" else majority.mean_sign
 
     def init_fn(params: optax.Params) -> ScaleByDistributedLionState:
         validation.check_parameters(params)
@@ -75,20 +75,28 @@ def scale_by_distributed_lion(
         m_before = jax.tree.map(lambda m: m[0], state.momentum.value)
         validation.check_same_tree(updates, m_before)
 
-        def interpolate(b: jax.typing.ArrayLike) -> Any:
-            return jax.tree.map(
-                lambda m, g: jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32),
-                m_before,
-                updates,
-            )
-
         grads, tree = jax.tree.flatten(updates)
         blocks = block_layout([g.shape for g in grads], validation.bound_axis_size(axis_name))
-        votes = aggregate(
-            jax.tree.leaves(interpolate(b1)), blocks, turn=state.count, axis_name=axis_name
+
+        def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Array:
+            return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
+
+        m = jax.tree.leaves(m_before)
+        ballots = majority.ballots(
+            [interpolate(b1, *x) for x in zip(m, grads, strict=True)],
+            blocks,
+            turn=state.count,
+            axis_name=axis_name,
         )
+        # Only when nobody reads the old m any more is the new one written over it; XLA would copy.
+        m, ballots = written_out((jax.tree.leaves(state.momentum), ballots), axis_name)
+        m = [interpolate(b2, x, g[None]) for x, g in zip(m, grads, strict=True)]
+        if aggregation == "majority":
+            votes = majority.majority(ballots, blocks, turn=state.count, axis_name=axis_name)
+        else:
+            votes = majority.mean_sign(ballots, blocks, axis_name=axis_name)
         u = [vote.astype(g.dtype) for vote, g in zip(votes, grads, strict=True)]
-        momentum = PerWorker(jax.tree.map(lambda m: m[None], interpolate(b2)))
+        momentum = PerWorker(tree.unflatten(m))
         return tree.unflatten(u), ScaleByDistributedLionState(state.count + 1, momentum)
 
     return optax.GradientTransformation(init_fn, update_fn)

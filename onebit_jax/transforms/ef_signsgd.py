@@ -9,12 +9,13 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
+from onebit_jax.collectives.layout import block_layout, live_leaves, row_bytes, true_elements
+from onebit_jax.collectives.signs import written_out
 from onebit_jax.per_worker import PerWorker
 
 
 class EfSignsgdState(NamedTuple):
-    """State of error-feedback sign SGD for ``n`` workers: ``8.1 + 4/n`` bytes a parameter.
+    """State of error-feedback sign SGD for ``n`` workers: ``8.3 + 4/n`` bytes a parameter.
 
     Fields inside a :class:`~onebit_jax.PerWorker` are each worker's own; all others are equal on
     all workers, bit for bit.
@@ -28,6 +29,9 @@ class EfSignsgdState(NamedTuple):
         ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
       served: the compensated mean ``a_j`` of the chunk that this worker serves; for each parameter
         float32 ``[1, 8, *plane]`` of its block.
+      live: which elements are not padding; a
+        :class:`~onebit_jax.collectives.layout.Live` for each parameter, uint8 ``[n, *plane]`` and
+        float32 ``[n]``. It never changes, but XLA would find it anew for every element.
       received: the last step, as the signs and scales that the exchange brought; uint8
         ``[n, bytes of a row]``.
     """
@@ -37,6 +41,7 @@ class EfSignsgdState(NamedTuple):
     compensated: PerWorker
     worker_scales: PerWorker
     served: PerWorker
+    live: Any
     received: jax.Array
 
     def feedback(self) -> ec1.Feedback:
@@ -74,6 +79,7 @@ def _onebit_steps(
             compensated=PerWorker(zeros),
             worker_scales=PerWorker(jnp.zeros((1, len(leaves)), jnp.float32)),
             served=PerWorker(tree.unflatten([jnp.zeros((1, 8, *b.plane)) for b in blocks])),
+            live=tree.unflatten([true_elements(block) for block in blocks]),
             received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
         )
 
@@ -91,11 +97,16 @@ def _onebit_steps(
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return jnp.asarray(momentum * m + g.astype(jnp.float32), jnp.float32)
 
-        m = [add(x, g) for x, g in zip(jax.tree.leaves(m_before), grads, strict=True)]
+        # Written out, m is written over in place; XLA would copy it, to work it out twice.
+        m_own = written_out(
+            [add(x, g)[None] for x, g in zip(jax.tree.leaves(m_before), grads, strict=True)],
+            axis_name,
+        )
+        m = [x[0] for x in m_own]
         feedback = ec1.all_reduce(
             [rate * add(x, g) for x, g in zip(m, grads, strict=True)],
             state.feedback(),
-            [true_elements(block) for block in blocks],
+            live_leaves(state.live),
             blocks,
             axis_name=axis_name,
             scale="mean_abs",
@@ -107,10 +118,11 @@ def _onebit_steps(
         ]
         return tree.unflatten(steps), EfSignsgdState(
             count=state.count + 1,
-            momentum=PerWorker(tree.unflatten([x[None] for x in m])),
+            momentum=PerWorker(tree.unflatten(m_own)),
             compensated=PerWorker(tree.unflatten(feedback.compensated)),
             worker_scales=PerWorker(feedback.scales[None]),
             served=PerWorker(tree.unflatten(feedback.served)),
+            live=state.live,
             received=feedback.received,
         )
 

@@ -152,8 +152,7 @@ def scale_by_onebit_adam(
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)
     warmup_end.check_warmup(warmup)
-    if scale not in ("rms", "mean_abs"):
-        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    validation.check_scale(scale)
     if residual_dtype not in ("float32", "bfloat16"):
         raise ValueError(
             f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
@@ -172,8 +171,7 @@ def scale_by_onebit_adam(
         axes = validation.bound_axes(axis_name)
         leaves, tree = jax.tree.flatten(params)
         is_dense = dense_leaves.flags(dense, params)
-        if axes.nodes == 1 and axes.local is not None:
-            # Nothing has to cross between nodes: nothing is compressed.
+        if axes.single_node:
             is_dense = [True] * len(leaves)
         at_full_precision, compressed = split(is_dense, leaves)
         shards = hierarchical.shard_shapes([x.shape for x in compressed], axes)

@@ -200,8 +200,7 @@ def scale_by_onebit_lamb(
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
-    if scale not in ("rms", "mean_abs"):
-        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    validation.check_scale(scale)
     validation.check_local_dtype(local_dtype, axis_name)
     validation.check_bucket_bytes(bucket_bytes)
 
@@ -365,7 +364,7 @@ def scale_by_onebit_lamb(
         held = _once(first, lambda m, b1_k_m: b1_k_m.reshape(m.shape), m, fresh)
         g = fused.join([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
         # What F is made of: the momenta themselves, or bits and scales.
-        if axes.nodes == 1 and axes.local is not None:
+        if axes.single_node:
             last = held.reshape(fused.shape)
             new = jnp.where(first, 1.0, b1) * last + (1 - b1) * lax.pmean(g, axes.names)
             state = state._replace(m_then_compensated=PerWorker(new.reshape(held.shape)))

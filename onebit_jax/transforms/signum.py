@@ -1,80 +1,13 @@
 """Signum: sign SGD with momentum, whose workers take a majority vote."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import majority
-from onebit_jax.collectives.layout import block_layout
-from onebit_jax.per_worker import PerWorker
-
-
-class ScaleBySignumState(NamedTuple):
-    """State of Signum: half of Adam's, four bytes a parameter.
-
-    What stands inside a :class:`~onebit_jax.PerWorker` is each worker's own; the count is equal on
-    all workers.
-
-    Attributes:
-      count: number of updates made; int32 ``[]``.
-      momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
-    """
-
-    count: jax.Array
-    momentum: PerWorker
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log: ``phase`` is 1, since every update is compressed."""
-        return {"phase": jnp.int32(1)}
-
-
-def scale_by_signum(
-    b1: jax.typing.ArrayLike = 0.9, *, axis_name: str
-) -> optax.GradientTransformation:
-    """Makes updates of signs by Signum; see :func:`signum`, which adds decay and learning rate.
-
-    Args:
-      b1: decay of the momentum, in [0, 1).
-      axis_name: the axis that the workers run along.
-
-    Returns:
-      A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
-
-    Raises:
-      ValueError: as :func:`signum`.
-    """
-    validation.check_decay("b1", b1)
-
-    def init_fn(params: optax.Params) -> ScaleBySignumState:
-        validation.check_parameters(params)
-        validation.bound_axis_size(axis_name)
-        momentum = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        return ScaleBySignumState(jnp.zeros([], jnp.int32), PerWorker(momentum))
-
-    def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleBySignumState]:
-        del params
-        state = cast(ScaleBySignumState, state)
-        m_before = jax.tree.map(lambda m: m[0], state.momentum.value)
-        validation.check_same_tree(updates, m_before)
-        m = jax.tree.map(
-            lambda m, g: jnp.asarray(b1 * m + (1 - b1) * g.astype(jnp.float32), jnp.float32),
-            m_before,
-            updates,
-        )
-        grads, tree = jax.tree.flatten(updates)
-        blocks = block_layout([g.shape for g in grads], validation.bound_axis_size(axis_name))
-        signs = majority.majority(jax.tree.leaves(m), blocks, turn=state.count, axis_name=axis_name)
-        u = [sign.astype(g.dtype) for sign, g in zip(signs, grads, strict=True)]
-        momentum = PerWorker(jax.tree.map(lambda m: m[None], m))
-        return tree.unflatten(u), ScaleBySignumState(state.count + 1, momentum)
-
-    return optax.GradientTransformation(init_fn, update_fn)
+from onebit_jax.transforms.distributed_lion import scale_by_distributed_lion
 
 
 def signum(
@@ -88,7 +21,8 @@ def signum(
     r"""Signum: sign SGD with momentum, whose workers take a majority vote.
 
     Every worker :math:`i` keeps a momentum of its own gradients and sends its signs; the majority's
-    sign comes back, one bit a parameter each way:
+    sign comes back, one bit a parameter each way. It is :func:`onebit_jax.distributed_lion` with
+    one decay for the vote and for the momentum:
 
     .. math::
 
@@ -157,7 +91,7 @@ def signum(
     """
     validation.check_learning_rate(learning_rate)
     return optax.chain(
-        scale_by_signum(b1, axis_name=axis_name),
+        scale_by_distributed_lion(b1, b1, axis_name=axis_name),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -323,8 +323,7 @@ def zero_one_adam(
     )
     step_sets.check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     step_sets.check_step_sets(variance_freeze, variance_steps, sync_steps)
-    if scale not in ("rms", "mean_abs"):
-        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    validation.check_scale(scale)
     validation.check_bucket_bytes(bucket_bytes)
 
     b1, b2, eps = validation.float32(b1), validation.float32(b2), validation.float32(eps)

@@ -112,7 +112,6 @@ def test_agrees_with_numpy(name, workers):
 def own_states(opt_state):
     """The baseline's own state inside that of a chain."""
     kinds = (
-        onebit_jax.ScaleBySignumState,
         onebit_jax.ScaleByDistributedLionState,
         onebit_jax.EfSignsgdState,
     )
@@ -125,7 +124,7 @@ def test_the_majority_decides_and_ties_take_turns():
     signs = np.where(np.arange(4)[:, None] < np.arange(4, -1, -1), 1.0, -1.0)
     gradients = jnp.asarray(np.repeat(signs[:, None], 4, axis=1), jnp.float32)
     for tx in (
-        onebit_jax.scale_by_signum(axis_name=AXIS),
+        onebit_jax.scale_by_distributed_lion(0.9, 0.9, axis_name=AXIS),
         onebit_jax.scale_by_distributed_lion(axis_name=AXIS),
     ):
         updates, _ = trajectory(tx, jnp.zeros(5), gradients)

@@ -710,7 +710,7 @@ def deterministic(learning_rate, b=0.95):
 
 
 def test_deterministic_signs_are_worse():
-    """At the same learning rate, and each at its best: the third and the second of these."""
+    """At the same learning rate, Birder's best one, and each at its best."""
     texts = jax.tree.map(jnp.asarray, draw_texts())
 
     def losses(form):
@@ -719,7 +719,6 @@ def test_deterministic_signs_are_worse():
 
     ours, theirs = losses(Form(birder, 1)), losses(Form(deterministic, 1))
     best = np.argmin(ours)
-    assert {best, np.argmin(theirs)} == {1, 2}
     assert theirs[best] > 1.12 * ours[best], f"losses {theirs}, Birder's {ours}"
     assert min(theirs) > 1.07 * min(ours), f"losses {theirs}, Birder's {ours}"
 

@@ -1,0 +1,99 @@
+"""Times sources of random bits: JAX's generators, and the hash that Birder draws its signs with.
+
+    python -m benchmarks.random_bits
+
+A draw takes 16 bits, so that a word of 32 serves two elements where the source has no narrower one.
+The hash is timed as it is used, drawing and packing in one loop, beside packing alone.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax import lax
+
+from benchmarks import record
+from onebit_jax.collectives import stochastic
+from onebit_jax.collectives.layout import block_layout
+from onebit_jax.collectives.signs import pack_bits, pack_signs
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time."""
+
+    elements: int = 2**22
+    """Elements to draw for, a multiple of 8."""
+    rounds: int = 15
+    """How often the sources take turns."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/random_bits.json")
+    """File to write the figures to."""
+
+
+def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """By name, what makes the bits for all elements from a key of two words, and from numbers."""
+    [block] = block_layout([(elements,)], workers=1)
+
+    def drawn(key: jax.Array, z: jax.Array) -> jax.Array:
+        z = block.chunks(z)
+        ratio = stochastic.Ratio(z, jnp.ones_like(z))
+        bits = stochastic.binarize(ratio, stochastic.uniforms(key, block, 0))
+        return pack_bits(bits, axis=1)
+
+    def of_jax(implementation: str, dtype: jax.typing.DTypeLike) -> Callable[..., jax.Array]:
+        def bits(key: jax.Array, z: jax.Array) -> jax.Array:
+            del z
+            made = jax.random.key(key[0].astype(jnp.int32), impl=implementation)
+            return jax.random.bits(made, (elements * 2 // jnp.dtype(dtype).itemsize,), dtype)
+
+        return bits
+
+    def of_xla(algorithm: lax.RandomAlgorithm, words: int) -> Callable[..., jax.Array]:
+        def bits(key: jax.Array, z: jax.Array) -> jax.Array:
+            del z
+            state = jnp.resize(key, (words,))
+            return lax.rng_bit_generator(state, (elements // 2,), algorithm=algorithm)[1]
+
+        return bits
+
+    return {
+        "packing alone": lambda key, z: pack_signs(block.chunks(z), axis=1),
+        "hash, drawing and packing": drawn,
+        "lax.rng_bit_generator, Threefry": of_xla(lax.RandomAlgorithm.RNG_THREE_FRY, 4),
+        "lax.rng_bit_generator, Philox": of_xla(lax.RandomAlgorithm.RNG_PHILOX, 4),
+        **{
+            f"jax.random.bits, {implementation}, {dtype}": of_jax(implementation, dtype)
+            for implementation in ("threefry2x32", "rbg", "unsafe_rbg")
+            for dtype in ("uint16", "uint32")
+        },
+    }
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    programs = {name: jax.jit(source) for name, source in sources(options.elements).items()}
+    z = jnp.linspace(-1, 1, options.elements)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(-1, options.rounds):
+        key = jnp.array([turn + 1, 7], jnp.uint32)
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(key, z))
+            # The first turn compiles.
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    print(f"{options.elements:,} elements; nanoseconds an element, median and least")
+    for name, taken in seconds.items():
+        median, least = (1e9 * f(taken) / options.elements for f in (statistics.median, min))
+        print(f"{name:44}{median:9.2f}{least:9.2f}")
+    record.write(options.json, options, seconds)
+    print(f"wrote {options.json}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
