@@ -70,13 +70,11 @@ class Optimizer(NamedTuple):
         return tuple(self.static) == PHASES
 
 
-def dense(label: str, learning_rate: float, make: Callable[..., Any]) -> Optimizer:
+def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
     """One of Optax's, on gradients averaged at full precision."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
-        return optax.chain(
-            onebit_jax.mean_gradients(setting.axis_name), make(**_adam_options(setting))
-        )
+        return optax.chain(onebit_jax.mean_gradients(setting.axis_name), make(setting))
 
     return Optimizer(label, learning_rate, chained, lambda *_: "dense", {"dense": None})
 
@@ -149,8 +147,8 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": dense("Adam", 2e-3, optax.adamw),
-    "lamb": dense("LAMB", 1e-2, optax.lamb),
+    "adam": dense("Adam", 2e-3, lambda s: optax.adamw(**_adam_options(s))),
+    "lamb": dense("LAMB", 1e-2, lambda s: optax.lamb(**_adam_options(s))),
     # Corrected, its warm-up is AdamW.
     "onebit_adam": onebit(
         "1-bit Adam",
@@ -181,14 +179,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
         lambda step, *_: "compressed" if step else "first",
         {"first": "warmup", "compressed": "compression"},
     ),
-    "signum": compressed("Signum", 6e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
+    "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
     # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
+    "lion": dense("Lion", 3e-4, lambda s: optax.lion(**_decay_options(s), b1=s.b1)),
     "distributed_lion": compressed(
         "Distributed Lion", 3e-4, lambda s: onebit_jax.distributed_lion(**_sign_options(s))
     ),
     "ef_signsgd": compressed(
         "EF sign SGD",
-        0.1,
+        0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
 }

@@ -322,14 +322,25 @@ def scale_by_onebit_lamb(
         live = mark_live(hierarchical.own_shard(alive, (own.workers, *alive.shape[1:]), axes))
         return b1_k_m, inverse_roots, hierarchical.of_shards(live, axes), k
 
-    def exchange(
-        g: jax.Array, held: jax.Array, state: ScaleByOnebitLambState, live: Live, axes: Axes
-    ) -> tuple[jax.Array, ec1.Feedback]:
-        """The next momenta, by EC1: what ``held`` becomes, and what comes with it."""
+    def next_momenta(
+        g: jax.Array,
+        held: jax.Array,
+        first: jax.Array,
+        state: ScaleByOnebitLambState,
+        fused: Fused,
+        axes: Axes,
+    ) -> tuple[jax.Array, jax.Array, ScaleByOnebitLambState]:
+        """What the last F and the new one are made of: bits and scales, or F itself."""
+        if axes.single_node:
+            last = held.reshape(fused.shape)
+            new = jnp.where(first, 1.0, b1) * last + (1 - b1) * lax.pmean(g, axes.names)
+            return last, new, state._replace(m_then_compensated=PerWorker(new.reshape(held.shape)))
+        last = state.received
+        [held] = hierarchical.own_shard_first([held], first, axes)
         compensated = hierarchical.first(held, axes)
         rows = compensated.shape[-3:]
         [g] = hierarchical.reduce_scatter([g], [rows], axes, local_dtype)
-        received = hierarchical.own_shard(state.received, (rows[0], state.received.shape[1]), axes)
+        received = hierarchical.own_shard(last, (rows[0], last.shape[1]), axes)
         blocks = block_layout([(compensated.size,)], rows[0])
         [before] = ec1.decode(received, blocks)
         feedback = ec1.all_reduce(
@@ -337,13 +348,84 @@ def scale_by_onebit_lamb(
             ec1.Feedback(
                 [compensated], state.worker_scale.value[0], [state.served.value], received
             ),
-            [live],
+            [state.own_live()],
             blocks,
             axis_name=axes.node,
             scale=scale,
             bucket_bytes=bucket_bytes,
         )
-        return hierarchical.with_first(held, feedback.compensated[0], axes), feedback
+        new = hierarchical.all_gather(feedback.received, axes).reshape(last.shape)
+        held = hierarchical.with_first(held, feedback.compensated[0], axes)
+        return (
+            last,
+            new,
+            state._replace(
+                m_then_compensated=PerWorker(held),
+                worker_scale=PerWorker(feedback.scales[None]),
+                served=PerWorker(feedback.served[0]),
+                received=new,
+            ),
+        )
+
+    def decoded(momenta: jax.Array, fused: Fused) -> jax.Array:
+        """F, from what :func:`next_momenta` says that it is made of."""
+        return momenta if momenta.dtype == jnp.float32 else ec1.decode(momenta, [fused.block])[0]
+
+    def layerwise_update(
+        rates: list[Any],
+        params: list[jax.Array],
+        momenta: jax.Array,
+        fresh: jax.Array,
+        inverse_roots: list[jax.Array],
+        state: ScaleByOnebitLambState,
+        fused: Fused,
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The updates and the new ratios ``r``."""
+        inverse_k = 1 / state.momentum_scales
+        # |m|: of one value within a scale's part of the block. Its sign is that of the variance.
+        if momenta.dtype == jnp.float32:
+            sizes = [inverse_k[i] * jnp.abs(x) for i, x in enumerate(fused.cut(momenta))]
+        else:
+            _, scales = fused.block.split(momenta)
+            sizes = [fused.spread(scales * inverse_k[i], i) for i in range(len(params))]
+        tensors = list(zip(fused.cut(fresh), inverse_roots, sizes, strict=True))
+
+        def momentum_over_root(
+            fresh: jax.Array, inverse_root: jax.Array, size: jax.Array
+        ) -> jax.Array:
+            return jnp.where(jnp.signbit(fresh), -size, size) * inverse_root
+
+        def terms(
+            rate: Any,
+            inverse_k: jax.Array,
+            fresh: jax.Array,
+            inverse_root: jax.Array,
+            size: jax.Array,
+            p: jax.Array,
+        ) -> tuple[jax.Array, ...]:
+            q = momentum_over_root(fresh, inverse_root, size)
+            u = decayed(q, p, rate)
+            fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
+            least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
+            return q**2, u**2, least
+
+        folded = [
+            fold(functools.partial(terms, rate, inverse_k[i]), (*arrays, p), SUM, SUM, LEAST)
+            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
+        ]
+        squared_q, squared_u, least = _columns(folded, 3)
+        f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
+        w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
+        w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)
+        f = jnp.clip(f * w + 1 - w, min_ratio, max_ratio)
+        bounds = [state.ratios * (1 + sign * ratio_threshold) for sign in (-1, 1)]
+        ratios = jnp.clip(f, *bounds)
+        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * ratios
+        u = [
+            factors[i] * decayed(momentum_over_root(*arrays), p, rate)
+            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
+        ]
+        return u, ratios
 
     def compressed_update(
         rates: list[Any],
@@ -363,28 +445,7 @@ def scale_by_onebit_lamb(
         # in place of c with a scale of 0, hence as a residual, and in place of the fresh variance.
         held = _once(first, lambda m, b1_k_m: b1_k_m.reshape(m.shape), m, fresh)
         g = fused.join([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
-        # What F is made of: the momenta themselves, or bits and scales.
-        if axes.single_node:
-            last = held.reshape(fused.shape)
-            new = jnp.where(first, 1.0, b1) * last + (1 - b1) * lax.pmean(g, axes.names)
-            state = state._replace(m_then_compensated=PerWorker(new.reshape(held.shape)))
-        else:
-            [held] = hierarchical.own_shard_first([held], first, axes)
-            held, feedback = exchange(g, held, state, state.own_live(), axes)
-            last = state.received
-            new = hierarchical.all_gather(feedback.received, axes).reshape(last.shape)
-            state = state._replace(
-                m_then_compensated=PerWorker(held),
-                worker_scale=PerWorker(feedback.scales[None]),
-                served=PerWorker(feedback.served[0]),
-                received=new,
-            )
-
-        def decoded(momenta: jax.Array) -> jax.Array:
-            return (
-                momenta if momenta.dtype == jnp.float32 else ec1.decode(momenta, [fused.block])[0]
-            )
-
+        last, new, state = next_momenta(g, held, first, state, fused, axes)
         gradient_factor = (1 - b2) / (1 - b1) ** 2
 
         def first_fresh(
@@ -394,55 +455,13 @@ def scale_by_onebit_lamb(
                 jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2
                 for i, x in enumerate(inverse_roots)
             ]
-            return b2 * fused.join(v) + gradient_factor * (decoded(new) - b1_k_m) ** 2
+            return b2 * fused.join(v) + gradient_factor * (decoded(new, fused) - b1_k_m) ** 2
 
         fresh = _once(first, first_fresh, fresh, new, inverse_roots, k)
-        F = decoded(new)
-        later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * decoded(last)) ** 2
+        F = decoded(new, fused)
+        later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * decoded(last, fused)) ** 2
         fresh = jnp.copysign(jnp.where(first, fresh, later), F)
-
-        def momentum_over_root(
-            fresh: jax.Array, inverse_root: jax.Array, scale: jax.Array
-        ) -> jax.Array:
-            return jnp.where(jnp.signbit(fresh), -scale, scale) * inverse_root
-
-        def terms(
-            rate: Any,
-            inverse_k: jax.Array,
-            fresh: jax.Array,
-            inverse_root: jax.Array,
-            scale: jax.Array,
-            p: jax.Array,
-        ) -> tuple[jax.Array, ...]:
-            q = momentum_over_root(fresh, inverse_root, scale)
-            u = decayed(q, p, rate)
-            fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
-            least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
-            return q**2, u**2, least
-
-        inverse_k = 1 / k
-        if new.dtype == jnp.float32:
-            sizes = [inverse_k[i] * jnp.abs(x) for i, x in enumerate(fused.cut(F))]
-        else:
-            _, scales = fused.block.split(new)
-            sizes = [fused.spread(scales * inverse_k[i], i) for i in range(len(grads))]
-        tensors = list(zip(fused.cut(fresh), inverse_roots, sizes, strict=True))
-        folded = [
-            fold(functools.partial(terms, rate, inverse_k[i]), (*arrays, p), SUM, SUM, LEAST)
-            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
-        ]
-        squared_q, squared_u, least = _columns(folded, 3)
-        f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
-        w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
-        w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)
-        f = jnp.clip(f * w + 1 - w, min_ratio, max_ratio)
-        bounds = [state.ratios * (1 + sign * ratio_threshold) for sign in (-1, 1)]
-        ratios = jnp.clip(f, *bounds)
-        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * ratios
-        u = [
-            factors[i] * decayed(momentum_over_root(*arrays), p, rate)
-            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
-        ]
+        u, ratios = layerwise_update(rates, params, new, fresh, inverse_roots, state, fused)
         return u, state._replace(
             count=state.count + 1,
             v_then_inverse_root=tree.unflatten(inverse_roots),

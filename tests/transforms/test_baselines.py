@@ -62,7 +62,7 @@ BASELINES = {
         onebit_jax.ef_signsgd,
         lambda p, workers: reference.EfSignsgd(p, workers, falling, 0.9, 0.1),
         lambda workers: 1,
-        lambda workers: 8.13 + 4 / workers,
+        lambda workers: 8.25 + 4 / workers,
     ),
 }
 every_baseline = pytest.mark.parametrize("name", BASELINES)

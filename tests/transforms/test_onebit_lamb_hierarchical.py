@@ -99,6 +99,20 @@ def test_one_device_a_node_is_the_flat_form_bit_for_bit():
     chex.assert_trees_all_equal(ours, flat, strict=True)
 
 
+def test_bfloat16_within_a_node_changes_little():
+    params = draw(0)
+    gradients = [x[:, : WARMUP + 1] for x in draw_gradients(4)]
+    single, _ = trajectory(onebit_lamb(0.03), (2, 2), params, gradients)
+    half, state = trajectory(onebit_lamb(0.03, local_dtype="bfloat16"), (2, 2), params, gradients)
+    for ours, theirs in zip(half, single, strict=True):
+        np.testing.assert_array_equal(ours[:, :WARMUP], theirs[:, :WARMUP])
+    ours, theirs = (np.concatenate([x[0, WARMUP].ravel() for x in y]) for y in (half, single))
+    assert not np.array_equal(ours, theirs)
+    # A sign that rounding turns over is off by two scales.
+    assert np.mean(np.isclose(ours, theirs, rtol=0.01, atol=1e-4)) > 0.97
+    assert state.m_then_compensated.value.dtype == np.float32
+
+
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2)], ids=str)
 def test_a_node_sends_what_one_worker_would(sizes):
     nodes, per_node = sizes
