@@ -151,7 +151,7 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
 def test_other_optimizers_go_by_their_names(tmp_path, monkeypatch):
     """One that is always dense and one that never is, with a model that compiles fast."""
     monkeypatch.setitem(SIZES, "tiny", (1, 16, 2, 32))
-    names = ["lamb", "birder"]
+    names = ["lamb", "signum"]
     out = tmp_path / "run"
     steps = ["--steps", "4", "--warmup", "2", "--schedule-warmup", "1", "--eval-batches", "1"]
     assert pretrain.main([*RUN, *steps, "--optimizer", *names, "--out", str(out)]) == 0
