@@ -35,6 +35,18 @@ class Options:
     """File to write the figures to."""
 
 
+def check(options: Options) -> None:
+    """Refuses options that mean nothing.
+
+    Raises:
+      ValueError: for the first of them.
+    """
+    if options.elements < 8 or options.elements % 8:
+        raise ValueError(f"elements={options.elements} must be a multiple of 8, such as {2**22}.")
+    if options.rounds < 1:
+        raise ValueError(f"rounds={options.rounds} must be 1 or more: leave it out for 15.")
+
+
 def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
     """By name, what makes the bits for all elements from a key of two words, and from numbers."""
     [block] = block_layout([(elements,)], workers=1)
@@ -76,6 +88,7 @@ def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Arr
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    check(options)
     programs = {name: jax.jit(source) for name, source in sources(options.elements).items()}
     z = jnp.linspace(-1, 1, options.elements)
     seconds: dict[str, list[float]] = {name: [] for name in programs}

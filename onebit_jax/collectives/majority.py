@@ -27,7 +27,7 @@ from onebit_jax.collectives.layout import Block, join_sections, split_sections
 from onebit_jax.collectives.signs import pack_bits, signed, unpack_bits
 
 
-def ballots(
+def vote(
     values: Sequence[jax.Array], blocks: Sequence[Block], *, turn: jax.Array, axis_name: str
 ) -> list[jax.Array]:
     """A worker's own votes: the signs of its values.
@@ -58,7 +58,7 @@ def majority(
     Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound.
 
     Args:
-      ballots: what :func:`ballots` returned on each worker.
+      ballots: what :func:`vote` returned on each worker.
       blocks: as given to it.
       turn: as given to it.
       axis_name: as given to it.

@@ -82,7 +82,7 @@ def scale_by_distributed_lion(
             return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
 
         m = jax.tree.leaves(m_before)
-        ballots = majority.ballots(
+        ballots = majority.vote(
             [interpolate(b1, *x) for x in zip(m, grads, strict=True)],
             blocks,
             turn=state.count,

@@ -27,7 +27,7 @@ def exchange(workers, shapes=SHAPES, binding: Binding = "vmap"):
     blocks = block_layout(shapes, workers)
 
     def call(values, turn):
-        ballots = majority.ballots(values, blocks, turn=turn, axis_name=AXIS)
+        ballots = majority.vote(values, blocks, turn=turn, axis_name=AXIS)
         return (
             majority.majority(ballots, blocks, turn=turn, axis_name=AXIS),
             majority.mean_sign(ballots, blocks, axis_name=AXIS),
@@ -81,7 +81,7 @@ def test_two_uint8_collectives_however_many_tensors(kind, workers):
 
     def call(values):
         turn = jnp.int32(0)
-        ballots = majority.ballots(values, blocks, turn=turn, axis_name=AXIS)
+        ballots = majority.vote(values, blocks, turn=turn, axis_name=AXIS)
         if kind == "majority":
             return majority.majority(ballots, blocks, turn=turn, axis_name=AXIS)
         return majority.mean_sign(ballots, blocks, axis_name=AXIS)
