@@ -27,10 +27,15 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from benchmarks import record, step
+from benchmarks import tasks
+from benchmarks.kinds import AXIS, onebit_adam
 from onebit_jax import validation
-from onebit_jax.collectives.layout import Block, Live, block_layout, true_elements
-from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.exchange import Active
+from onebit_jax.collectives.layout import Block
+from onebit_jax.collectives.signs import pack_bits, pack_signs, signed, unpack_bits
+from onebit_jax.transforms.phases import Phase
+from train import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +84,30 @@ class Timed:
 
 
 def encode(
-    value: jax.Array, compensated: jax.Array, scale: jax.Array, live: Live, block: Block
+    value: jax.Array, compensated: jax.Array, scale: jax.Array, active: Active, block: Block
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `ec1.all_reduce` does before its all-to-all, for one block.
+    """What an exchange does before its all-to-all, for one tensor; the tests hold it to that.
 
-    Nothing of the library is called between the momentum and the packed signs, so that it has to be
-    said again here; the tests hold it to `ec1.all_reduce`.
+    Args:
+      value: what is sent.
+      compensated: the last compensated value, `[1, *shape]`.
+      scale: its scale.
+      active: which elements count.
+      block: the tensor's layout for one worker.
 
     Returns:
       The new compensated value, its scale and its packed signs.
     """
-    left_over = compensated - jnp.where(compensated >= 0, scale, -scale)
-    total = jnp.where(block.tensor(unpack_bits(live.bits, axis=1)), value + left_over, 0.0)
-    c = jax.lax.optimization_barrier(total)
-    scale = jnp.sqrt(jnp.sum(c * c) / jnp.maximum(jnp.sum(live.counts), 1))
-    return c, scale, pack_signs(block.chunks(c), axis=1)
+    counting = block.tensor(unpack_bits(active.bits.reshape(1, *block.plane), axis=1))
+    c = ec1.compensate(value, compensated, scale, counting, residual_decay=1.0, when=True)
+    [scale] = ec1.scale(ec1.power_sum(c, "rms"), active.counts[0], "rms")
+    return c, scale, pack_signs(block.chunks(c[0]), axis=1)
+
+
+def all_active(block: Block) -> Active:
+    """All of a tensor's elements, but for padding."""
+    bits = pack_bits(block.chunks(jnp.ones(block.shape)) > 0, axis=1).reshape(1, -1)
+    return Active(bits, jnp.full((1, 1), block.size, jnp.float32))
 
 
 def decode(
@@ -105,17 +119,17 @@ def decode(
 
 def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
     """The programs that are bounded by memory; the copy first, which others are compared with."""
-    [block] = block_layout([shape], 1)
-    live = jax.jit(lambda: true_elements(block))()
-    packed, scales = live.bits, jnp.full((1,), 1e-3)
+    block = Block(shape, workers=1)
+    active = jax.jit(lambda: all_active(block))()
+    packed, scales = active.bits.reshape(1, *block.plane), jnp.full((1,), 1e-3)
     adam = optax.adam(1e-4)
 
     def full(value: float) -> jax.Array:
         return jnp.full(shape, value)
 
     def encode_again(carried: Any, fixed: Any) -> Any:
-        (c, scale), (value, live) = carried, fixed
-        c, scale, packed = encode(value, c, scale, live, block)
+        (c, scale), (value, active) = carried, fixed
+        c, scale, packed = encode(value, c, scale, active, block)
         return (c, scale), packed
 
     def apply_again(params: Any, fixed: Any) -> Any:
@@ -131,7 +145,7 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
         # Changes its values, lest XLA leave it out or have the copy engine do it; and in place, as
         # the others are, lest new pages be what is timed.
         "copy": Timed(lambda x, _: (-x, ()), full(0.5), ()),
-        "encode": Timed(encode_again, (full(0.0), jnp.float32(0)), (full(1e-3), live)),
+        "encode": Timed(encode_again, (full(0.0)[None], jnp.float32(0)), (full(1e-3), active)),
         "decode": Timed(apply_again, full(0.5), (packed, scales, full(1.0))),
         "Adam": Timed(adam_again, (full(0.5), adam.init(full(0.5))), full(1e-3)),
     }
@@ -139,20 +153,19 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
 
 def simulated(workers: int, shape: tuple[int, ...]) -> Timed:
     """A whole step of 1-bit Adam in compression, its workers simulated by `jax.vmap`."""
-    tx = optax.with_extra_args_support(step.kinds()["1-bit Adam"].make())
+    tx = optax.with_extra_args_support(onebit_adam().make())
 
-    def update(phase: step.Phase) -> Callable[[Any, Any], Any]:
+    def update(phase: Phase) -> Callable[[Any, Any], Any]:
         def one_worker(carried: Any, grads: Any) -> Any:
             params, state = carried
             updates, state = tx.update(grads, state, params, phase=phase)
             return (optax.apply_updates(params, updates), state), ()
 
-        return jax.vmap(one_worker, axis_name=step.AXIS)
+        return jax.vmap(one_worker, axis_name=AXIS)
 
-    # Gradients of other signs on the odd workers.
-    signs = (-1.0) ** jnp.arange(workers).reshape(-1, 1, 1)
-    params, grads = jnp.full((workers, *shape), 0.5), 1e-3 * signs * jnp.ones(shape)
-    state = jax.jit(jax.vmap(tx.init, axis_name=step.AXIS))(params)
+    own = 1e-3 * tasks.differing(workers).reshape(-1, 1, 1)
+    params, grads = jnp.full((workers, *shape), 0.5), own * jnp.ones(shape)
+    state = jax.jit(jax.vmap(tx.init, axis_name=AXIS))(params)
     carried, _ = jax.jit(update("warmup"), donate_argnums=0)((params, state), grads)
     return Timed(update("compression"), carried, grads)
 
@@ -168,7 +181,7 @@ def measure(options: Options) -> dict[str, Any]:
     for workers in options.workers:
         validation.check_step_count("workers", workers, 1, "Give how many to simulate.")
     shape, worker_shape = (
-        step.parameters(step.Options(elements=elements))["w"].shape
+        tasks.matrices(elements)[0].shape
         for elements in (options.elements, options.worker_elements)
     )
     programs = timed_programs(shape)

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from benchmarks import record
 from onebit_jax.collectives import stochastic
-from onebit_jax.collectives.layout import block_layout
+from onebit_jax.collectives.layout import Block
 from onebit_jax.collectives.signs import pack_bits, pack_signs
+from train import record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ def check(options: Options) -> None:
 
 def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
     """By name, what makes the bits for all elements from a key of two words, and from numbers."""
-    [block] = block_layout([(elements,)], workers=1)
+    block = Block((elements,), workers=1)
 
     def drawn(key: jax.Array, z: jax.Array) -> jax.Array:
         z = block.chunks(z)

@@ -1,4 +1,4 @@
-"""Times optimizer steps over sizes and numbers of workers: does the cost grow as it should?
+"""Times README's loop over sizes and numbers of workers: does the cost grow as it should?
 
     python -m benchmarks.scaling
 
@@ -16,13 +16,15 @@ import statistics
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import matplotlib as mpl
 import tyro
 
-from benchmarks import record
-from benchmarks.step import Run, kinds, make_mesh, memory_bandwidth
+from benchmarks import tasks
+from benchmarks.kinds import kinds
+from benchmarks.loops import Run, make_mesh
+from benchmarks.step import memory_bandwidth
 from onebit_jax import wire
+from train import record
 
 KINDS = ("Adam with pmean", "1-bit Adam")
 
@@ -51,16 +53,16 @@ class Options:
 
 def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
     """Times each kind on a matrix of `2**exponent` elements a worker."""
-    shape = (2 ** (exponent - exponent // 2), 2 ** (exponent // 2))
-    shapes = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    task = tasks.trivial(tasks.matrices(2**exponent))
     mesh, figures = make_mesh(workers), {}
     # One after the other, since two of the largest do not fit beside each other.
     for name in KINDS:
-        run = Run(kinds()[name], shapes, mesh)
+        run = Run(kinds()[name], task, mesh)
         run.begin()
+        run.lead_in()
         figures[name] = {
-            "seconds": [run.step() for _ in range(rounds)],
-            "sent": wire.bytes_sent(wire.collectives(run.compiled, mesh)),
+            "seconds": [run.turn(1) for _ in range(rounds)],
+            "sent": wire.bytes_sent(wire.collectives(run.compile(), mesh)),
             **run.memory(),
         }
         run.end()

@@ -3,12 +3,8 @@
 from onebit_jax import plan, wire
 from onebit_jax.per_worker import PerWorker
 from onebit_jax.training import TrainStep, init, state_specs, train_step
-from onebit_jax.transforms.birder import (
-    ScaleByBirderState,
-    binsgdm,
-    birder,
-    scale_by_birder,
-)
+from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
+from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 from onebit_jax.transforms.distributed_lion import (
     ScaleByDistributedLionState,
     distributed_lion,
@@ -16,22 +12,18 @@ from onebit_jax.transforms.distributed_lion import (
 )
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
 from onebit_jax.transforms.mean_gradients import mean_gradients
-from onebit_jax.transforms.onebit_adam import (
-    ScaleByOnebitAdamState,
-    onebit_adam,
-    scale_by_onebit_adam,
-)
-from onebit_jax.transforms.onebit_lamb import (
-    ScaleByOnebitLambState,
-    onebit_lamb,
-    scale_by_onebit_lamb,
-)
+from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
+from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
+from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
+from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
 from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
-from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
+from onebit_jax.transforms.zero_one_adam import zero_one_adam
+from onebit_jax.transforms.zero_one_adam_steps import ZeroOneAdamState
 
 __all__ = [
+    "CompressedMeanState",
     "EfSignsgdState",
     "PerWorker",
     "ScaleByBirderState",
@@ -43,6 +35,7 @@ __all__ = [
     "ZeroOneAdamState",
     "binsgdm",
     "birder",
+    "compressed_mean",
     "distributed_lion",
     "ef_signsgd",
     "init",

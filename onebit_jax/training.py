@@ -4,20 +4,22 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
+from onebit_jax import phase_choice, step_metrics, validation
+from onebit_jax.collective_check import check_collectives
+from onebit_jax.gradients import LossFn, loss_and_gradients
 from onebit_jax.per_worker import is_per_worker
-from onebit_jax.transforms import phases, step_sets
+from onebit_jax.step_metrics import Metrics
+from onebit_jax.transforms import phases
 
-Metrics = dict[str, jax.Array]
-Phase = phases.Phase | step_sets.Phase
-LossFn = Callable[[Any, Any], jax.Array | tuple[jax.Array, Metrics]]
+Phase = phases.Phase
 
 
 def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
@@ -43,11 +45,6 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def _automatic(mesh: Mesh) -> Mesh:
-    """The mesh with automatic axes, which take unsharded inputs whatever mesh the user made."""
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
 def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> optax.OptState:
     """Initialises an optimizer on a mesh; every device of the mesh is a worker.
 
@@ -58,56 +55,43 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
 
     Returns:
-      The state in the mesh view: global arrays, what workers share replicated, what each has for
-      itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded over the mesh.
+      The state in the mesh view: global arrays on this very mesh, what workers share replicated,
+      what each has for itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded
+      over the mesh.
 
     Raises:
       ValueError: from the optimizer, for an axis that the mesh has not, for one of the mesh that it
         would not average over, and for parameters that it cannot train.
     """
-    mesh = _automatic(mesh)
 
     def on_mesh(out_specs: Any) -> Callable[[optax.Params], optax.OptState]:
         return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
 
-    # The mesh is set, lest shard_map refuse it where the user has set the one it was made from.
+    replicated = NamedSharding(mesh, P())
+    # The mesh is set, lest shard_map refuse it where the user has set one that differs in its types
+    # of axes.
     with use_abstract_mesh(mesh.abstract_mesh):
+        params = _placed(params, jax.tree.map(lambda _: replicated, params))
         specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        replicated = NamedSharding(mesh, P())
-        return jax.jit(on_mesh(specs), in_shardings=replicated, out_shardings=shardings)(params)
+        # Of a state without arrays nothing but the parameters would tell jit its devices.
+        program = jax.jit(
+            on_mesh(specs), in_shardings=replicated, out_shardings=shardings, keep_unused=True
+        )
+        return program(params)
 
 
-def _loss_and_gradients(
-    loss_fn: LossFn, params: optax.Params, batch: Any, accumulation: int
-) -> tuple[jax.Array, Metrics, optax.Updates]:
-    """Means over microbatches of the loss, its metrics and its gradients (summed in float32)."""
+def _placed(tree: Any, shardings: Any) -> Any:
+    """Puts arrays where they belong, unless they are there.
 
-    def with_metrics(params: optax.Params, batch: Any) -> tuple[jax.Array, Metrics]:
-        result = loss_fn(params, batch)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        return loss, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+    Placed otherwise than a program's results will be, they would cost a second compilation, and
+    with explicit axes be refused.
+    """
 
-    gradients = jax.value_and_grad(with_metrics, has_aux=True)
-    if accumulation == 1:
-        (loss, metrics), grads = gradients(params, batch)
-        return loss, metrics, grads
+    def placed(x: Any, sharding: NamedSharding) -> Any:
+        return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(
-            lambda x, y: x + y.astype(x.dtype), total, gradients(params, microbatch)
-        ), None
-
-    microbatches = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
-    shapes = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], microbatches))
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes
-    )
-    total, _ = lax.scan(add, zeros, microbatches)
-    (loss, metrics), grads = jax.tree.map(
-        lambda x, shape: (x / accumulation).astype(shape.dtype), total, shapes
-    )
-    return loss, metrics, grads
+    return jax.tree.map(placed, tree, shardings)
 
 
 class TrainStep:
@@ -121,15 +105,20 @@ class TrainStep:
         accumulation: int,
         max_grad_norm: float | None,
         clip: Literal["common", "local"],
+        grad_norm_every: int | None,
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
-        self._mesh = _automatic(mesh)
-        self._replicated = NamedSharding(self._mesh, P())
+        self._mesh = mesh
         self._accumulation = accumulation
         self._max_grad_norm = max_grad_norm
         self._clip = clip
-        self._jitted: dict[Any, Any] = {}
+        # Where gradients are clipped by it, their norm is known in every step.
+        self._grad_norm_every = grad_norm_every if max_grad_norm is None else 1
+        self._calls = 0
+        self._phases = phase_choice.PhaseChoice()
+        self._placements: dict[Any, Any] = {}
+        self._programs: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -139,11 +128,23 @@ class TrainStep:
         phase: Phase | None = None,
     ) -> tuple[optax.Params, optax.OptState, Metrics]:
         """Makes one update; ``params`` and ``opt_state`` are donated."""
-        # Arguments placed otherwise than the results will be would cost a second compilation.
-        if any(getattr(x, "sharding", None) != self._replicated for x in jax.tree.leaves(params)):
-            params = jax.device_put(params, self._replicated)
+        self._check_batch(batch)
+        given = params, opt_state, batch
+        # Within a jitted loop of steps a state does not tell its phase.
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+        if not traced:
+            phase = self._phases.choose(opt_state, phase)
+        every = self._grad_norm_every
+        measured = every is not None and (traced or self._calls % every == 0)
         with use_abstract_mesh(self._mesh.abstract_mesh):
-            return self._jit(opt_state, batch, phase)(params, opt_state, batch)
+            args = (*_placed(given, self._placement(given)), np.bool(measured))
+            params, opt_state, metrics, outlook = self._program(args, phase)(*args)
+        if not traced:
+            self._phases.observe(opt_state, outlook, phase)
+            self._calls += 1
+        if every is not None and not measured:
+            del metrics["grad_norm"]
+        return params, opt_state, metrics
 
     def lower(
         self,
@@ -152,38 +153,62 @@ class TrainStep:
         batch: Any,
         phase: Phase | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or for their shapes, without running it."""
-        with use_abstract_mesh(self._mesh.abstract_mesh):
-            return self._jit(opt_state, batch, phase).lower(params, opt_state, batch)
+        """Lowers the step for these arguments, or for their shapes, without running it.
 
-    def _jit(self, opt_state: optax.OptState, batch: Any, phase: Phase | None) -> Any:
-        """The jitted step for a state of this structure."""
+        Without ``phase`` it is the program that has all phases and chooses on the devices, which is
+        not what a call without ``phase`` runs.
+        """
         self._check_batch(batch)
-        key = (jax.tree.structure(opt_state), phase)
-        if key not in self._jitted:
-            axes = self._mesh.axis_names
-            specs = state_specs(opt_state, axes)
+        with use_abstract_mesh(self._mesh.abstract_mesh):
+            shapes = jax.eval_shape(lambda *args: args, params, opt_state, batch)
+            placed = jax.tree.map(
+                lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
+            )
+            args = (*placed, np.bool(True))
+            return self._program(args, phase).lower(*args)
 
-            def step(params: Any, opt_state: Any, batch: Any) -> Any:
-                return self._worker(params, opt_state, batch, phase)
+    def _placement(self, args: tuple[Any, Any, Any]) -> Any:
+        """Where parameters, state and batch belong: shardings in a tree like theirs."""
+        structure = jax.tree.structure(args)
+        if structure not in self._placements:
+            params, opt_state, batch = args
+            axes = self._mesh.axis_names
+            specs = (
+                jax.tree.map(lambda _: P(), params),
+                state_specs(opt_state, axes),
+                jax.tree.map(lambda _: P(axes), batch),
+            )
+            self._placements[structure] = jax.tree.map(
+                lambda spec: NamedSharding(self._mesh, spec), specs
+            )
+        return self._placements[structure]
+
+    def _program(self, args: tuple[Any, Any, Any, Any], phase: Phase | None) -> Any:
+        """The jitted step for arguments of this structure, which lie where they belong."""
+        key = (jax.tree.structure(args), phase)
+        if key not in self._programs:
+            replicated = NamedSharding(self._mesh, P())
+            inputs = (*self._placement(args[:3]), replicated)
+            outputs = (*inputs[:2], replicated, replicated)
+
+            def step(params: Any, opt_state: Any, batch: Any, measured: Any) -> Any:
+                return self._worker(params, opt_state, batch, measured, phase)
 
             # check_vma would call a momentum varying that lies in a residual's place and yet is
             # equal on all workers. It would also sum the gradients of replicated parameters.
             mapped = jax.shard_map(
                 step,
                 mesh=self._mesh,
-                in_specs=(P(), specs, P(axes)),
-                out_specs=(P(), specs, P()),
+                in_specs=jax.tree.map(lambda sharding: sharding.spec, inputs),
+                out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
                 check_vma=False,
             )
-            states = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
-            self._jitted[key] = jax.jit(
-                mapped,
-                in_shardings=(self._replicated, states, NamedSharding(self._mesh, P(axes))),
-                out_shardings=(self._replicated, states, self._replicated),
-                donate_argnums=(0, 1),
+            program = jax.jit(
+                mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=(0, 1)
             )
-        return self._jitted[key]
+            check_collectives(program.trace(*args).jaxpr.jaxpr)
+            self._programs[key] = program
+        return self._programs[key]
 
     def _check_batch(self, batch: Any) -> None:
         parts = self._mesh.size * self._accumulation
@@ -197,50 +222,47 @@ class TrainStep:
                 )
 
     def _worker(
-        self, params: optax.Params, opt_state: optax.OptState, batch: Any, phase: Phase | None
-    ) -> tuple[optax.Params, optax.OptState, Metrics]:
-        """The step as one worker makes it, in the worker view."""
+        self,
+        params: optax.Params,
+        opt_state: optax.OptState,
+        batch: Any,
+        measured: jax.Array,
+        phase: Phase | None,
+    ) -> tuple[optax.Params, optax.OptState, Metrics, jax.Array]:
+        """The step as one worker makes it, in the worker view, and its outlook."""
         axes = self._mesh.axis_names
-        loss, metrics, grads = _loss_and_gradients(self._loss_fn, params, batch, self._accumulation)
-        squared_norm = optax.tree.norm(
-            jax.tree.map(lambda g: g.astype(jnp.float32), grads), squared=True
-        )
+        loss, metrics, grads = loss_and_gradients(self._loss_fn, params, batch, self._accumulation)
+        own = {"loss": loss}
+        if self._grad_norm_every is not None:
+            own["grad_norm"] = self._squared_norm(grads, measured)
         if self._max_grad_norm is not None:
-            bound = squared_norm
+            bound = own["grad_norm"]
             if self._clip == "common":
-                bound = lax.pmean(squared_norm, axes)
+                bound = lax.pmean(bound, axes)
             factor = jnp.minimum(1.0, self._max_grad_norm * lax.rsqrt(bound))
             grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
-        updates, opt_state = self._tx.update(grads, opt_state, params, phase=phase)
-        params = optax.apply_updates(params, updates)
+        params, opt_state, outlook = phase_choice.update(self._tx, grads, opt_state, params, phase)
 
-        own = {"loss": loss, "phase": jnp.int32(0), "grad_norm": squared_norm}
-        for node in jax.tree.leaves(opt_state, is_leaf=_reports_metrics):
-            if _reports_metrics(node):
-                own |= node.metrics()
+        own |= step_metrics.of_optimizers(opt_state)
         if taken := own.keys() & metrics.keys():
             raise ValueError(
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics = _mean_over_workers(metrics | own, axes)
-        metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
-        return params, opt_state, metrics
+        metrics = step_metrics.mean_over_workers(metrics | own, axes)
+        if self._grad_norm_every is not None:
+            metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
+        return params, opt_state, metrics, outlook
 
+    def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
+        def squared_norm(grads: optax.Updates) -> jax.Array:
+            return optax.tree.norm(
+                jax.tree.map(lambda g: g.astype(jnp.float32), grads), squared=True
+            )
 
-def _reports_metrics(node: Any) -> bool:
-    """Whether a state has metrics of its own, as those of the one-bit optimizers do."""
-    return hasattr(node, "metrics")
-
-
-def _mean_over_workers(metrics: Metrics, axes: tuple[str, ...]) -> Metrics:
-    """Averages float scalars in one exchange; integers are the same on all workers as they are."""
-    leaves, structure = jax.tree.flatten(metrics)
-    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-    means = lax.pmean(jnp.stack([leaves[i].astype(jnp.float32) for i in floats]), axes)
-    for i, mean in zip(floats, means, strict=True):
-        leaves[i] = mean
-    return structure.unflatten(leaves)
+        if self._grad_norm_every == 1:
+            return squared_norm(grads)
+        return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)
 
 
 def train_step(
@@ -251,6 +273,7 @@ def train_step(
     accumulation: int = 1,
     max_grad_norm: float | None = None,
     clip: Literal["common", "local"] = "common",
+    grad_norm_every: int | None = None,
 ) -> TrainStep:
     r"""Builds a training step in which every device of a mesh is a worker.
 
@@ -270,6 +293,9 @@ def train_step(
         mean squared norm is at most ``max_grad_norm`` (one float32 more in the exchange);
         ``"local"`` clips each worker's gradient by its own norm, which bends the mean towards
         workers with small gradients.
+      grad_norm_every: in which calls the norm of the gradients is measured, which is a pass over
+        all of them: the first, and every that many after it. None for none. Where gradients are
+        clipped it is known in all of them.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from
@@ -277,18 +303,31 @@ def train_step(
       the workers. ``params`` and ``opt_state`` are donated. ``metrics`` are scalars on all workers:
 
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
-      - ``grad_norm``: root of the workers' mean squared gradient norm, before clipping;
-      - ``phase``: 0 if the update was dense, 1 if it was compressed;
-      - for one-bit optimizers what their state reports, such as ``residual_ratio``.
+      - ``grad_norm``, in calls in which it is measured: root of the workers' mean squared gradient
+        norm, before clipping;
+      - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync"; -1 if it
+        was refused, 0 for an optimizer that has no phases;
+      - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
+        ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
 
-      ``step(..., phase="warmup")`` and ``phase="compression"`` compile that phase alone, for a host
-      that knows it, and for :func:`onebit_jax.zero_one_adam` so do the phases that it names;
-      ``step.lower`` takes the same arguments.
+      Each phase of an optimizer is compiled for itself, at the first call that needs it. A call
+      finds out by itself which one is next, from an account that the last update but one left, and
+      so waits for that one: no more than two updates are ever under way. At a change of phase, and
+      where :func:`onebit_jax.variance_stable` may end the warm-up at any update, it waits for the
+      last one. Optimizers that are in different phases share a program that has them all.
+
+      ``step(..., phase="compression")`` is for a host that knows the phase. One that is not the
+      optimizer's own changes neither parameters nor state, and the metric ``phase`` is -1; that
+      call still returns, since its arguments are donated, and the next but one at the latest
+      raises. ``step.lower`` takes the same arguments.
 
     Raises:
-      ValueError: for ``accumulation``, ``max_grad_norm`` or ``clip`` outside their range; from the
-        step, for a batch that does not divide into workers and microbatches, and from this
-        library's optimizers, for an axis of the mesh that they would not average over.
+      ValueError: for ``accumulation``, ``max_grad_norm``, ``clip`` or ``grad_norm_every`` outside
+        their range; from the step, for a batch that does not divide into workers and microbatches,
+        for a ``phase`` given to an earlier call that was not the optimizer's own, for a collective
+        under a condition that workers do not share, on which they would wait for each other for
+        ever, and from this library's optimizers, for an axis that the mesh has not, or one of it
+        that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -310,4 +349,6 @@ def train_step(
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0, or None for no clipping.")
     if clip not in ("common", "local"):
         raise ValueError(f"clip={clip!r} must be 'common' or 'local'.")
-    return TrainStep(loss_fn, tx, mesh, accumulation, max_grad_norm, clip)
+    if grad_norm_every is not None:
+        validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
+    return TrainStep(loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every)

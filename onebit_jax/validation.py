@@ -8,9 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from onebit_jax.collectives.hierarchical import Axes
 from onebit_jax.collectives.layout import ROW_MULTIPLE
 
 
@@ -47,6 +45,12 @@ def check_positive(name: str, value: Any, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
     expected = f"a finite number above 0; {usual} is usual"
     _check_number(name, value, lambda x: 0 < x < math.inf, expected)
+
+
+def check_not_negative(name: str, value: Any) -> None:
+    """Raises ``ValueError`` unless ``value`` is finite and at least zero."""
+    expected = "a finite number of at least 0; 0 is usual"
+    _check_number(name, value, lambda x: 0 <= x < math.inf, expected)
 
 
 def check_learning_rate(learning_rate: Any) -> None:
@@ -98,13 +102,22 @@ def check_scale(scale: Any) -> None:
         raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
 
 
+def check_residual_dtype(residual_dtype: Any) -> None:
+    """Raises ``ValueError`` for a dtype that residuals are not kept in."""
+    if residual_dtype not in ("float32", "bfloat16"):
+        raise ValueError(
+            f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
+            f"residuals would underflow."
+        )
+
+
 def check_bucket_bytes(bucket_bytes: Any) -> None:
-    """Raises ``ValueError`` unless ``bucket_bytes`` is None or a multiple of a row's unit."""
-    if bucket_bytes is None:
+    """Raises ``ValueError`` unless ``bucket_bytes`` is None, "auto" or whole units of a row."""
+    if bucket_bytes is None or (isinstance(bucket_bytes, str) and bucket_bytes == "auto"):
         return
     mend = (
-        f"It must be a multiple of {ROW_MULTIPLE} bytes, such as {2**17}, or None for one "
-        f"collective."
+        f"It must be a multiple of {ROW_MULTIPLE} bytes, such as {2**17}, None for one collective, "
+        f"or 'auto' for what suits the machine."
     )
     check_step_count("bucket_bytes", bucket_bytes, 1, mend)
     if bucket_bytes % ROW_MULTIPLE:
@@ -123,64 +136,14 @@ def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
         )
 
 
-def bound_axis_size(axis_name: Any) -> int:
-    """The number of workers along a bound axis; ``ValueError`` where the name is not bound."""
-    if not isinstance(axis_name, str):
-        raise ValueError(f"axis_name={axis_name!r} must be the name of one axis, a str.")
-    return bound_axes(axis_name).workers
-
-
-def bound_axes(axis_name: Any) -> Axes:
-    """The axes that the workers of an exchange lie along, with their sizes.
-
-    Args:
-      axis_name: the name of one axis, or a pair ``(node_axis, local_axis)``. Where nodes have one
-        device each, the pair is the node axis alone.
-
-    Raises:
-      ValueError: for anything else, for a name that is not bound, and where this program has
-        devices along another axis besides.
-    """
-    names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
-    pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
-    if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
-        raise ValueError(
-            f"axis_name={axis_name!r} must be the name of one axis, a str, or a pair of two "
-            f"different ones, (node_axis, local_axis), for the hierarchical exchange."
-        )
-    sizes = [_bound_size(axis_name, name) for name in names]
-    others = [
-        name
-        for name in jax.sharding.get_abstract_mesh().manual_axes
-        if name not in names and lax.axis_size(name) > 1
-    ]
-    if others:
-        raise ValueError(
-            f"axis_name={axis_name!r} leaves out the axes {others}, along which this program has "
-            f"devices too: their replicas would go apart. Give a pair of axes "
-            f"(node_axis, local_axis), or make a mesh of one axis; an axis that parameters are "
-            f"split along is the compiler's: leave it out of shard_map's axis_names."
-        )
-    if not pair:
-        return Axes(names[0], None, sizes[0], 1)
-    nodes, per_node = sizes
-    if per_node == 1 and nodes > 1:
-        return Axes(names[0], None, nodes, 1)
-    return Axes(names[0], names[1], nodes, per_node)
-
-
-def _bound_size(axis_name: Any, name: str) -> int:
-    try:
-        return lax.axis_size(name)
-    except NameError:
-        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        here = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
-        which = "" if axis_name == name else f": {name!r}"
-        raise ValueError(
-            f"axis_name={axis_name!r}{which} is not bound ({here}). Call init and update inside "
-            f"jax.shard_map over a mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with "
-            f"axis_name={name!r}; outside of them use onebit_jax.init and onebit_jax.train_step."
-        ) from None
+def check_exchange(
+    axis_name: Any, scale: Any, residual_dtype: Any, local_dtype: Any, bucket_bytes: Any
+) -> None:
+    """Raises ``ValueError`` for options that no error-compensated exchange has."""
+    check_scale(scale)
+    check_residual_dtype(residual_dtype)
+    check_local_dtype(local_dtype, axis_name)
+    check_bucket_bytes(bucket_bytes)
 
 
 def check_parameters(params: Any) -> None:

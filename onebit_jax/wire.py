@@ -12,15 +12,16 @@ Not read: `send` and `recv` (host callbacks, and permutations that a compiler to
 
 import collections
 import itertools
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+
+from onebit_jax import hlo
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+_CHOICE = "once or never"
 
 
 class Collective(NamedTuple):
@@ -35,9 +36,10 @@ class Collective(NamedTuple):
         axis: the mesh axis they lie along, several joined by ","; "?" if no mesh was given or no
             set of its axes makes these groups.
         where: "" if every step executes it once, else the path to it, such as "loop 1" or
-            "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one.
-        executions: how often a step executes it (inside a branch: if the branch is taken); None
-            inside a loop whose trip count the program does not state.
+            "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one. Loops of
+            at most one turn, in which this library's updates write in place, are "once or never".
+        executions: how often a step executes it (inside a branch or such a loop: if it is taken);
+            None inside a loop whose trip count the program does not state.
         bytes_sent: what a worker sends in a step, all executions together; if their number is not
             known, what it sends in one.
     """
@@ -91,16 +93,19 @@ def collectives(
         text = program.as_text()
     else:
         text = program
-    if not isinstance(text, str) or not (module := _Module(text, mesh)).entry:
+    if not isinstance(text, str) or not (module := hlo.Module(text)).entry:
         raise ValueError(
             f"program is {program!r:.80}; expected a jax.stages.Lowered or Compiled, or HLO text: "
             "pass `jax.jit(f).lower(...)` or `jax.jit(f).lower(...).compile()`"
         )
-    return list(module.walk(module.entry, 1))
+    return list(_Walk(module, mesh).walk(module.entry, 1))
 
 
 def bytes_sent(collectives: Iterable[Collective]) -> int:
     """Bytes that a worker sends in a step: the sum, with of each conditional the costliest branch.
+
+    What is executed once or never counts once: of a training step that was lowered without its
+    phase, what all phases send.
 
     Raises:
         ValueError: one of them is in a loop whose trip count the program does not state.
@@ -155,6 +160,8 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     everything = list(itertools.chain.from_iterable(phases.values()))
     if any(" branch " in c.where for c in everything):
         lines.append("total: of each conditional, the branch that sends most")
+    if any(_CHOICE in c.where for c in everything):
+        lines.append(f"{_CHOICE}: in a loop of at most one turn; counted once")
     if any(c.executions is None for c in everything):
         lines.append("times ?: in a loop whose trip count the program does not state; counted once")
     return "\n".join(lines)
@@ -199,198 +206,91 @@ def _size(count: int) -> tuple[str, str]:
     return readable, f"{count:,}"
 
 
-class _Instruction(NamedTuple):
-    type: str
-    op: str
-    operands: list[str]
-    attributes: str
+class _Walk:
+    """A walk through a module from its entry, which numbers the loops and conditionals it meets."""
 
-
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)"
-    r"\((?P<operands>.*?)\)(?P<attributes>$|, .*)"
-)
-_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
-_COLLECTIVES = {
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-}
-
-
-class _Module:
-    """The text of an HLO module, taken apart into computations and walked from its entry."""
-
-    def __init__(self, text: str, mesh: Mesh | None):
-        self.mesh = mesh
-        self.loops = self.conditionals = 0
-        self.entry = ""
-        current: dict[str, _Instruction] = {}
-        self.computations: dict[str, dict[str, _Instruction]] = {}
-        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
-            if match := _COMPUTATION.match(line):
-                current = self.computations[match["name"]] = {}
-                if match["entry"]:
-                    self.entry = match["name"]
-            elif match := _INSTRUCTION.match(line):
-                # Operands may carry their types in front; names come last.
-                operands = [o.split()[-1].lstrip("%") for o in match["operands"].split(", ") if o]
-                current[match["name"]] = _Instruction(
-                    match["type"], match["op"], operands, match["attributes"]
-                )
-        # Programs that are only lowered do not print how many devices they are for.
-        header = re.search(r"^HloModule .*", text, re.MULTILINE)
-        counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header[0] if header else "")
-        self.devices = math.prod(map(int, counts)) if counts else mesh and mesh.size
+    def __init__(self, module: hlo.Module, mesh: Mesh | None):
+        self._module = module
+        self._mesh = mesh
+        self._devices = module.devices or (mesh.size if mesh is not None else None)
+        self._loops = self._conditionals = 0
 
     def walk(self, computation: str, executions: int | None) -> Iterator[Collective]:
-        for instruction in self.computations[computation].values():
-            op, attributes = instruction.op, instruction.attributes
-            if op.removesuffix("-start") in _COLLECTIVES:
+        for instruction in self._module.computations[computation].values():
+            op = instruction.op
+            if op.removesuffix("-start") in hlo.COLLECTIVES:
                 yield from self._collectives(computation, instruction, executions)
+            elif op == "while" and self._module.at_most_one_turn(instruction):
+                [body] = instruction.callees("body")
+                yield from _within(_CHOICE, self.walk(body, executions))
             elif op == "while":
-                stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', attributes)
+                turns = instruction.trip_count()
                 inside: list[Collective] = []
                 # The condition is tested once more than the body runs.
                 for key, extra in (("condition", 1), ("body", 0)):
-                    times = stated and executions and executions * (int(stated[1]) + extra)
-                    [callee] = _names(attributes, key)
+                    times = None
+                    if turns is not None and executions is not None:
+                        times = executions * (turns + extra)
+                    [callee] = instruction.callees(key)
                     inside += self.walk(callee, times)
-                self.loops += bool(inside)
-                yield from _within(f"loop {self.loops}", inside)
+                self._loops += bool(inside)
+                yield from _within(f"loop {self._loops}", inside)
             elif op == "conditional":
-                branches = _names(attributes, "branch_computations") or [
-                    *_names(attributes, "false_computation"),
-                    *_names(attributes, "true_computation"),
+                branches = instruction.callees("branch_computations") or [
+                    *instruction.callees("false_computation"),
+                    *instruction.callees("true_computation"),
                 ]
                 taken = [list(self.walk(callee, executions)) for callee in branches]
-                self.conditionals += any(taken)
+                self._conditionals += any(taken)
                 for index, inside in enumerate(taken):
-                    yield from _within(f"conditional {self.conditionals} branch {index}", inside)
+                    yield from _within(f"conditional {self._conditionals} branch {index}", inside)
             # Old compilers repeat what an asynchronous operation calls where they wait for it.
             elif not op.endswith(("-done", "-update")):
-                for callee in _names(attributes, "(?:calls|to_apply|called_computations)"):
+                for callee in instruction.callees("(?:calls|to_apply|called_computations)"):
                     yield from self.walk(callee, executions)
 
     def _collectives(
-        self, computation: str, instruction: _Instruction, executions: int | None
+        self, computation: str, instruction: hlo.Instruction, executions: int | None
     ) -> Iterator[Collective]:
         op = instruction.op.removesuffix("-start")
         # TPUs fuse an all-reduce with the slice that follows: what runs is a reduce-scatter.
         if op == "all-reduce" and computation.startswith("all-reduce-scatter"):
             op = "reduce-scatter"
-        groups = self._groups(op, instruction.attributes)
+        groups = hlo.groups(op, instruction.attributes, self._devices)
         group_size = max(map(len, groups), default=1)
-        operands: dict[str, int] = collections.defaultdict(int)
-        for name in instruction.operands:
-            for array in _ARRAY.finditer(self.computations[computation][name].type):
-                operands[array["dtype"]] += _array_bytes(array)
-        for dtype, size in operands.items():
+        axis = _axis(op, groups, self._mesh)
+        for dtype, size in self._module.operand_bytes(computation, instruction).items():
             sent = _sent(op, size, group_size) * (1 if executions is None else executions)
-            axis = self._axis(op, groups)
             yield Collective(op, dtype, size, group_size, axis, "", executions, sent)
 
-    def _groups(self, op: str, attributes: str) -> list[list[int]]:
-        """Who takes part together, by position in the program's device assignment."""
-        if op == "collective-permute":
-            return _connected(_lists(attributes.partition("source_target_pairs=")[2]))
-        # Without global ids these name replicas, each with all its partitions; JAX has one replica.
-        whole_replicas = (
-            op in ("all-gather", "all-reduce", "reduce-scatter")
-            and "channel_id=" in attributes
-            and "use_global_device_ids=true" not in attributes
-        )
-        text = attributes.partition("replica_groups=")[2] or "{}"
-        if whole_replicas or text.startswith("{}"):
-            if self.devices is None:
-                raise ValueError(
-                    f"mesh is None and the program does not say how many devices its {op} runs on; "
-                    "give the mesh"
-                )
-            return [list(range(self.devices))]
-        if text.startswith("{{"):
-            return _lists(text)
-        if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-            shape, tiles, order = (
-                [int(i) for i in (g or "").split(",") if i] for g in match.groups()
-            )
-            devices = np.arange(math.prod(tiles)).reshape(tiles)
-            return devices.transpose(order or None).reshape(shape).tolist()
-        if match := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']*',?)*)\}", text):
-            sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
-            names = list(sizes)
-            axes = [names.index(name) for name in match[2].split(",") if name]
-            return _partition(tuple(sizes.values()), axes)
-        raise ValueError(
-            f"replica_groups={text:.60} of the {op} is in no form that is known here; "
-            "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
-        )
 
-    def _axis(self, op: str, groups: list[list[int]]) -> str:
-        if self.mesh is None:
-            return "?"
-        if max(map(max, groups), default=0) >= self.mesh.size:
-            raise ValueError(
-                f"mesh has {self.mesh.size} devices, but the {op} of the program runs between "
-                f"{groups}; give the mesh that the program was made for"
-            )
-        wanted = set(map(frozenset, groups))
-        for count in range(1, len(self.mesh.axis_names) + 1):
-            for axes in itertools.combinations(range(len(self.mesh.axis_names)), count):
-                parts = set(map(frozenset, _partition(self.mesh.axis_sizes, axes)))
-                # A permutation need not connect all workers of an axis.
-                inside = all(any(group <= part for part in parts) for group in wanted)
-                if wanted == parts or (op == "collective-permute" and inside):
-                    return ",".join(self.mesh.axis_names[i] for i in axes)
+def _axis(op: str, groups: list[list[int]], mesh: Mesh | None) -> str:
+    if mesh is None:
         return "?"
+    if max(map(max, groups), default=0) >= mesh.size:
+        raise ValueError(
+            f"mesh has {mesh.size} devices, but the {op} of the program runs between "
+            f"{groups}; give the mesh that the program was made for"
+        )
+    wanted = set(map(frozenset, groups))
+    for count in range(1, len(mesh.axis_names) + 1):
+        for axes in itertools.combinations(range(len(mesh.axis_names)), count):
+            parts = set(map(frozenset, hlo.groups_along(mesh.axis_sizes, axes)))
+            # A permutation need not connect all workers of an axis.
+            inside = all(any(group <= part for part in parts) for group in wanted)
+            if wanted == parts or (op == "collective-permute" and inside):
+                return ",".join(mesh.axis_names[i] for i in axes)
+    return "?"
 
 
 def _within(frame: str, inside: Iterable[Collective]) -> Iterator[Collective]:
     for collective in inside:
+        # A choice within a choice is one.
+        if frame == _CHOICE and collective.where.startswith(_CHOICE):
+            yield collective
+            continue
         where = f"{frame} / {collective.where}" if collective.where else frame
         yield collective._replace(where=where)
-
-
-def _names(attributes: str, key: str) -> list[str]:
-    """The computations that an attribute such as `body=%a` or `calls={%a, %b}` names."""
-    found = re.search(rf", {key}=(?:\{{([^}}]*)\}}|([^\s,]+))", attributes)
-    return [name.strip().lstrip("%") for name in (found[1] or found[2]).split(",")] if found else []
-
-
-def _lists(text: str) -> list[list[int]]:
-    """`{{0,1},{2,3}}` at the start of the text, as lists."""
-    lists = re.match(r"\{(?:\{[\d,]*\},?)*\}", text)
-    found = re.findall(r"\{([\d,]+)\}", lists[0] if lists else "")
-    return [[int(member) for member in group.split(",")] for group in found]
-
-
-def _connected(pairs: list[list[int]]) -> list[list[int]]:
-    groups: list[set[int]] = []
-    for pair in map(set, pairs):
-        touched = [group for group in groups if group & pair]
-        groups = [group for group in groups if not group & pair] + [pair.union(*touched)]
-    return [sorted(group) for group in groups]
-
-
-def _partition(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """The groups of positions in a mesh that differ along `axes` only."""
-    rest = [axis for axis in range(len(sizes)) if axis not in axes]
-    positions = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *axes)
-    return positions.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
-
-
-def _array_bytes(array: re.Match[str]) -> int:
-    """Bytes of an array; elements below a byte take a whole one unless the layout packs them."""
-    packed = re.search(r"E\((\d+)\)", array["layout"] or "")
-    width = re.search(r"\d+", array["dtype"])
-    bits = int(packed[1]) if packed else max(8, int(width[0]) if width else 8)
-    elements = math.prod(int(size.lstrip("<=")) for size in array["shape"].split(",") if size)
-    return -(-elements * bits // 8)
 
 
 def _sent(op: str, operand_bytes: int, group_size: int) -> int:

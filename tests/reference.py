@@ -90,7 +90,9 @@ class Hierarchy:
 class OnebitAdam:
     """1-bit Adam on one tensor, the same parameters on every worker."""
 
-    def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup, per_node=None):
+    def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup, per_node=None, **options):
+        self.bias_correction = options.get("bias_correction", False)
+        self.scale = options.get("scale", "rms")
         self.p = p.astype(np.float32).reshape(-1)
         self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
         self.residuals = zero_residuals(self.p.size, workers)
@@ -108,12 +110,16 @@ class OnebitAdam:
         else:
             m = [self.b1 * self.m + (1 - self.b1) * x for x in g]
             if self.hierarchy:
-                self.m = self.hierarchy.all_reduce(m, self.v > 0)
+                self.m = self.hierarchy.all_reduce(m, self.v > 0, self.scale)
             else:
-                self.m, self.residuals = ec1(m, self.residuals, self.v > 0)
-        u = np.where(self.v > 0, self.m / (np.sqrt(self.v) + self.eps), 0)
-        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+                self.m, self.residuals = ec1(m, self.residuals, self.v > 0, self.scale)
         self.count += 1
+        m, v = self.m, self.v
+        if self.bias_correction:
+            m = m / (1 - self.b1**self.count)
+            v = v / (1 - self.b2 ** min(self.count, self.warmup))
+        u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
+        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         return self.p
 
 

@@ -39,13 +39,9 @@ def collectives(size, phase):
     return sum(x.size for x in jax.tree.leaves(params)), wire.collectives(compiled, mesh)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [("tiny", 4.43e6), pytest.param("base", 110e6, marks=pytest.mark.slow)],
-)
-def test_compression_sends_one_bit_a_parameter_each_way(size, expected):
-    parameters, sent = collectives(size, "compression")
-    assert parameters == pytest.approx(expected, rel=0.01)
+def test_compression_sends_one_bit_a_parameter_each_way():
+    parameters, sent = collectives("base", "compression")
+    assert parameters == pytest.approx(110e6, rel=0.01)
     assert [(c.op, c.dtype, c.where) for c in sent] == [
         ("all-to-all", "u8", ""),
         ("all-gather", "u8", ""),
@@ -54,12 +50,13 @@ def test_compression_sends_one_bit_a_parameter_each_way(size, expected):
     assert bound <= wire.bytes_sent(sent) <= 1.02 * bound
 
 
-def test_of_one_program_each_branch_sends_its_own_phase():
-    """Of tiny BERT: the base's program of both phases takes minutes to compile."""
+def test_of_a_program_of_both_phases_each_sends_its_own():
+    """Of tiny BERT: the base's takes long to compile."""
     parameters, sent = collectives("tiny", None)
-    assert [(c.op, c.dtype, c.where) for c in sent] == [
-        ("all-reduce", "f32", "conditional 1 branch 0"),
-        ("all-to-all", "u8", "conditional 1 branch 1"),
-        ("all-gather", "u8", "conditional 1 branch 1"),
-    ]
-    assert sent[0].operand_bytes == 4 * parameters
+    assert {(c.op, c.dtype, c.where) for c in sent} == {
+        ("all-reduce", "f32", "once or never"),
+        ("all-to-all", "u8", "once or never"),
+        ("all-gather", "u8", "once or never"),
+    }
+    dense = [c.operand_bytes for c in sent if c.op == "all-reduce"]
+    assert sum(dense) == 4 * parameters

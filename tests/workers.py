@@ -7,13 +7,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-import onebit_jax
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.collectives.signs import unpack_bits
 from onebit_jax.per_worker import is_per_worker
+from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
 
 AXIS = "workers"
 NODE, LOCAL = PAIR = ("node", "local")
@@ -59,85 +62,172 @@ def on_workers(
     return jax.jit(jax.shard_map(own_row, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
 
 
-def onebit_state(opt_state: Any) -> onebit_jax.ScaleByOnebitAdamState:
+def onebit_state(opt_state: Any) -> ScaleByOnebitAdamState:
     """The state of 1-bit Adam inside the state of a chain."""
-    return _find(onebit_jax.ScaleByOnebitAdamState, opt_state)
+    return find_state(ScaleByOnebitAdamState, opt_state)
 
 
-def lamb_state(opt_state: Any) -> onebit_jax.ScaleByOnebitLambState:
-    """The state of 1-bit LAMB inside the state of a chain."""
-    return _find(onebit_jax.ScaleByOnebitLambState, opt_state)
-
-
-def _find(kind: type, opt_state: Any) -> Any:
+def find_state(kind: type, opt_state: Any) -> Any:
+    """The state of this type inside another, such as that of a chain."""
     is_state = lambda node: isinstance(node, kind)  # noqa: E731
     return next(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
-def residuals(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
-    """The workers' residuals and the servers', two trees with a row a worker.
+def residuals(state: ScaleByOnebitAdamState) -> tuple[Any, Any]:
+    """The workers' residuals and the servers', two trees like the parameters with a row a worker.
 
-    `state` has a row a worker too, or is in the mesh view. In the hierarchical form they are those
-    of each device's shard.
+    `state` has a row a worker too, or is in the mesh view.
     """
-    workers = state.worker_scales.value.shape[0]
-    [received] = jax.tree.leaves(state.received)
-    flat, nodes = not is_per_worker(state.received), received.shape[-2]
-    if not state.count.ndim:
-        state = jax.tree.map(
-            lambda node: (
-                jax.tree.map(lambda x: x[:, None], node)
-                if is_per_worker(node)
-                else jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), node)
-            ),
-            state,
-            is_leaf=is_per_worker,
-        )
-
-    def own(state: onebit_jax.ScaleByOnebitAdamState) -> tuple[Any, Any]:
-        tree = jax.tree.structure(state.served.value)
-        exchange = state.exchange()
-        e = ec1.worker_residuals(*exchange)
-        E = ec1.server_residuals(*exchange, lax.axis_index(AXIS if flat else NODE))
-        return tree.unflatten([x[0] for x in e]), tree.unflatten([x[0] for x in E])
-
-    own_of_all = on_workers(own, workers if flat else (nodes, workers // nodes))
-    return jax.device_get(own_of_all(jax.device_get(state)))
+    if not state.progress.count.ndim:
+        state = _with_rows(state, len(state.exchange.residual_ratio.value))
+    like = jax.tree.map(lambda x: x[0], state.v_then_inverse_root)
+    return exchange_residuals(state.exchange, like)
 
 
-class LambParts(NamedTuple):
-    """What a state of 1-bit LAMB stands for, once compressing: arrays with a row a worker.
+def exchange_residuals(state: ExchangeState, like: Any, fused: bool = False) -> tuple[Any, Any]:
+    """The workers' residuals and the servers', of a state with a row a worker.
 
-    All are of the fused block: the tensors end to end, and its padding.
+    Args:
+      state: of an exchange over a tree, flat or hierarchical.
+      like: a tree of its shapes.
+      fused: as for the exchange.
+
+    Returns:
+      Two trees like it with a row a worker: what the worker, or its node, has not sent yet; and
+      the same of all servers, in which all rows are equal.
     """
+    workers, nodes = state.packed.shape[0], state.packed.shape[-2]
+    sizes = workers if state.packed.ndim == 3 else (nodes, workers // nodes)
+    leaves, structure = jax.tree.flatten(like)
+    program = _residuals_program(structure, tuple(x.shape for x in leaves), sizes, fused)
+    return jax.device_get(program(jax.device_get(state)))
 
-    e: Any  # worker residual
-    E: Any  # server residual, of the worker's chunk
-    F: Any  # scaled momentum
-    fresh: Any  # scaled fresh variance, k^2 v~
+
+@functools.cache
+def _residuals_program(
+    structure: Any, shapes: tuple[Any, ...], sizes: int | tuple[int, int], fused: bool
+) -> Callable[[ExchangeState], Any]:
+    like = structure.unflatten([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    how = Exchange(AXIS if isinstance(sizes, int) else PAIR, fused=fused)
+
+    def own(state: ExchangeState) -> tuple[Any, Any]:
+        exchange = how.over(like)
+        return worker_residuals(exchange, state), server_residuals(exchange, state)
+
+    return on_workers(own, sizes)
 
 
-@jax.jit
-@functools.partial(jax.vmap, axis_name=AXIS)
-def _lamb_parts(state: onebit_jax.ScaleByOnebitLambState) -> LambParts:
-    blocks = block_layout([(state.fresh_variance.size,)], state.received.shape[0])
-    feedback = ec1.Feedback(
-        [state.m_then_compensated.value],
-        state.worker_scale.value[0],
-        [state.served.value],
-        state.received,
+def worker_residuals(exchange: BoundExchange, state: ExchangeState) -> Any:
+    """`e_i`, in the hierarchical form of all shards; a tree like the exchange's."""
+    active, at = exchange.own(state.active), exchange.at
+    parts = []
+    for piece, held in zip(exchange.pieces, exchange.lent(state), strict=True):
+        scales = piece.spread(piece.own_scales(state.worker_scales.value[0], at))
+        e = ec1.residual(exchange.own_shard(held)[0], scales)
+        counts = piece.array(unpack_bits(piece.bits(active.bits, at), axis=2))
+        parts.append(_of_all_shards(exchange, jnp.where(counts, e, 0.0)))
+    return exchange.scatter(parts)
+
+
+def server_residuals(exchange: BoundExchange, state: ExchangeState) -> Any:
+    """`E_j` of all servers, each in the place of its chunk; a tree like the exchange's."""
+    active, packed = exchange.own((state.active, state.packed))
+    chunk = lax.axis_index(exchange.axes.node)
+    scales = exchange.scales(packed[chunk])
+    parts = []
+    for stack, a in zip(exchange.stacks, state.server_compensated.value, strict=True):
+        E = ec1.residual(a[0], ec1.across(stack.own_scales(scales), a[0]))
+        counts = unpack_bits(stack.bits(active.bits[chunk]), axis=1)
+        chunks = lax.all_gather(jnp.where(counts, E, 0.0), exchange.axes.node)
+        start = 0
+        for piece in stack.pieces:
+            end = start + len(piece.tensors)
+            parts.append(_of_all_shards(exchange, piece.array(chunks[:, start:end])))
+            start = end
+    return exchange.scatter(parts)
+
+
+def _of_all_shards(exchange: BoundExchange, part: jax.Array) -> jax.Array:
+    return part if exchange.axes.local is None else lax.all_gather(part, exchange.axes.local)
+
+
+def _with_rows(state: Any, workers: int) -> Any:
+    """The worker view, with a row a worker, of a state in the mesh view."""
+    return jax.tree.map(
+        lambda node: (
+            jax.tree.map(lambda x: x[:, None], node)
+            if is_per_worker(node)
+            else jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), node)
+        ),
+        state,
+        is_leaf=is_per_worker,
     )
-    [e] = ec1.worker_residuals(feedback, [state.own_live()], blocks)
-    [E] = ec1.server_residuals(feedback, [state.own_live()], blocks, lax.axis_index(AXIS))
-    [F] = ec1.decode(state.received, blocks)
-    return LambParts(*(x.reshape(-1) for x in (e, E, F, jnp.abs(state.fresh_variance))))
-
-
-def lamb_parts(opt_state: Any) -> LambParts:
-    """Reads residuals, momentum and fresh variance from a state with a row a worker."""
-    return jax.device_get(_lamb_parts(jax.device_get(lamb_state(opt_state))))
 
 
 def replicate(tree: Any, workers: int) -> Any:
     """Gives every worker a row with the same values."""
-    return jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (workers, *x.shape)), tree)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)
+
+
+def draw(seed: int, *leading: int, shapes: Any) -> Any:
+    """A tree of normal numbers, float32, every shape after the `leading` axes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.standard_normal((*leading, *shape), np.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+class Run(NamedTuple):
+    """What came of a run; every leaf with a row a worker, updates and parameters by update."""
+
+    updates: Any
+    params: Any
+    state: Any
+
+
+def train(
+    tx: optax.GradientTransformation,
+    sizes: int | tuple[int, int],
+    params: Any,
+    gradients: Any,
+    phases: dict[Any, int] | None = None,
+    binding: Binding = "vmap",
+) -> Run:
+    """Trains with gradients `[workers, updates, ...]`, in one program.
+
+    `phases` gives static phases in order, each with its number of updates.
+    """
+    workers, all_updates = jax.tree.leaves(gradients)[0].shape[:2]
+    extended = optax.with_extra_args_support(tx)
+
+    def worker(params: Any, state: Any, gradients: Any) -> Run:
+        def step(phase: Any, carry: Any, grads: Any) -> Any:
+            params, state = carry
+            updates, state = extended.update(grads, state, params, phase=phase)
+            params = optax.apply_updates(params, updates)
+            return (params, state), (updates, params)
+
+        carry, parts, start = (params, state), [], 0
+        for phase, count in (phases or {None: all_updates}).items():
+            own = jax.tree.map(lambda g, s=start, c=count: g[s : s + c], gradients)
+            carry, part = lax.scan(functools.partial(step, phase), carry, own)
+            parts.append(part)
+            start += count
+        updates, history = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        return Run(updates, history, carry[1])
+
+    params = replicate(params, workers)
+    state = on_workers(tx.init, sizes, binding)(params)
+    return jax.device_get(on_workers(worker, sizes, binding)(params, state, gradients))
+
+
+def assert_workers_agree(tree: Any) -> None:
+    """Asserts that all rows of every leaf are equal, but for what is per worker."""
+    shared = jax.tree.map(
+        lambda node: None if is_per_worker(node) else node, tree, is_leaf=is_per_worker
+    )
+    for path, x in jax.tree_util.tree_leaves_with_path(shared):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape), err_msg=name)

@@ -1,17 +1,14 @@
 """Every optimizer that the programs here can train with, by name; a new one is a line below."""
 
 import dataclasses
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 import onebit_jax
-
-# What the metric "phase" of a training step stands for; an optimizer may have others besides.
-PHASES = ("dense", "compressed")
+from onebit_jax.transforms.phases import Phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +47,10 @@ class Optimizer(NamedTuple):
         learning_rate: the peak that a sweep begins from.
         make: the transformation for a setting; a `ValueError` names what is out of range.
         phase_of: the phase of an update, from the number of updates made before it, the number
-            of dense ones that the warm-up has, and the number of updates of the run.
-        static: for every phase the `phase` that `update` is given, so that it compiles that phase
-            alone; None where it has no such argument.
+            of dense ones that the warm-up has, and the number of updates of the run. An optimizer
+            that averages gradients at full precision is in "warmup" all the time.
+        warms_up: whether all updates are dense until the variance is frozen, and compressed after
+            it.
         local_steps: whether the workers' parameters differ between exchanges; its state then has
             `synced_parameters`.
     """
@@ -60,14 +58,9 @@ class Optimizer(NamedTuple):
     label: str
     learning_rate: float
     make: Callable[[Setting], optax.GradientTransformation]
-    phase_of: Callable[[int, int, int], str]
-    static: Mapping[str, Any]
+    phase_of: Callable[[int, int, int], Phase]
+    warms_up: bool = False
     local_steps: bool = False
-
-    @property
-    def warms_up(self) -> bool:
-        """Whether all updates are dense until the variance is frozen, and compressed after it."""
-        return tuple(self.static) == PHASES
 
 
 def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -76,7 +69,7 @@ def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> O
     def chained(setting: Setting) -> optax.GradientTransformation:
         return optax.chain(onebit_jax.mean_gradients(setting.axis_name), make(setting))
 
-    return Optimizer(label, learning_rate, chained, lambda *_: "dense", {"dense": None})
+    return Optimizer(label, learning_rate, chained, lambda *_: "warmup")
 
 
 def onebit(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -85,14 +78,23 @@ def onebit(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> 
         label,
         learning_rate,
         make,
-        lambda step, warmup, _: "dense" if step < warmup else "compressed",
-        {"dense": "warmup", "compressed": "compression"},
+        lambda step, warmup, _: "warmup" if step < warmup else "compression",
+        warms_up=True,
     )
 
 
 def compressed(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
     """One that compresses from the first update on."""
-    return Optimizer(label, learning_rate, make, lambda *_: "compressed", {"compressed": None})
+    return Optimizer(label, learning_rate, make, lambda *_: "compression")
+
+
+def compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
+    """One of Optax's, on gradients averaged with one bit an element."""
+
+    def chained(setting: Setting) -> optax.GradientTransformation:
+        return optax.chain(onebit_jax.compressed_mean(setting.axis_name), make(setting))
+
+    return compressed(label, learning_rate, chained)
 
 
 def _decay_options(setting: Setting) -> dict[str, Any]:
@@ -116,9 +118,47 @@ def _sign_options(setting: Setting) -> dict[str, Any]:
     return _decay_options(setting) | {"b1": setting.b1, "axis_name": setting.axis_name}
 
 
-def _norms_and_biases(setting: Setting) -> Callable[[Any], Any]:
-    """The tensors that are not decayed."""
-    return lambda params: jax.tree.map(operator.not_, setting.mask(params))
+def _sgd(setting: Setting) -> optax.GradientTransformation:
+    """As `optax.sgd` with momentum, and decoupled weight decay."""
+    return optax.chain(
+        optax.trace(setting.b1),
+        optax.add_decayed_weights(setting.weight_decay, setting.mask),
+        optax.scale_by_learning_rate(setting.learning_rate),
+    )
+
+
+def _adamw(setting: Setting) -> optax.GradientTransformation:
+    return optax.adamw(**_adam_options(setting))
+
+
+def _lion(setting: Setting) -> optax.GradientTransformation:
+    # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
+    return optax.lion(**_decay_options(setting), b1=setting.b1)
+
+
+def _muon(setting: Setting) -> optax.GradientTransformation:
+    """Muon on matrices, and Adam, at the same learning rate, on norms and biases."""
+    return optax.contrib.muon(
+        setting.learning_rate,
+        beta=0.95,
+        weight_decay=setting.weight_decay,
+        weight_decay_mask=setting.mask,
+        adam_b1=setting.b1,
+        adam_b2=setting.b2,
+        # Steps as long as AdamW's, so that one learning rate does for both.
+        consistent_rms=0.2,
+    )
+
+
+def _onebit_matrices(setting: Setting) -> optax.GradientTransformation:
+    """1-bit Adam on the tensors that are decayed, and on the others, norms and biases, AdamW."""
+
+    def parts(params: Any) -> Any:
+        return jax.tree.map(lambda decayed: "matrices" if decayed else "rest", setting.mask(params))
+
+    rest = optax.chain(onebit_jax.mean_gradients(setting.axis_name), _adamw(setting))
+    matrices = onebit_jax.onebit_adam(**_onebit_options(setting))
+    return optax.partition({"matrices": matrices, "rest": rest}, parts)
 
 
 def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
@@ -138,30 +178,22 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
             axis_name=setting.axis_name,
         )
 
-    def phase_of(step: int, warmup: int, count: int) -> str:
-        phase = onebit_jax.zero_one_adam_phase(step, **steps(warmup, count))
-        return {"variance": "dense", "compression": "compressed"}.get(phase, phase)
+    def phase_of(step: int, warmup: int, count: int) -> Phase:
+        return onebit_jax.zero_one_adam_phase(step, **steps(warmup, count))
 
-    static = {"dense": "variance", "compressed": "compression", "local": "local", "sync": "sync"}
-    return Optimizer(label, learning_rate, make, phase_of, static, local_steps=True)
+    return Optimizer(label, learning_rate, make, phase_of, local_steps=True)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adam": dense("Adam", 2e-3, lambda s: optax.adamw(**_adam_options(s))),
+    "adam": dense("Adam", 2e-3, _adamw),
     "lamb": dense("LAMB", 1e-2, lambda s: optax.lamb(**_adam_options(s))),
-    # Corrected, its warm-up is AdamW.
+    "sgd": dense("SGD", 0.4, _sgd),
+    "lion": dense("Lion", 3e-4, _lion),
+    "muon": dense("Muon", 2e-3, _muon),
     "onebit_adam": onebit(
-        "1-bit Adam",
-        2e-3,
-        lambda s: onebit_jax.onebit_adam(**_onebit_options(s), bias_correction=True),
+        "1-bit Adam", 2e-3, lambda s: onebit_jax.onebit_adam(**_onebit_options(s))
     ),
-    "onebit_adam_dense": onebit(
-        "1-bit Adam, norms and biases dense",
-        2e-3,
-        lambda s: onebit_jax.onebit_adam(
-            **_onebit_options(s), bias_correction=True, dense=_norms_and_biases(s)
-        ),
-    ),
+    "onebit_adam_matrices": onebit("1-bit Adam, norms and biases dense", 2e-3, _onebit_matrices),
     "onebit_lamb": onebit(
         "1-bit LAMB", 1e-2, lambda s: onebit_jax.onebit_lamb(**_onebit_options(s))
     ),
@@ -176,12 +208,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         1.2e-3,
         lambda s: onebit_jax.birder(**_decay_options(s), seed=0, axis_name=s.axis_name),
         # In the first update workers also tell each other where they have gradients.
-        lambda step, *_: "compressed" if step else "first",
-        {"first": "warmup", "compressed": "compression"},
+        lambda step, *_: "compression" if step else "warmup",
     ),
     "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
-    # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
-    "lion": dense("Lion", 3e-4, lambda s: optax.lion(**_decay_options(s), b1=s.b1)),
     "distributed_lion": compressed(
         "Distributed Lion", 3e-4, lambda s: onebit_jax.distributed_lion(**_sign_options(s))
     ),
@@ -190,6 +219,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
         0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
+    "compressed_mean_sgd": compressed_mean("SGD, compressed mean", 0.4, _sgd),
+    "compressed_mean_adam": compressed_mean("Adam, compressed mean", 2e-3, _adamw),
+    "compressed_mean_lion": compressed_mean("Lion, compressed mean", 3e-4, _lion),
+    "compressed_mean_muon": compressed_mean("Muon, compressed mean", 2e-3, _muon),
 }
 
 

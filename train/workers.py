@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.per_worker import PerWorker, is_per_worker
-from onebit_jax.training import Phase
+from onebit_jax.transforms.phases import Phase
 
 AXIS = "data"
 LossFn = Callable[[Any, Any], tuple[jax.Array, Any]]
@@ -156,7 +156,7 @@ def worker_update(
 
     Args:
         tx: the optimizer, whose axis is `AXIS`.
-        phase: what `update` is given as its phase.
+        phase: what `update` is given as its phase, if it takes one.
 
     Returns:
         A function that gives new parameters and state.

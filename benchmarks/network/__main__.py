@@ -9,8 +9,11 @@ The hosts are made on one machine, from network namespaces: this needs Linux, ro
 parameters of BERT-Base. All hosts share the machine's cores, so what computing costs grows with
 their number, as it would not on real ones; the network's share is real.
 
-A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where they are
-installed, with nothing else of theirs:
+The first rows are what a user gets: `onebit_jax.init`, `onebit_jax.train_step` with default
+arguments and a trivial loss, whose gradients are computed in the step, beside dense Adam in a
+jitted `shard_map`. The rows named "bare optimizer" leave out the loss: their gradients lie in
+memory. A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where they
+are installed, with nothing else of theirs:
 
     pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.6
@@ -35,41 +38,21 @@ import pathlib
 import signal
 import statistics
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import tyro
 
-from benchmarks import record, step
-from benchmarks.network import jax_kinds, plot, torch_kinds
-from benchmarks.network.hosts import (
-    UNSHAPED,
-    Network,
-    bits_per_second,
-    network,
-    payload_bytes,
-    why_unavailable,
-)
+from benchmarks import tasks
+from benchmarks.network import jax_kinds, plot, report, torch_kinds
+from benchmarks.network.hosts import UNSHAPED, Network, bits_per_second, network, why_unavailable
 from benchmarks.network.processes import HostError, Processes
 from onebit_jax import plan
+from train import record
 
 _MODULES = {
     **dict.fromkeys(jax_kinds.KINDS, jax_kinds.__name__),
     **dict.fromkeys(torch_kinds.KINDS, torch_kinds.__name__),
-}
-# XLA for CPUs would send bfloat16 as float32, and float16 costs conversions of which the plan does
-# not know.
-_PLANNED = {
-    "Adam, float32": plan.FLOAT32,
-    "1-bit Adam": plan.ONEBIT_ADAM,
-    "1-bit Adam, buckets of 256 KiB": plan.ONEBIT_ADAM,
-    "1-bit LAMB": plan.ONEBIT_LAMB,
-    "0/1 Adam, sync": plan.ZERO_ONE_ADAM._replace(rounds=1.0),
-    "Birder": plan.BIRDER,
-    "Signum": plan.SIGNUM,
-    "Distributed Lion": plan.DISTRIBUTED_LION,
-    "EF sign SGD": plan.EF_SIGNSGD,
 }
 
 
@@ -261,105 +244,18 @@ def joined(before: dict[str, Any] | None, steps: dict[str, Any]) -> dict[str, An
     return {name: before[name] + steps[name] for name in steps} if before else steps
 
 
-def predictions(
-    elements: int,
-    hosts: int,
-    bandwidth: str,
-    calibration: Mapping[str, float],
-    host_bandwidth: float,
-) -> dict[str, float]:
-    """Seconds a step of each kind that is planned and calibrated; none without a limit."""
-    limit = bits_per_second(bandwidth)
-    if limit is None:
-        return {}
-    setting = plan.Setting(
-        parameters=elements,
-        workers=hosts,
-        bandwidth=limit,
-        step_time=elements * calibration["Adam, no exchange"],
-        steps=1,
-        host_bandwidth=host_bandwidth,
-        calibration=calibration,
-    )
-    return {
-        kind: plan.predict(row, setting).step
-        for kind, row in _PLANNED.items()
-        if row.benchmark in calibration
-    }
-
-
-def fitted_host_bandwidth(
-    elements: int, unshaped: Mapping[str, Any], calibration: Mapping[str, float]
-) -> float:
-    """Bits a second that the hosts' sockets reach, from a dense step without a limit."""
-    dense = unshaped["Adam, float32"]
-    beyond = statistics.median(dense["seconds"]) - elements * calibration["Adam with pmean"]
-    return 8 * dense["wire_bytes"] / beyond if beyond > 0 else math.inf
-
-
-def table(kinds: dict[str, Any], first: str, predicted: Mapping[str, float]) -> str:
-    """One line a kind; times to the first, which may be missing."""
-    width = max(map(len, kinds), default=0) + 2
-    columns = f"{'ms, median':>12}{'least':>10}{'most':>10}{'steps':>7}{'faster':>8}"
-    lines = [f"{'':{width}}{columns}{'sent, MB':>11}{'payload':>9}{'program':>9}{'ratio':>7}"]
-    for kind, figure in kinds.items():
-        seconds = figure["seconds"]
-        median = statistics.median(seconds)
-        base = statistics.median(kinds[first]["seconds"]) if first in kinds else math.nan
-        times = f"{1e3 * median:12.1f}{1e3 * min(seconds):10.1f}{1e3 * max(seconds):10.1f}"
-        line = f"{kind:{width}}{times}{len(seconds):7}{base / median:8.2f}"
-        sent = figure["sent"] / len(seconds)
-        payload = payload_bytes(sent, figure["packets"] / len(seconds))
-        line += f"{sent / 1e6:11.2f}{payload / 1e6:9.2f}"
-        if wire := figure["wire_bytes"]:
-            line += f"{wire / 1e6:9.2f}{payload / wire:7.3f}"
-        if kind in predicted:
-            line += f"   plan: {1e3 * predicted[kind]:.1f} ms, {predicted[kind] / median - 1:+.0%}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def report(figures: dict[str, Any], options: Options) -> None:
-    """Prints a table for each bandwidth and number of hosts, and draws the picture."""
-    elements = figures["elements"]
-    calibrations = dict(
-        zip(options.hosts, map(plan.read_calibration, options.calibration), strict=False)
-    )
-    unshaped = {
-        made["hosts"]: made["kinds"]
-        for made in figures["tables"]
-        if made["bandwidth"] == UNSHAPED and "Adam, float32" in made["kinds"]
-    }
-    for made in figures["tables"]:
-        hosts, bandwidth, kinds = made["hosts"], made["bandwidth"], made["kinds"]
-        print(f"\n{hosts} hosts, {bandwidth}, {elements:,} elements")
-        predicted: dict[str, float] = {}
-        if (calibration := calibrations.get(hosts)) and hosts in unshaped:
-            host_bandwidth = fitted_host_bandwidth(elements, unshaped[hosts], calibration)
-            predicted = predictions(elements, hosts, bandwidth, calibration, host_bandwidth)
-            if predicted:
-                print(f"plan: host bandwidth {host_bandwidth / 1e9:.2f} Gbit/s, from unshaped")
-        print(table(kinds, options.kinds[0], predicted))
-    for hosts, failed in figures["given_up"].items():
-        for kind, reason in failed.items():
-            print(f"{kind}: given up with {hosts} hosts at {reason}")
-    picture = options.plot or options.json.with_suffix(".png")
-    plot.draw(figures["tables"], picture)
-    print(f"drew {picture}")
-
-
 def main(options: Options) -> None:
     """Runs the benchmark."""
     check(options)
     if options.redraw:
-        report(json.loads(options.json.read_text(encoding="utf-8"))["figures"], options)
+        _report(json.loads(options.json.read_text(encoding="utf-8"))["figures"], options)
         return
     if options.elements is None:
-        tree = step.parameters(step.Options(tree="bert-base"))
+        tree = tasks.of_tree("bert-base", elements=0).shapes
     else:
-        tree = step.parameters(step.Options(tree="matrix", elements=options.elements))
+        tree = tasks.matrices(options.elements)
     shapes = [x.shape for x in jax.tree.leaves(tree)]
-    elements = sum(map(math.prod, shapes))
+    elements = tasks.size(tree)
     if reason := why_unavailable():
         raise SystemExit(reason)
     # A run that is ended must take its hosts with it.
@@ -389,8 +285,18 @@ def main(options: Options) -> None:
         given_up[count] = failed
         # Written as soon as it is there: those with more hosts may take hours.
         record.write(options.json, options, written, "torch", "deepspeed")
-    report(written, options)
+    _report(written, options)
     print(f"wrote {options.json}")
+
+
+def _report(figures: dict[str, Any], options: Options) -> None:
+    calibrations = dict(
+        zip(options.hosts, map(plan.read_calibration, options.calibration), strict=False)
+    )
+    report.print_tables(figures, options.kinds[0], calibrations)
+    picture = options.plot or options.json.with_suffix(".png")
+    plot.draw(figures["tables"], picture)
+    print(f"drew {picture}")
 
 
 if __name__ == "__main__":

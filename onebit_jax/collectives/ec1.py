@@ -1,4 +1,4 @@
-r"""Error-compensated one-bit all-reduce (EC1).
+r"""The two stages of the error-compensated one-bit all-reduce (EC1), as the paper writes them.
 
 With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i`, and server
 :math:`j`'s residual :math:`E_j` (every worker serves one chunk of every block):
@@ -15,9 +15,7 @@ and the result is the concatenation over :math:`j` of :math:`S_j \, \mathrm{sgn}
 the same on every worker. What is lost in one call is in the residuals and is made up for in later
 ones: over any number of calls, results and residuals together add up to the exact means.
 
-The scales :math:`s_i` and :math:`S_j` travel in the same bytes as the signs, so that a call is one
-``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are; or, in buckets, as
-many of each as the bytes fill.
+:mod:`onebit_jax.collectives.exchange` puts the collectives between and behind the two.
 
 References:
   Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
@@ -25,216 +23,157 @@ References:
 
 Differences from the paper:
   What is kept from call to call is :math:`c_i` and :math:`a_j`, from which the residuals follow by
-  the scales (:class:`Feedback`): writing the residuals out would cost one more pass over memory.
-  The scale is computed over *live* elements only (see :func:`all_reduce`), and padding never has a
-  residual; the paper speaks of neither.
+  the scales: writing the residuals out would cost one more pass over memory. The scale is computed
+  over *active* elements only, and padding never has a residual; the paper speaks of neither.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, Live, row_padding, split_rows
-from onebit_jax.collectives.signs import pack_signs, signed, unpack_bits
+from onebit_jax.collectives.signs import signed
 
 Scale = Literal["rms", "mean_abs"]
 
-
-class Feedback(NamedTuple):
-    """What one worker keeps from call to call; zeros before the first.
-
-    A residual is what compression leaves of a value, ``c - s sgn(c)``. The value and its scale are
-    kept instead: the value can be written before its scale is known, the residual could not.
-
-    Attributes:
-      compensated: ``c_i`` of the last call, 0 where not live; for each block a float32 or bfloat16
-        array with the tensor's elements in order, of any shape.
-      scales: ``s_i`` of the last call; float32 ``[number of blocks]``.
-      served: ``a_j`` of the chunk that this worker serves, 0 where not live; ``[8, *plane]`` for
-        each block, or any shape with these elements in order; of the dtype of ``compensated``.
-      received: what all workers received, signs and scales; uint8 ``[n, row_bytes]``, the same on
-        all workers. :func:`decode` makes numbers of it.
-    """
-
-    compensated: Sequence[jax.Array]
-    scales: jax.Array
-    served: Sequence[jax.Array]
-    received: jax.Array
+# Elements that are neighbours in a sample: what a cache line or a TPU's tile holds, or more.
+_ROW = 128
+# Elements of a block that are enough to estimate a mean from.
+_SAMPLE = 2**14
 
 
-def _left_over(compensated: jax.Array, scale: jax.Array) -> jax.Array:
-    """The residual ``c - s sgn(c)``, in float32; -s where ``c`` is not live."""
+def residual(compensated: jax.Array, scale: jax.Array) -> jax.Array:
+    """The residual ``c - s sgn(c)``, in float32; -s where ``c`` is not active."""
     compensated = compensated.astype(jnp.float32)
     return compensated - jnp.where(compensated >= 0, scale, -scale)
 
 
-def _scale(c: jax.Array, count: jax.Array, kind: Scale) -> jax.Array:
-    """``s(c)`` over ``count`` live elements; 0 where there are none. ``c`` is 0 on all others."""
-    # Flat, since XLA's CPU then adds small tensors up in the same order under vmap as elsewhere.
-    c, count = c.reshape(-1).astype(jnp.float32), jnp.maximum(count, 1)
-    if kind == "rms":
-        return jnp.sqrt(jnp.sum(c * c) / count)
-    return jnp.sum(jnp.abs(c)) / count
-
-
-def all_reduce(
-    values: Sequence[jax.Array],
-    feedback: Feedback,
-    live: Sequence[Live],
-    blocks: Sequence[Block],
-    *,
-    axis_name: str,
-    scale: Scale = "rms",
-    bucket_bytes: int | None = None,
-) -> Feedback:
-    """Averages the workers' values with one bit an element each way.
-
-    Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound. An element that is not
-    live (padding, or one whose value nobody will use) is sent as +1, enters no scale and has no
-    residual: the caller must ignore what comes back for it.
+def compensate(
+    z: jax.Array,
+    compensated: jax.Array,
+    scale: jax.Array,
+    active: jax.Array,
+    residual_decay: jax.typing.ArrayLike,
+    when: jax.typing.ArrayLike,
+) -> jax.Array:
+    """The worker's ``c = z + e``.
 
     Args:
-      values: each worker's own values, ``z_i``: float arrays of the blocks' shapes.
-      feedback: what the last call returned. Its residuals are added to the values.
-      live: which elements count, for each block; the same on all workers.
-        :func:`~onebit_jax.collectives.layout.true_elements` marks every element but the padding.
-      blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
-      axis_name: the axis the workers run along.
-      scale: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        :data:`~onebit_jax.collectives.layout.ROW_MULTIPLE`; None for all in one.
-
-    Returns:
-      The new feedback; the means are what it ``received``. Without blocks nothing is sent, and it
-      is the old feedback.
+      z: the worker's own values.
+      compensated: the last call's ``c``, ``[1, *shape]``; the result takes its memory.
+      scale: the last call's ``s``, float32 that broadcasts to them.
+      active: which elements count, bool.
+      residual_decay: what ``e`` is multiplied with.
+      when: where false, the last call's ``c`` stays.
     """
-    if not blocks:
-        return feedback
-    workers = lax.axis_size(axis_name)
-    padding = jnp.zeros((row_padding(blocks),), jnp.uint8)
-    sections, compensated, scales = [], [], []
-    for i, (block, z, c, counted) in enumerate(
-        zip(blocks, values, feedback.compensated, live, strict=True)
-    ):
-        # In the shape that c is held in from end to end: only then does XLA write the new c over
-        # the old one. A reshape on the way would make it copy.
-        mask = block.tensor(unpack_bits(counted.bits, axis=1)).reshape(c.shape)
-        total = z.astype(jnp.float32).reshape(c.shape) + _left_over(c, feedback.scales[i])
-        # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs
-        # drops the barrier before it fuses, but its sums read arrays, so that c is written there.
-        c = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(c.dtype))
-        s = _scale(c, jnp.sum(counted.counts), scale)
-        sections.append(
-            block.join(pack_signs(block.chunks(c), axis=1), jnp.broadcast_to(s, (workers,)))
-        )
-        compensated.append(c)
-        scales.append(s)
-    sections.append(jnp.broadcast_to(padding, (workers, padding.size)))
-    buckets = split_rows(jnp.concatenate(sections, -1), bucket_bytes)
-    to_serve = jnp.concatenate(
-        [lax.all_to_all(bucket, axis_name, 0, 0, tiled=True) for bucket in buckets], -1
-    )
-
-    chunk = lax.axis_index(axis_name)
-    sections, served = [], []
-    for block, a, counted in zip(blocks, feedback.served, live, strict=True):
-        total = _left_over(a, block.split(feedback.received[chunk])[1])
-        total = _add_mean(total, *block.split(to_serve))
-        mask = unpack_bits(counted.bits[chunk], axis=0).reshape(a.shape)
-        a = lax.optimization_barrier(jnp.where(mask, total, 0.0).astype(a.dtype))
-        signs = pack_signs(a.reshape(8, *block.plane), axis=0)
-        sections.append(block.join(signs, _scale(a, counted.counts[chunk], scale)))
-        served.append(a)
-    buckets = split_rows(jnp.concatenate([*sections, padding]), bucket_bytes)
-    received = jnp.concatenate([lax.all_gather(bucket, axis_name) for bucket in buckets], -1)
-    return Feedback(compensated, jnp.stack(scales), served, received)
+    # In the shape that c is held in from end to end: only then does XLA write the new c over the
+    # old one. A reshape on the way would make it copy.
+    c = z.astype(jnp.float32).reshape(compensated.shape)
+    c += residual_decay * residual(compensated, scale)
+    c = jnp.where(active.reshape(c.shape), c, 0.0).astype(compensated.dtype)
+    # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs drops the
+    # barrier before it fuses, but its sums read arrays, so that c is written there.
+    return lax.optimization_barrier(jnp.where(when, c, compensated))
 
 
-def _add_mean(total: jax.Array, rows: jax.Array, scales: jax.Array) -> jax.Array:
-    """Adds the mean of what ``n`` workers sent for one chunk, ``[n, *plane]`` and ``[n]``."""
+def compensate_mean(
+    rows: jax.Array,
+    scales: jax.Array,
+    compensated: jax.Array,
+    server_scales: jax.Array,
+    active: jax.Array,
+    when: jax.typing.ArrayLike,
+) -> jax.Array:
+    r"""The server's ``a = (1/n) sum_i s_i sgn(c_i) + E``.
+
+    Args:
+      rows: bits that the ``n`` workers sent, ``[n, G, *plane]``.
+      scales: theirs, float32 ``[n, G]``.
+      compensated: the last call's ``a``, ``[1, G, 8, *plane]``; the result takes its memory.
+      server_scales: the last call's ``S``, float32 ``[G]``.
+      active: which elements count, bool ``[G, 8, *plane]``.
+      when: where false, the last call's ``a`` stays.
+    """
+    # In the shape that a is held in from end to end, as for the worker's c.
+    total = residual(compensated, across(server_scales, compensated[0])[None])
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + signed(*row).reshape(total.shape), None
+        return total + signed(*row)[None], None
 
     # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
     # Adding to the residual what is already divided by n leaves no product for the compiler to
     # contract into the sum, here but not there.
-    return lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))[0]
+    total, _ = lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))
+    a = jnp.where(active[None], total, 0.0).astype(compensated.dtype)
+    return lax.optimization_barrier(jnp.where(when, a, compensated))
 
 
-def decode(received: jax.Array, blocks: Sequence[Block]) -> list[jax.Array]:
-    """Makes numbers of what :func:`all_reduce` received.
-
-    Args:
-      received: uint8 ``[n, row_bytes]``.
-      blocks: the layout.
-
-    Returns:
-      For each block its chunks ``S_j sgn(a_j)``, float32 ``[n, 8, *plane]``; :meth:`Block.tensor`
-      brings them into the tensor's shape.
-    """
-    return [signed(*block.split(received)) for block in blocks]
+def across(scales: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Scales ``[k]`` to go with blocks ``[k, ...]``."""
+    return scales.reshape(-1, *[1] * (blocks.ndim - 1))
 
 
-def worker_residuals(
-    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block]
-) -> list[jax.Array]:
-    """The residuals ``e_i`` that the next call will add; float32, shapes as ``compensated``.
+def power_sum(c: jax.Array, kind: Scale) -> jax.Array:
+    """What a scale is made of: the sum of squares, or of absolute values, of each of ``k`` blocks.
 
     Args:
-      feedback: what :func:`all_reduce` returned.
-      live: as given to it.
-      blocks: the layout.
+      c: float ``[k, ...]``, 0 where not active.
+      kind: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
     """
-    return [
-        jnp.where(
-            block.tensor(unpack_bits(counted.bits, axis=1)).reshape(c.shape),
-            _left_over(c, feedback.scales[i]),
-            0.0,
-        )
-        for i, (block, c, counted) in enumerate(
-            zip(blocks, feedback.compensated, live, strict=True)
-        )
-    ]
+    # Flat before all else: XLA for CPUs then adds up in the same order under vmap as elsewhere.
+    c = c.astype(jnp.float32).reshape(len(c), -1)
+    return jnp.sum(c * c if kind == "rms" else jnp.abs(c), 1)
 
 
-def server_residuals(
-    feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block], chunk: jax.Array
-) -> list[jax.Array]:
-    """The residuals ``E_j`` of the chunk that a worker serves; float32, shapes as ``served``.
+def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
+    """``s(c)`` of blocks, over their active elements; 0 where there are none.
 
     Args:
-      feedback: what :func:`all_reduce` returned.
-      live: as given to it.
-      blocks: the layout.
-      chunk: the worker's index along the axis, ``j``.
+      power_sums: from :func:`power_sum`.
+      counts: how many elements of each are active, float32.
+      kind: as for it.
     """
-    return [
-        jnp.where(
-            unpack_bits(counted.bits[chunk], axis=0).reshape(a.shape),
-            _left_over(a, block.split(feedback.received[chunk])[1]),
-            0.0,
-        )
-        for block, a, counted in zip(blocks, feedback.served, live, strict=True)
-    ]
+    mean = power_sums / jnp.maximum(counts, 1)
+    return jnp.sqrt(mean) if kind == "rms" else mean
 
 
-def residual_ratio(feedback: Feedback, live: Sequence[Live], blocks: Sequence[Block]) -> jax.Array:
-    """The norm of a worker's residuals over that of the means, 0 where these are 0; float32 ``[]``.
+def squared_residual(
+    scales: jax.Array, counts: jax.Array, other_sums: jax.Array, kind: Scale
+) -> jax.Array:
+    r"""``||e||^2`` of blocks, without a pass over the residuals.
+
+    With ``d`` active elements :math:`\|e\|^2 = \|c\|_2^2 - 2 s \|c\|_1 + d s^2`, and the scale is
+    one of the two norms.
 
     Args:
-      feedback: what :func:`all_reduce` returned.
-      live: as given to it.
-      blocks: the layout.
+      scales: from :func:`scale`.
+      counts: as for it.
+      other_sums: the sum that the scale is not made of; :func:`estimated_sum` will do.
+      kind: of the scale.
     """
-    squared_mean = jnp.float32(0)
-    for block, counted in zip(blocks, live, strict=True):
-        _, scales = block.split(feedback.received)
-        squared_mean += jnp.sum(scales**2 * counted.counts)
-    residuals = worker_residuals(feedback, live, blocks)
-    squared_residual = sum((jnp.sum(e**2) for e in residuals), jnp.float32(0))
-    ratio = jnp.sqrt(squared_residual / jnp.where(squared_mean > 0, squared_mean, 1.0))
-    return jnp.where(squared_mean > 0, ratio, 0.0)
+    if kind == "rms":
+        squared = 2 * scales * (counts * scales - other_sums)
+    else:
+        squared = other_sums - counts * scales**2
+    return jnp.maximum(squared, 0.0)
+
+
+def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
+    """As :func:`power_sum`, of large blocks from some 16,000 elements, evenly spread."""
+    sample, times = evenly_sampled(c)
+    return times * power_sum(sample, kind)
+
+
+def evenly_sampled(c: jax.Array) -> tuple[jax.Array, float]:
+    """Some of the elements if there are many, by whole rows of 128 or whole rows of the array."""
+    step = c.size // len(c) // _SAMPLE
+    *leading, last = c.shape
+    if step <= 1:
+        return c, 1.0
+    if last >= step * _ROW:
+        whole = c[..., : last // (step * _ROW) * step * _ROW]
+        part = whole.reshape(*leading, -1, step, _ROW)[..., 0, :]
+    else:
+        part = c.reshape(len(c), -1, last)[:, ::step]
+    return part, c.size / part.size

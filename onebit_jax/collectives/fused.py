@@ -8,26 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, block_layout
-
 
 class Fused(NamedTuple):
     """Where each tensor lies in the block; :func:`fuse` makes it.
 
     Attributes:
-      block: the block: the tensors' elements in order, and what pads them to whole bytes.
+      shape: the block's, cut into chunk, bit and byte, ``(n, 8, L)``: the tensors' elements in
+        order, and what pads them to whole bytes.
       shapes: the tensors' shapes.
       starts: where in the block each of them starts.
     """
 
-    block: Block
+    shape: tuple[int, int, int]
     shapes: list[tuple[int, ...]]
     starts: list[int]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """The block's, cut into chunk, bit and byte: ``(n, 8, L)``."""
-        return self.block.workers, 8, self.block.chunk_bytes
 
     def join(self, tensors: Sequence[jax.Array], onto: jax.Array | None = None) -> jax.Array:
         """Lays tensors end to end: ``[n, 8, L]``, with zeros for padding.
@@ -63,8 +57,9 @@ class Fused(NamedTuple):
         Array([1., 1., 2., 2., 2., 2.], dtype=float32)
         """
         start, size = self.starts[i], math.prod(self.shapes[i])
-        chunk = 8 * self.block.chunk_bytes
-        bounds = [j for j in range(self.block.workers) if start < j * chunk < start + size]
+        workers, _, chunk_bytes = self.shape
+        chunk = 8 * chunk_bytes
+        bounds = [j for j in range(workers) if start < j * chunk < start + size]
         values = jnp.full((size,), of_chunks[start // chunk if size else 0])
         # A comparison for each bound inside the tensor: an index into the chunks would take a
         # division for each element.
@@ -83,5 +78,5 @@ def fuse(shapes: Sequence[tuple[int, ...]], workers: int) -> Fused:
     starts = [0]
     for shape in shapes:
         starts.append(starts[-1] + math.prod(shape))
-    size = -(-starts.pop() // (8 * workers)) * 8 * workers
-    return Fused(block_layout([(size,)], workers)[0], list(shapes), starts)
+    chunk_bytes = -(-starts.pop() // (8 * workers))
+    return Fused((workers, 8, chunk_bytes), list(shapes), starts)

@@ -4,27 +4,18 @@ A mesh has the axes (node, local): :math:`N` nodes of :math:`L` devices each. Ev
 into :math:`L` *shards*, and device :math:`l` of each node stands for its node in shard :math:`l`:
 
 1. local: a reduce-scatter at full precision brings it the node's mean of its shard;
-2. node: the :math:`N` devices with the same :math:`l` compress and exchange that shard
-   (:mod:`onebit_jax.collectives.ec1`, in which a worker is now a node);
-3. local: an all-gather of what they received, bits and scales, makes the shards whole again.
+2. node: the :math:`N` devices with the same :math:`l` compress and exchange that shard, in which
+   a worker is now a node;
+3. local: an all-gather of what they received, bits and scales, makes the tensors whole again.
 
 Between nodes a device sends :math:`1/L` of what it would send in the flat exchange, so that a
 node's traffic does not grow with its devices; residuals, too, are those of a shard. With
 :math:`L = 1` this is the flat exchange, bit for bit. With :math:`N = 1` nothing has to cross
 between nodes, and by choice nothing is compressed: an optimizer then takes the plain mean.
 
-To EC1 a shard is a tensor, and a node a worker: all it is given are shards. What it kept from call
-to call is therefore each device's own. The chunks of a tensor are those of the flat layout for
-:math:`n = L N` workers, ``N`` of them in each shard. An exchange is::
-
-    shapes = shard_shapes([x.shape for x in values], axes)
-    blocks = block_layout(shapes, axes.nodes)
-    means = reduce_scatter(values, shapes, axes, dtype)
-    feedback = ec1.all_reduce(means, feedback, live, blocks, axis_name=axes.node)
-    decoded = ec1.decode(all_gather(feedback.received, axes), blocks)
-    values = [unpadded(x, value.shape) for x, value in zip(decoded, values)]
-
-In the flat form a shard is the whole tensor, and the first and the last collective are none.
+The chunks of a tensor are those of the flat layout for :math:`n = L N` workers, ``N`` of them in
+each shard. In the flat form a shard is the whole tensor, and the first and the last collective are
+none.
 
 References:
   Peng et al., `BinSGDM: Extreme One-Bit Quantization for Communication Efficient Large-Scale
@@ -36,48 +27,16 @@ Differences from the paper:
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import block_layout, join_sections, padded, split_sections
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.collectives.axes import Axes
+from onebit_jax.collectives.layout import Block, Shape, join_sections, padded, split_sections
 
 LocalDtype = Literal["float32", "bfloat16"]
-Shape = tuple[int, ...]
-
-
-class Axes(NamedTuple):
-    """The bound axes that an exchange runs along; :func:`onebit_jax.validation.bound_axes`.
-
-    Attributes:
-      node: the axis that bits travel along; in the flat form, the only one.
-      local: the axis of a node's devices; None in the flat form, where a worker is its own node.
-      nodes: number of nodes, ``N``.
-      per_node: devices in each, ``L``; 1 in the flat form.
-    """
-
-    node: str
-    local: str | None
-    nodes: int
-    per_node: int
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The axes that all workers lie along."""
-        return (self.node,) if self.local is None else (self.node, self.local)
-
-    @property
-    def single_node(self) -> bool:
-        """Whether nothing has to cross between nodes, so that by choice nothing is compressed."""
-        return self.nodes == 1 and self.local is not None
-
-    @property
-    def workers(self) -> int:
-        """Number of devices in all, ``n``."""
-        return self.nodes * self.per_node
 
 
 def shard_shapes(shapes: Sequence[Shape], axes: Axes) -> list[Shape]:
@@ -90,69 +49,8 @@ def shard_shapes(shapes: Sequence[Shape], axes: Axes) -> list[Shape]:
     """
     if axes.local is None:
         return list(shapes)
-    planes = [block.plane for block in block_layout(shapes, axes.workers)]
+    planes = [Block(shape, axes.workers).plane for shape in shapes]
     return [(8 * axes.nodes * plane[0], *plane[1:]) for plane in planes]
-
-
-def held_shape(shape: Shape, axes: Axes) -> Shape:
-    """The shape of an array that holds all shards of a tensor, ``[L, *shape of a shard]``.
-
-    In the flat form it is ``shape`` itself.
-    """
-    return shape if axes.local is None else (axes.per_node, *shape)
-
-
-def of_shards(tree: Any, axes: Axes) -> Any:
-    """What a device has for its own shard, as a state holds it: a worker's own, ``[1, ...]``.
-
-    In the flat form there is one shard, which all have: the tree stays as it is.
-    """
-    if axes.local is None:
-        return tree
-    return PerWorker(jax.tree.map(lambda x: x[None], tree))
-
-
-def own_shard(x: jax.Array, shape: Shape, axes: Axes) -> jax.Array:
-    """Of a tensor that all devices have alike, the shard that is the device's own.
-
-    Args:
-      x: the tensor.
-      shape: of its shard.
-      axes: the axes; in the flat form ``x`` is returned as it is.
-    """
-    if axes.local is None:
-        return x
-    return padded(x, held_shape(shape, axes))[lax.axis_index(axes.local)]
-
-
-def own_shard_first(held: Sequence[jax.Array], when: jax.Array, axes: Axes) -> list[jax.Array]:
-    """Puts the device's own shard in the place of the first one, if ``when``.
-
-    Args:
-      held: arrays that hold all shards, ``[1, L, *shape of a shard]``.
-      when: bool ``[]``.
-      axes: the axes; in the flat form nothing is moved.
-    """
-    if axes.local is None:
-        return list(held)
-    own = lax.axis_index(axes.local)
-    # A loop of one turn or none: a cond would copy what it does not change.
-    _, moved = lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (~carry[0], [with_first(x, x[0, own], axes) for x in carry[1]]),
-        (when, list(held)),
-    )
-    return moved
-
-
-def first(held: jax.Array, axes: Axes) -> jax.Array:
-    """The first shard of an array that holds all of them; in the flat form, the array."""
-    return held if axes.local is None else held[0, 0]
-
-
-def with_first(held: jax.Array, shard: jax.Array, axes: Axes) -> jax.Array:
-    """Puts a shard in the place of the first one."""
-    return shard if axes.local is None else held.at[0, 0].set(shard)
 
 
 def reduce_scatter(
@@ -186,17 +84,17 @@ def reduce_scatter(
     return [mean(x, shape) for x, shape in zip(values, shapes, strict=True)]
 
 
-def all_gather(received: jax.Array, axes: Axes) -> jax.Array:
-    """Brings together what the devices of a node received, each for its own shard.
+def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
+    """Brings together what the devices of a node have for their own shards.
 
     Args:
-      received: uint8 ``[N, row_bytes]``.
+      x: a device's own, ``[N, ...]``.
       axes: the axes; in the flat form nothing is gathered.
 
     Returns:
-      uint8 ``[L, N, row_bytes]``, which decodes to the chunks of whole tensors, in order.
+      ``[L, N, ...]``, whose order is that of whole tensors; in the flat form ``[N, ...]``.
     """
-    return received if axes.local is None else lax.all_gather(received, axes.local)
+    return x if axes.local is None else lax.all_gather(x, axes.local)
 
 
 def all_gather_sections(sections: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:

@@ -3,40 +3,51 @@
 A block (one tensor) of ``d`` elements is padded to ``n * 8 * L`` and viewed as ``[n, 8, L]``:
 chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``[n, L]`` is what
 goes to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
-blocks, each followed by its scale as four bytes, are laid side by side::
+blocks, and after them whatever else travels, are laid side by side::
 
-    row j:   | block 0: L_0 bytes | scale | block 1: L_1 bytes | scale | ... | padding |
+    row j:   | block 0: L_0 bytes | block 1: L_1 bytes | ... | scales, 4 bytes each | padding |
+
+Blocks whose chunks have one shape make a :class:`Stack`: they are neighbours in the row, and what a
+server does for them it does at once. The small ones among them share passes on the worker, too
+(:class:`Piece`): a program's size and the time to compile it grow with the number of pieces, not of
+tensors.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.signs import pack_bits
 
-_SCALE_BYTES = 4
+Shape = tuple[int, ...]
+# Where to read from, by the place: :func:`~onebit_jax.collectives.in_place.unfolded`.
+At = Mapping[int, jax.Array]
+
 # XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
 ROW_MULTIPLE = 128
 
+# What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
+_CPU_BUCKET_BYTES = 2**18
+
+# Tensors of up to this many elements are brought together, which costs one more pass over each.
+SMALL = 2**16
+
 
 class Block(NamedTuple):
-    """One tensor's place in the buffer.
+    """A tensor as ``n`` chunks.
 
     Attributes:
       shape: the tensor's shape.
       workers: number of chunks, ``n``.
-      chunk_bytes: bytes of signs in a chunk, ``L``; 0 for an empty tensor.
-      offset: the first of its bytes in a row of the buffer.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     workers: int
-    chunk_bytes: int
-    offset: int
 
     @property
     def size(self) -> int:
@@ -44,16 +55,19 @@ class Block(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes in a row of the buffer: signs and scale; none for an empty tensor."""
-        return self.chunk_bytes + _SCALE_BYTES if self.size else 0
+    def chunk_bytes(self) -> int:
+        """Bytes of bits in a chunk, ``L``; 0 for an empty tensor."""
+        return -(-self.size // (8 * self.workers))
 
     @property
-    def plane(self) -> tuple[int, ...]:
+    def plane(self) -> Shape:
         """The shape in which a chunk's ``L`` bytes are computed: ``(L,)``, or better.
 
         Where the first axis can be cut into ``8 n`` pieces the others are left alone. The order is
         the same, but on TPUs, where arrays are tiled, only then is a view free.
+
+        >>> Block((32, 5), 2).plane, Block((33, 5), 2).plane
+        ((2, 5), (11,))
         """
         if self.shape and not self.shape[0] % (8 * self.workers):
             return (self.shape[0] // (8 * self.workers), *self.shape[1:])
@@ -67,25 +81,119 @@ class Block(NamedTuple):
         """Undoes :meth:`chunks`, dropping the padding."""
         return unpadded(chunks, self.shape)
 
-    def join(self, signs: jax.Array, scale: jax.Array) -> jax.Array:
-        """Puts packed signs ``[..., *plane]`` and float32 scales ``[...]`` into bytes of rows."""
-        signs = signs.reshape(*scale.shape, self.chunk_bytes)
-        if not self.size:
-            return signs
-        scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8)
-        return jnp.concatenate([signs, scale_bytes], axis=-1)
 
-    def split(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Takes packed signs ``[..., *plane]`` and scales ``[...]`` out of whole rows."""
-        leading = rows.shape[:-1]
-        if not self.size:
-            return jnp.zeros((*leading, *self.plane), jnp.uint8), jnp.zeros(leading, jnp.float32)
-        end = self.offset + self.chunk_bytes
-        scale = lax.bitcast_convert_type(rows[..., end : end + _SCALE_BYTES], jnp.float32)
-        return rows[..., self.offset : end].reshape(*leading, *self.plane), scale
+class Piece(NamedTuple):
+    """Tensors that a worker holds, scales and packs as one array: one large tensor or small ones.
+
+    Attributes:
+      block: of one of them; all have chunks of one shape.
+      tensors: their places among the tree's leaves.
+      first: the place of the first of them among all that have a scale.
+      start: the first of their bytes in a row.
+      joined: whether they are held side by side, ``[k, n * 8 * L]``; else there is one, which is
+        held in its own shape.
+    """
+
+    block: Block
+    tensors: tuple[int, ...]
+    first: int
+    start: int
+    joined: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Of the array that holds them."""
+        if not self.joined:
+            return self.block.shape
+        return (len(self.tensors), 8 * self.block.workers * self.block.chunk_bytes)
+
+    def own_scales(self, scales: jax.Array, at: At) -> jax.Array:
+        """Of float32 ``[..., number of scales]`` those of these tensors, ``[..., k]``."""
+        return lax.dynamic_slice_in_dim(scales, at[self.first], len(self.tensors), axis=-1)
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Makes ``[k]`` broadcast with the array."""
+        return scales[:, None] if self.joined else scales[0]
+
+    def pack(self, flags: jax.Array) -> jax.Array:
+        """Packs booleans like the array; uint8 ``[n, k * L]``."""
+        if self.joined:
+            chunks = flags.reshape(len(self.tensors), self.block.workers, 8, -1)
+            packed = pack_bits(chunks, axis=2).swapaxes(0, 1)
+        else:
+            packed = pack_bits(self.block.chunks(flags), axis=1)
+        return packed.reshape(self.block.workers, -1)
+
+    def array(self, chunks: jax.Array) -> jax.Array:
+        """Of chunks ``[..., n, k, 8, *plane]`` the array, ``[..., *shape]``."""
+        axis = chunks.ndim - 3 - len(self.block.plane)
+        if self.joined:
+            chunks = chunks.swapaxes(axis, axis + 1)
+        return unpadded(chunks, (*chunks.shape[:axis], *self.shape))
+
+    def bits(self, rows: jax.Array, at: At) -> jax.Array:
+        """Of rows ``[..., n, bytes]`` the bits of these tensors, ``[..., n, k, *plane]``."""
+        return _section(rows, at[self.start], len(self.tensors), self.block.plane)
 
 
-def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+class Stack(NamedTuple):
+    """Blocks whose chunks have one shape, ``G`` of them, side by side in the rows.
+
+    Attributes:
+      pieces: the same blocks, as workers hold them.
+      count: their number, ``G``.
+    """
+
+    pieces: tuple[Piece, ...]
+    count: int
+
+    @property
+    def chunk_shape(self) -> Shape:
+        """Of what a server holds of them: ``(G, 8, *plane)``."""
+        return (self.count, 8, *self.pieces[0].block.plane)
+
+    def own_scales(self, scales: jax.Array) -> jax.Array:
+        """Of float32 ``[..., number of scales]`` those of these blocks, ``[..., G]``."""
+        first = self.pieces[0].first
+        return scales[..., first : first + self.count]
+
+    def bits(self, rows: jax.Array) -> jax.Array:
+        """Of rows ``[..., bytes]`` the bits of these blocks, ``[..., G, *plane]``."""
+        return _section(rows, self.pieces[0].start, self.count, self.pieces[0].block.plane)
+
+
+def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
+    own = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
+    return own.reshape(*rows.shape[:-1], count, *plane)
+
+
+def stacks(shapes: Sequence[Shape], axes: Axes) -> list[Stack]:
+    """Lays out tensors of these shapes, or in the hierarchical form their shards; no empty ones.
+
+    >>> flat = Axes("data", None, 2, 1)
+    >>> [[piece.tensors for piece in s.pieces] for s in stacks([(9,), (0,), (40,), (3, 4)], flat)]
+    [[(0, 3)], [(2,)]]
+    """
+    by_plane: dict[Shape, list[int]] = {}
+    for i, shape in enumerate(shapes):
+        if math.prod(shape):
+            by_plane.setdefault(Block(shape, axes.workers).plane, []).append(i)
+    laid: list[Stack] = []
+    first = start = 0
+    for plane, tensors in by_plane.items():
+        small = 8 * axes.workers * math.prod(plane) <= SMALL and len(tensors) > 1
+        pieces = []
+        for own in [tensors] if small else [[i] for i in tensors]:
+            shape = shapes[own[0]]
+            if axes.local is not None:
+                shape = (8 * axes.nodes * plane[0], *plane[1:])
+            pieces.append(Piece(Block(shape, axes.nodes), tuple(own), first, start, small))
+            first, start = first + len(own), start + len(own) * math.prod(plane)
+        laid.append(Stack(tuple(pieces), len(tensors)))
+    return laid
+
+
+def padded(x: jax.Array, shape: Shape) -> jax.Array:
     """Gives an array a shape of as many elements or more; those behind its own are zero."""
     padding = math.prod(shape) - x.size
     if padding:
@@ -93,7 +201,7 @@ def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(shape)
 
 
-def unpadded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
     """Gives an array a shape of as many elements or fewer; it loses those at its end."""
     size = math.prod(shape)
     if x.size > size:
@@ -101,56 +209,12 @@ def unpadded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(shape)
 
 
-class Live(NamedTuple):
-    """Which elements of a block count: neither padding nor dead.
-
-    Attributes:
-      bits: one bit an element, packed as signs are; uint8 ``[n, *plane]``.
-      counts: how many of each chunk's are set; float32 ``[n]``. Kept because counting bits takes as
-        long as packing them.
-    """
-
-    bits: jax.Array
-    counts: jax.Array
-
-
-def block_layout(shapes: Sequence[tuple[int, ...]], workers: int) -> list[Block]:
-    """Lays tensors side by side in the rows of one buffer.
-
-    Args:
-      shapes: the tensors' shapes, in order.
-      workers: number of workers, ``n``.
-
-    Returns:
-      A block for each tensor, in the same order.
-
-    >>> [(block.chunk_bytes, block.offset) for block in block_layout([(8, 8), (0,), (5,)], 2)]
-    [(4, 0), (0, 8), (1, 8)]
-    """
-    blocks, offset = [], 0
-    for shape in shapes:
-        chunk_bytes = -(-math.prod(shape) // (8 * workers))
-        blocks.append(Block(tuple(shape), workers, chunk_bytes, offset))
-        offset += blocks[-1].row_bytes
-    return blocks
-
-
-def row_bytes(blocks: Sequence[Block]) -> int:
-    """Length of a row of the buffer that holds these blocks, a multiple of 128.
-
-    >>> row_bytes(block_layout([(8, 8), (0,), (5,)], 2))
-    128
-    """
-    return -(-sum(block.row_bytes for block in blocks) // ROW_MULTIPLE) * ROW_MULTIPLE
-
-
-def row_padding(blocks: Sequence[Block]) -> int:
-    """Bytes at the end of a row that stand for nothing.
-
-    >>> row_padding(block_layout([(8, 8), (0,), (5,)], 2))
-    115
-    """
-    return row_bytes(blocks) - sum(block.row_bytes for block in blocks)
+def bucket_limit(bucket_bytes: int | Literal["auto"] | None) -> int | None:
+    """Bytes of a bucket where the program is to run; ``"auto"`` is what was measured to pay."""
+    if bucket_bytes != "auto":
+        return bucket_bytes
+    between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
+    return _CPU_BUCKET_BYTES if between_cpus else None
 
 
 def split_rows(rows: jax.Array, bucket_bytes: int | None) -> list[jax.Array]:
@@ -164,13 +228,8 @@ def split_rows(rows: jax.Array, bucket_bytes: int | None) -> list[jax.Array]:
     return [rows[..., start : start + step] for start in range(0, max(end, 1), step)]
 
 
-def is_live(node: Any) -> bool:
-    """True for a :class:`Live` node: the ``is_leaf`` of tree maps that look for them."""
-    return isinstance(node, Live)
-
-
-def join_sections(sections: Sequence[jax.Array], leading: tuple[int, ...]) -> jax.Array:
-    """Lays arrays that travel without scales side by side in the rows of one buffer.
+def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:
+    """Lays arrays side by side in the rows of one buffer.
 
     Args:
       sections: uint8 ``[*leading, ...]``.
@@ -187,7 +246,7 @@ def join_sections(sections: Sequence[jax.Array], leading: tuple[int, ...]) -> ja
     return jnp.concatenate([*flat, jnp.zeros((*leading, padding), jnp.uint8)], -1)
 
 
-def split_sections(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def split_sections(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
     """Undoes :func:`join_sections`, whose sections had these shapes after the leading axes."""
     sections, start = [], 0
     for shape in shapes:
@@ -195,28 +254,3 @@ def split_sections(rows: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[j
         sections.append(rows[..., start:end].reshape(*rows.shape[:-1], *shape))
         start = end
     return sections
-
-
-def live_leaves(tree: Any) -> list[Live]:
-    """The :class:`Live` nodes of a tree, in order."""
-    return jax.tree.leaves(tree, is_leaf=is_live)
-
-
-def mark_live(flags: jax.Array) -> Live:
-    """Marks the elements of a block that count.
-
-    Args:
-      flags: bool ``[n, 8, *plane]``.
-    """
-    counts = jnp.sum(flags, axis=range(1, flags.ndim), dtype=jnp.float32)
-    return Live(pack_bits(flags, axis=1), counts)
-
-
-def true_elements(block: Block) -> Live:
-    """Marks all elements of a block, leaving out its padding.
-
-    >>> true_elements(block_layout([(9,)], 2)[0]).bits
-    Array([[255],
-           [  1]], dtype=uint8)
-    """
-    return mark_live(block.chunks(jnp.ones(block.shape)) > 0)

@@ -5,13 +5,10 @@ A chunk of ``8 L`` numbers is viewed as ``[8, L]`` (or ``[8, ...]``), and row ``
 into a byte would read with a stride of eight.
 """
 
-from typing import TypeVar
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-
-Arrays = TypeVar("Arrays")
 
 
 def pack_bits(flags: jax.Array, axis: int) -> jax.Array:
@@ -20,11 +17,15 @@ def pack_bits(flags: jax.Array, axis: int) -> jax.Array:
     >>> pack_bits(jnp.arange(8)[:, None] < 3, axis=0)
     Array([7], dtype=uint8)
     """
-    planes = [lax.index_in_dim(flags, bit, axis, keepdims=False) for bit in range(8)]
-    packed = planes[0].astype(jnp.uint8)
-    for bit in range(1, 8):
-        packed |= planes[bit].astype(jnp.uint8) << bit
-    return packed
+    if not flags.size:  # jnp.where forgets along which axes empty arrays vary
+        return jnp.any(flags, axis).astype(jnp.uint8)
+    bits = jnp.where(flags, _bit_values(flags.ndim - axis - 1), np.uint8(0))
+    return lax.reduce(bits, np.uint8(0), lax.bitwise_or, (axis,))
+
+
+def _bit_values(trailing: int) -> np.ndarray:
+    """1, 2, 4, ..., 128 along an axis that so many others follow."""
+    return np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8)).reshape(8, *[1] * trailing)
 
 
 def unpack_bits(packed: jax.Array, axis: int) -> jax.Array:
@@ -35,30 +36,7 @@ def unpack_bits(packed: jax.Array, axis: int) -> jax.Array:
     """
     # Masks made beside the data, never eight planes joined afterwards: XLA fuses a broadcast into
     # the loop that reads it, and a stack it writes out.
-    masks = jnp.left_shift(jnp.uint8(1), jnp.arange(8, dtype=jnp.uint8))
-    masks = masks.reshape(-1, *[1] * (packed.ndim - axis))
-    return (jnp.expand_dims(packed, axis) & masks) != 0
-
-
-def written_out(arrays: Arrays, axis_name: str) -> Arrays:
-    """Keeps XLA from computing arrays anew, or in another order, inside what reads them.
-
-    On CPUs a loop that draws, packs and flattens at once is not vectorized, and takes several times
-    as long as one that draws and packs. An ``optimization_barrier`` is dropped there before loops
-    are fused; what goes through a loop that might run is written out, all of it before any of it is
-    read. So an array that is to be written over in place can wait for the others.
-
-    Args:
-      arrays: a tree of them, of any dtype but booleans.
-      axis_name: the axis the workers run along.
-    """
-    # An index is never negative; but that is not known of the index of a device.
-    never = lax.axis_index(axis_name) < 0
-    return lax.while_loop(
-        lambda carry: carry[0],
-        lambda carry: (~carry[0], jax.tree.map(jnp.negative, carry[1])),
-        (never, arrays),
-    )[1]
+    return (jnp.expand_dims(packed, axis) & _bit_values(packed.ndim - axis)) != 0
 
 
 def pack_signs(x: jax.Array, axis: int) -> jax.Array:

@@ -14,26 +14,25 @@ workers   bits a field   elements a byte
 ========  =============  ===============
 
 A ring sends ``2 (n-1)/n`` times the buffer. So the sum costs as much as the two phases of
-:mod:`onebit_jax.collectives.stochastic` times the bits a field, and is one collective in place of
-two. On GPUs and CPUs XLA sums uint8 as such; on TPUs it widens them to uint32.
+:mod:`onebit_jax.collectives.sign_exchange` times the bits a field, and is one collective in place
+of two. On GPUs and CPUs XLA sums uint8 as such; on TPUs it widens them to uint32.
 """
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.layout import Block, join_sections, split_sections
+from onebit_jax.collectives.signs import unpack_bits
 
 MAX_WORKERS = 255
 
 
 def field_bits(workers: int) -> int:
-    """Bits of a field that counts the votes of ``workers``: 1, 2, 4 or 8.
-
-    Raises:
-      ValueError: for more workers than eight bits can count.
+    """Bits of a field that counts the votes of ``workers``; ``ValueError`` for more than 255.
 
     >>> [field_bits(workers) for workers in (1, 2, 3, 4, 15, 16, 255)]
     [1, 2, 2, 4, 4, 8, 8]
@@ -48,29 +47,16 @@ def field_bits(workers: int) -> int:
 
 
 def pack_fields(counts: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Packs counts below ``2**bits`` along an axis of length 8, which becomes ``bits`` bytes.
-
-    Args:
-      counts: bool or uint8.
-      bits: bits a field, from :func:`field_bits`.
-      axis: the axis to pack along, of length 8.
-
-    Returns:
-      uint8 with ``bits`` in place of 8 along the axis.
+    """Packs counts, bool or uint8, along an axis of length 8, which becomes ``bits`` bytes; uint8.
 
     >>> pack_fields(jnp.arange(8, dtype=jnp.uint8)[:, None] % 4, bits=2, axis=0)
     Array([[228],
            [228]], dtype=uint8)
     """
-    fields = 8 // bits
-    planes = [lax.index_in_dim(counts, i, axis).astype(jnp.uint8) for i in range(8)]
-    packed = []
-    for first in range(0, 8, fields):
-        byte = planes[first]
-        for i in range(1, fields):
-            byte |= planes[first + i] << (bits * i)
-        packed.append(byte)
-    return jnp.concatenate(packed, axis)
+    leading, trailing = counts.shape[:axis], counts.shape[axis + 1 :]
+    fields = counts.astype(jnp.uint8).reshape(*leading, bits, 8 // bits, *trailing)
+    shifted = fields << _shifts(bits, len(trailing))
+    return lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (axis + 1,))
 
 
 def unpack_fields(packed: jax.Array, bits: int, axis: int) -> jax.Array:
@@ -79,27 +65,37 @@ def unpack_fields(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     >>> unpack_fields(jnp.array([[228], [1]], jnp.uint8), bits=2, axis=0)[:, 0]
     Array([0, 1, 2, 3, 1, 0, 0, 0], dtype=uint8)
     """
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)
-    shifts = shifts.reshape(-1, *[1] * (packed.ndim - axis - 1))
-    counts = (jnp.expand_dims(packed, axis + 1) >> shifts) & jnp.uint8(2**bits - 1)
-    return counts.reshape(*packed.shape[:axis], 8, *packed.shape[axis + 1 :])
+    leading, trailing = packed.shape[:axis], packed.shape[axis + 1 :]
+    counts = jnp.expand_dims(packed, axis + 1) >> _shifts(bits, len(trailing))
+    return (counts & np.uint8(2**bits - 1)).reshape(*leading, 8, *trailing)
+
+
+def _shifts(bits: int, trailing: int) -> np.ndarray:
+    """Where in a byte each field begins, along an axis that so many others follow."""
+    return np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, *[1] * trailing)
+
+
+def count(rows: jax.Array) -> jax.Array:
+    """Of packed votes, ``[n, *plane]``, how many are 1: ``[8, *plane]``, uint8 if that can be."""
+    dtype = jnp.uint8 if len(rows) <= MAX_WORKERS else jnp.int32
+
+    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+        return total + unpack_bits(row, axis=0).astype(dtype), None
+
+    # A row at a time: XLA would write out the unpacked rows before a sum over them.
+    first = unpack_bits(rows[0], axis=0).astype(dtype)
+    return lax.scan(add, first, rows[1:], unroll=min(len(rows), 8))[0]
 
 
 def all_reduce(
-    votes: Sequence[jax.Array],
-    blocks: Sequence[Block],
-    *,
-    axis_name: str,
+    votes: Sequence[jax.Array], blocks: Sequence[Block], *, axis_name: str
 ) -> list[jax.Array]:
     """Counts the workers' votes, element by element, in one sum of uint8.
 
-    Runs inside ``shard_map``, ``pmap`` or ``vmap`` with ``axis_name`` bound. The mean of the signs
-    that the votes stand for is ``2 count / n - 1``.
-
     Args:
       votes: each worker's own, for each block bool ``[n, 8, *plane]``.
-      blocks: the layout, from :func:`~onebit_jax.collectives.layout.block_layout`.
-      axis_name: the axis the workers run along.
+      blocks: the layout.
+      axis_name: the axis the workers run along, which is bound.
 
     Returns:
       For each block the counts, in fields that :func:`unpack_fields` reads along axis 1; uint8

@@ -9,9 +9,11 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives import majority
-from onebit_jax.collectives.layout import block_layout
-from onebit_jax.collectives.signs import written_out
+from onebit_jax.collectives.axes import bound_axis_size
+from onebit_jax.collectives.in_place import materialize
+from onebit_jax.collectives.layout import Block
 from onebit_jax.per_worker import PerWorker
+from onebit_jax.transforms.phases import PHASES
 
 Aggregation = Literal["majority", "mean"]
 
@@ -19,11 +21,8 @@ Aggregation = Literal["majority", "mean"]
 class ScaleByDistributedLionState(NamedTuple):
     """State of Distributed Lion: half of Adam's, four bytes a parameter.
 
-    What stands inside a :class:`~onebit_jax.PerWorker` is each worker's own; the count is equal on
-    all workers.
-
     Attributes:
-      count: number of updates made; int32 ``[]``.
+      count: number of updates made, equal on all workers; int32 ``[]``.
       momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
     """
 
@@ -31,8 +30,13 @@ class ScaleByDistributedLionState(NamedTuple):
     momentum: PerWorker
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log: ``phase`` is 1, since every update is compressed."""
-        return {"phase": jnp.int32(1)}
+        """What a training loop would log: ``phase``, since every update is compressed."""
+        return {"phase": jnp.int32(PHASES.index("compression"))}
+
+
+def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Array:
+    """``b m + (1 - b) g``, float32."""
+    return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
 
 
 def scale_by_distributed_lion(
@@ -42,20 +46,7 @@ def scale_by_distributed_lion(
     axis_name: str,
     aggregation: Aggregation = "majority",
 ) -> optax.GradientTransformation:
-    """Makes updates of signs by Distributed Lion; :func:`distributed_lion` adds the rest.
-
-    Args:
-      b1: weight of the momentum in the vote, in [0, 1).
-      b2: decay of the momentum, in [0, 1).
-      axis_name: the axis that the workers run along.
-      aggregation: what becomes of the votes; see :func:`distributed_lion`.
-
-    Returns:
-      A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
-
-    Raises:
-      ValueError: as :func:`distributed_lion`.
-    """
+    """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     if aggregation not in ("majority", "mean"):
@@ -63,7 +54,7 @@ def scale_by_distributed_lion(
 
     def init_fn(params: optax.Params) -> ScaleByDistributedLionState:
         validation.check_parameters(params)
-        validation.bound_axis_size(axis_name)
+        bound_axis_size(axis_name)
         momentum = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
         return ScaleByDistributedLionState(jnp.zeros([], jnp.int32), PerWorker(momentum))
 
@@ -72,24 +63,19 @@ def scale_by_distributed_lion(
     ) -> tuple[optax.Updates, ScaleByDistributedLionState]:
         del params
         state = cast(ScaleByDistributedLionState, state)
-        m_before = jax.tree.map(lambda m: m[0], state.momentum.value)
-        validation.check_same_tree(updates, m_before)
-
+        validation.check_same_tree(updates, jax.tree.map(lambda m: m[0], state.momentum.value))
         grads, tree = jax.tree.flatten(updates)
-        blocks = block_layout([g.shape for g in grads], validation.bound_axis_size(axis_name))
-
-        def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
-
-        m = jax.tree.leaves(m_before)
+        m = jax.tree.leaves(state.momentum)
+        workers = bound_axis_size(axis_name)
+        blocks = [Block(g.shape, workers) for g in grads]
         ballots = majority.vote(
-            [interpolate(b1, *x) for x in zip(m, grads, strict=True)],
+            [interpolate(b1, x[0], g) for x, g in zip(m, grads, strict=True)],
             blocks,
             turn=state.count,
             axis_name=axis_name,
         )
         # Only when nobody reads the old m any more is the new one written over it; XLA would copy.
-        m, ballots = written_out((jax.tree.leaves(state.momentum), ballots), axis_name)
+        m, ballots = materialize((m, ballots), axis_name)
         m = [interpolate(b2, x, g[None]) for x, g in zip(m, grads, strict=True)]
         if aggregation == "majority":
             votes = majority.majority(ballots, blocks, turn=state.count, axis_name=axis_name)
@@ -127,48 +113,37 @@ def distributed_lion(
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
         \end{align*}
 
-    When to choose it: where Lion is what you would train with anyway, or where the state's memory
-    counts, since it needs half of Adam's; it has no warm-up. As for Lion the learning rate is a
-    third to a tenth of Adam's and the weight decay as many times larger, and since every parameter
-    moves by about the learning rate in each step it must fall to near 0. There is no error
-    feedback: where the loss that Adam reaches is the aim take :func:`onebit_jax.onebit_adam`.
-
-    ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
-    ``axis_name`` bound, on each worker's own gradients, as those of
-    :func:`onebit_jax.onebit_adam`. A worker whose gradient is NaN votes -1 from then on.
+    When to choose it: where you would train with Lion anyway, or where memory counts, since its
+    state is half of Adam's. As for Lion the learning rate is a third to a tenth of Adam's and the
+    weight decay as many times larger, and since every parameter moves by about the learning rate in
+    each step it must fall to near 0. There is no warm-up and no error feedback: where the loss that
+    Adam reaches is the aim take :func:`onebit_jax.onebit_adam`, which says where ``init`` and
+    ``update`` run. A worker whose gradient is NaN votes -1 from then on.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       b1: weight of the momentum in the vote, in [0, 1).
       b2: decay of the momentum, in [0, 1).
-      weight_decay: decoupled weight decay, multiplied with the learning rate as in
-        :func:`optax.lion`.
+      weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.lion`.
       mask: which tensors are decayed, as in :func:`optax.lion`. All by default.
       axis_name: the axis that the workers run along.
       aggregation: ``"majority"`` sends one bit a parameter back, ``"mean"`` the number of votes,
-        ``bit_length(n)`` bits, and keeps how much the workers agree: smaller steps where they do
-        not.
+        ``bit_length(n)`` bits: steps are smaller where workers do not agree.
 
     Returns:
-      The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
-      gradients; momentum and arithmetic are float32.
+      An Optax transformation. Updates have the dtype of the gradients, all else is float32.
 
     Raises:
-      ValueError: for a hyperparameter outside its range, before anything is compiled; from
-        ``init`` for parameters that are not real floating-point arrays or an axis that is not
-        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+      ValueError: as from :func:`onebit_jax.onebit_adam`.
 
     Example:
-      Four workers, simulated on one device:
-
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
       >>> rate = optax.linear_schedule(0.1, 0.0, 100)
       >>> tx = onebit_jax.distributed_lion(rate, axis_name="workers", aggregation="mean")
       >>> def step(params, state, target):
-      ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
-      ...     updates, state = tx.update(grads, state, params)
+      ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> params = jnp.zeros((4, 2))  # a row a worker; all on one device
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(100):
@@ -181,11 +156,10 @@ def distributed_lion(
       <https://arxiv.org/abs/2404.00438>`_, NeurIPS 2024, Algorithm 1.
 
     Differences from the paper:
-      **Zeros and ties take turns, which is not the published behaviour**, as for
-      :func:`onebit_jax.signum`: a zero counts as +1 on the even workers and as -1 on the odd ones,
-      the other way round in every second update, and a tied majority gives +1 and -1 in turn. A
-      parameter that never had a gradient goes one learning rate there and one back; with ``"mean"``
-      ``1/n`` of that, and with an even number of workers it rests.
+      **Zeros and ties take turns, which is not the published behaviour**
+      (:mod:`onebit_jax.collectives.majority`). So a parameter that never had a gradient goes one
+      learning rate there and one back; with ``"mean"`` ``1/n`` of that, and with an even number of
+      workers it rests.
     """
     validation.check_learning_rate(learning_rate)
     return optax.chain(

@@ -1,61 +1,33 @@
 """Error-feedback sign SGD: SGD with momentum over the error-compensated one-bit all-reduce."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, live_leaves, row_bytes, true_elements
-from onebit_jax.collectives.signs import written_out
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.exchange import ResidualDtype
+from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.in_place import materialize
 from onebit_jax.per_worker import PerWorker
+from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 
 
 class EfSignsgdState(NamedTuple):
     """State of error-feedback sign SGD for ``n`` workers: ``8.3 + 4/n`` bytes a parameter.
 
-    Fields inside a :class:`~onebit_jax.PerWorker` are each worker's own; all others are equal on
-    all workers, bit for bit.
-
     Attributes:
-      count: number of updates made; int32 ``[]``.
+      count: number of updates made; int32 ``[]``, equal on all workers.
       momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      compensated: the worker's compensated step ``c_i``; float32, a tree like the parameters,
-        ``[1, *shape]``.
-      worker_scales: the worker's own scale ``s_i`` for each parameter; float32
-        ``[1, number of parameters]``. The residual ``e_i`` is ``c_i - s_i sgn(c_i)``.
-      served: the compensated mean ``a_j`` of the chunk that this worker serves; for each parameter
-        float32 ``[1, 8, *plane]`` of its block.
-      live: which elements are not padding; a
-        :class:`~onebit_jax.collectives.layout.Live` for each parameter, uint8 ``[n, *plane]`` and
-        float32 ``[n]``. It never changes, but XLA would find it anew for every element.
-      received: the last step, as the signs and scales that the exchange brought; uint8
-        ``[n, bytes of a row]``.
+      compressed_mean: what the exchange of steps keeps.
     """
 
     count: jax.Array
     momentum: PerWorker
-    compensated: PerWorker
-    worker_scales: PerWorker
-    served: PerWorker
-    live: Any
-    received: jax.Array
-
-    def feedback(self) -> ec1.Feedback:
-        """What the exchange keeps from call to call, seen from one worker."""
-        return ec1.Feedback(
-            jax.tree.leaves(self.compensated),
-            self.worker_scales.value[0],
-            jax.tree.leaves(self.served),
-            self.received,
-        )
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log: ``phase`` is 1, since every update is compressed."""
-        return {"phase": jnp.int32(1)}
+    compressed_mean: CompressedMeanState
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
@@ -63,68 +35,41 @@ def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
 
 
 def _onebit_steps(
-    learning_rate: optax.ScalarOrSchedule, momentum: jax.typing.ArrayLike, axis_name: str
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: Any,
+    axis_name: str | tuple[str, str],
+    average: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformation:
-    """Makes of gradients what is added to the parameters, but for weight decay."""
+    """Makes of gradients what is added to the parameters, but for weight decay.
+
+    The learning rate is in what ``average`` compresses: a residual then counts for what it was when
+    it arose, whatever the learning rate is when it is sent.
+    """
 
     def init_fn(params: optax.Params) -> EfSignsgdState:
-        validation.check_parameters(params)
-        workers = validation.bound_axis_size(axis_name)
-        leaves, tree = jax.tree.flatten(params)
-        blocks = block_layout([p.shape for p in leaves], workers)
-        zeros = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        return EfSignsgdState(
-            count=jnp.zeros([], jnp.int32),
-            momentum=PerWorker(zeros),
-            compensated=PerWorker(zeros),
-            worker_scales=PerWorker(jnp.zeros((1, len(leaves)), jnp.float32)),
-            served=PerWorker(tree.unflatten([jnp.zeros((1, 8, *b.plane)) for b in blocks])),
-            live=tree.unflatten([true_elements(block) for block in blocks]),
-            received=jnp.zeros((workers, row_bytes(blocks)), jnp.uint8),
-        )
+        mean = cast(CompressedMeanState, average.init(params))
+        m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
+        return EfSignsgdState(jnp.zeros([], jnp.int32), PerWorker(m), mean)
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, EfSignsgdState]:
         del params
         state = cast(EfSignsgdState, state)
-        m_before = jax.tree.map(lambda m: m[0], state.momentum.value)
-        validation.check_same_tree(updates, m_before)
-        rate = _at(learning_rate, state.count)
-        grads, tree = jax.tree.flatten(updates)
-        blocks = block_layout([g.shape for g in grads], validation.bound_axis_size(axis_name))
+        rate, m = _at(learning_rate, state.count), state.momentum.value
+        validation.check_same_tree(updates, jax.tree.map(lambda m: m[0], m))
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.asarray(momentum * m + g.astype(jnp.float32), jnp.float32)
+            return momentum * m + g[None].astype(jnp.float32)
 
-        # Written out, m is written over in place; XLA would copy it, to work it out twice.
-        m_own = written_out(
-            [add(x, g)[None] for x, g in zip(jax.tree.leaves(m_before), grads, strict=True)],
-            axis_name,
-        )
-        m = [x[0] for x in m_own]
-        feedback = ec1.all_reduce(
-            [rate * add(x, g) for x, g in zip(m, grads, strict=True)],
-            state.feedback(),
-            live_leaves(state.live),
-            blocks,
-            axis_name=axis_name,
-            scale="mean_abs",
-        )
-        decoded = ec1.decode(feedback.received, blocks)
-        steps = [
-            (-block.tensor(x)).astype(g.dtype)
-            for block, x, g in zip(blocks, decoded, grads, strict=True)
-        ]
-        return tree.unflatten(steps), EfSignsgdState(
-            count=state.count + 1,
-            momentum=PerWorker(tree.unflatten(m_own)),
-            compensated=PerWorker(tree.unflatten(feedback.compensated)),
-            worker_scales=PerWorker(feedback.scales[None]),
-            served=PerWorker(tree.unflatten(feedback.served)),
-            live=state.live,
-            received=feedback.received,
-        )
+        # Written out, and in the shape that it is held in, m is written over in place; XLA would
+        # copy it, to work it out twice.
+        m = materialize(jax.tree.map(add, m, updates), bound_axes(axis_name).node)
+        nesterov = jax.tree.map(lambda m, g: rate * add(m, g)[0], m, updates)
+        steps, mean = average.update(nesterov, state.compressed_mean)
+        steps = jax.tree.map(lambda u, g: (-u).astype(g.dtype), steps, updates)
+        kept = EfSignsgdState(state.count + 1, PerWorker(m), cast(CompressedMeanState, mean))
+        return steps, kept
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -132,7 +77,7 @@ def _onebit_steps(
 def _decay_steps(
     learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    """Adds decoupled decay to what is a step already; `optax.add_decayed_weights` comes before."""
+    """Adds decoupled decay to what is a step already, learning rate included."""
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -153,14 +98,16 @@ def ef_signsgd(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
+    residual_dtype: ResidualDtype = "float32",
+    local_dtype: LocalDtype = "float32",
+    bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformation:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit a parameter each way.
 
     Every worker :math:`i` keeps a Nesterov momentum of its own gradients, and what the workers
-    would step is averaged by the error-compensated one-bit all-reduce
-    (:mod:`onebit_jax.collectives.ec1`), a block a parameter tensor, with the mean absolute value as
-    its scale:
+    would step is averaged by :func:`onebit_jax.compressed_mean`, whose scale is the mean absolute
+    value:
 
     .. math::
 
@@ -170,10 +117,9 @@ def ef_signsgd(
           p &\leftarrow p - \Delta - \alpha_t \lambda p
         \end{align*}
 
-    Residuals are kept on both sides, in the workers and in the servers, and hold steps: the
-    learning rate is inside the feedback, so that a residual counts for what it was when it arose,
-    whatever the learning rate is when it is sent. This is why there is no form without a learning
-    rate.
+    The learning rate is inside the error feedback, so that a residual counts for what it was when
+    it arose, whatever the learning rate is when it is sent. This is why there is no form without a
+    learning rate.
 
     When to choose it: where SGD with momentum is what you would train with anyway, as for
     convolutional networks: it has no warm-up, and its error feedback makes it follow SGD closely,
@@ -190,11 +136,15 @@ def ef_signsgd(
       weight_decay: decoupled weight decay, multiplied with the learning rate. It is computed on
         every worker and never sent.
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``, as for
+        :func:`onebit_jax.compressed_mean`. Momenta are each device's own in both forms.
+      residual_dtype: as for :func:`onebit_jax.compressed_mean`, and so are the next two.
+      local_dtype: in the hierarchical form, what steps are averaged in within a node.
+      bucket_bytes: the most that one collective carries from a worker to another.
 
     Returns:
       The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
-      gradients; state and arithmetic are float32.
+      gradients; momentum and arithmetic are float32.
 
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from
@@ -235,9 +185,15 @@ def ef_signsgd(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_decay("momentum", momentum)
-
+    average = compressed_mean(
+        axis_name,
+        scale="mean_abs",
+        residual_dtype=residual_dtype,
+        local_dtype=local_dtype,
+        bucket_bytes=bucket_bytes,
+    )
     decay = _decay_steps(learning_rate, weight_decay)
     return optax.chain(
-        _onebit_steps(learning_rate, momentum, axis_name),
+        _onebit_steps(learning_rate, validation.float32(momentum), axis_name, average),
         decay if mask is None else optax.masked(decay, mask),
     )

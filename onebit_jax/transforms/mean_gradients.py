@@ -3,7 +3,7 @@
 import optax
 from jax import lax
 
-from onebit_jax import validation
+from onebit_jax.collectives.axes import bound_axes
 
 
 def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformation:
@@ -25,6 +25,6 @@ def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransforma
 
     def mean(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        return lax.pmean(updates, validation.bound_axes(axis_name).names)
+        return lax.pmean(updates, bound_axes(axis_name).names)
 
     return optax.stateless(mean)

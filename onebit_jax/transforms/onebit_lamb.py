@@ -1,147 +1,27 @@
 """1-bit LAMB: LAMB while variance and coefficients settle, then one bit a parameter on the wire."""
 
-import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1, hierarchical
-from onebit_jax.collectives.fused import Fused, fuse
-from onebit_jax.collectives.hierarchical import Axes, LocalDtype
-from onebit_jax.collectives.layout import Block, Live, block_layout, mark_live, row_bytes
-from onebit_jax.per_worker import PerWorker
-from onebit_jax.transforms import phases
+from onebit_jax.collectives import ec1
+from onebit_jax.collectives.exchange import Exchange, ResidualDtype
+from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.fold import LEAST, SUM, fold
-from onebit_jax.transforms.phases import Phase
-from onebit_jax.transforms.warmup import VarianceStable
-
-
-class ScaleByOnebitLambState(NamedTuple):
-    """State of 1-bit LAMB for ``n`` workers and ``P`` parameter tensors.
-
-    The tensors travel end to end in one block, padded to ``[n, 8, B]`` (chunk, bit, byte), and what
-    the exchange writes is held in that shape. Two arrays change their meaning at the first
-    compressed update, since neither phase needs all four. Fields inside a
-    :class:`~onebit_jax.PerWorker` are each worker's own; all others are equal on all workers, bit
-    for bit. In the hierarchical form (:mod:`onebit_jax.collectives.hierarchical`), with ``N`` nodes
-    of ``L`` devices each, the block's chunks are those of ``L`` shards in turn, ``N`` of each.
-
-    Attributes:
-      count: number of updates made; int32 ``[]``.
-      frozen_at: number of updates made when v froze, -1 in warm-up; int32 ``[]``.
-      m_then_compensated: the momenta ``m_l`` in warm-up (then equal on all workers), the worker's
-        compensated scaled momenta ``c_i`` in compression; float32 ``[1, n, 8, B]``. In the
-        hierarchical form ``[1, L, N, 8, B]``, and ``c_i``, of the device's own shard, takes the
-        place of the first one; on a single node, where nothing is compressed, the scaled momenta.
-      worker_scale: the worker's own scale ``s_i``, 0 in warm-up; float32 ``[1, 1]``. The residual
-        ``e_i`` is ``c_i - s_i sgn(c_i)``.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
-        with 0 for dead coordinates; float32, a tree like the parameters.
-      fresh_variance: 0 in warm-up, ``k_l^2 v~_l`` in compression, with the sign of the momentum:
-        the passes over single tensors take it from here, since bits of a fused block do not fall
-        on a tensor's bounds. Of no meaning for dead coordinates; float32 ``[n, 8, B]``.
-      served: the compensated mean ``a_j`` of the chunk that this worker serves; float32
-        ``[1, 8, B]``. The residual ``E_j`` is ``a_j - S_j sgn(a_j)``, with the scale ``S_j`` in
-        row ``j`` of ``received``, or of the device's own shard's ``N`` rows.
-      live: which coordinates are not dead, from the first compressed update on; in the hierarchical
-        form those of the device's own shard, in a ``PerWorker``.
-      received: the scaled momenta in compression, as the signs and scales that the last exchange
-        brought; uint8 ``[n, bytes of a row]``.
-      coefficients: running coefficients ``c~_l``, 0 where there never was one; float32 ``[P]``.
-      ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
-      momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
-      v_norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
-        float32.
-      variance_ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
-        float32 ``[]``.
-    """
-
-    count: jax.Array
-    frozen_at: jax.Array
-    m_then_compensated: PerWorker
-    worker_scale: PerWorker
-    v_then_inverse_root: Any
-    fresh_variance: jax.Array
-    served: PerWorker
-    live: Any
-    received: jax.Array
-    coefficients: jax.Array
-    ratios: jax.Array
-    momentum_scales: jax.Array
-    v_norms: jax.Array
-    variance_ratio: jax.Array
-
-    def own_live(self) -> Live:
-        """Which coordinates of what this worker compresses are not dead."""
-        if isinstance(self.live, PerWorker):
-            return jax.tree.map(lambda x: x[0], self.live.value)
-        return self.live
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
-
-        Returns:
-          ``phase`` of the last update (0 dense, 1 compressed), ``frozen_at`` and
-          ``variance_ratio`` as in the state; ``residual_ratio``, the norm of the worker's residual
-          over that of the scaled momentum (in the hierarchical form over that of an average shard
-          of it), 0 where nothing is compressed; and least, mean and greatest over the
-          tensors of the running coefficient (``coefficient_min``, ...) and of the last ratio
-          (``ratio_min``, ...). A ratio that stays at its bound says that the variance has left
-          what was frozen behind.
-        """
-        compressing = self.frozen_at >= 0
-        live, c = self.own_live(), self.m_then_compensated.value
-        if isinstance(self.live, PerWorker):
-            c = c[:, 0]
-        whole = block_layout([(self.fresh_variance.size,)], self.received.shape[0])[0]
-        _, scales = whole.split(self.received)
-        squares = jnp.mean((scales**2).reshape(-1, live.counts.size), 0)
-        squared_momentum = jnp.sum(squares * live.counts)
-        feedback = ec1.Feedback([c], self.worker_scale.value[0], [], self.received)
-        block = block_layout([(c.size,)], live.counts.shape[0])[0]
-        residual = ec1.worker_residuals(feedback, [live], [block])[0]
-        measured = compressing & (squared_momentum > 0)
-        ratio = jnp.sqrt(jnp.sum(residual**2) / jnp.where(measured, squared_momentum, 1.0))
-        metrics = {
-            "phase": (compressing & (self.count > self.frozen_at)).astype(jnp.int32),
-            "frozen_at": self.frozen_at,
-            "variance_ratio": self.variance_ratio,
-            "residual_ratio": jnp.where(measured, ratio, 0.0),
-        }
-        sizes = [x.size for x in jax.tree.leaves(self.v_then_inverse_root)]
-        if filled := [i for i, size in enumerate(sizes) if size]:
-            for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
-                of_tensors = values[jnp.array(filled)]
-                for f in (jnp.min, jnp.mean, jnp.max):
-                    metrics[f"{name}_{f.__name__}"] = f(of_tensors)
-        return metrics
-
-
-def _once(first: jax.Array, f: Callable[..., Any], over: Any, *reads: Any) -> Any:
-    """``f(over, *reads)``, to be written over ``over``, where ``first`` is true; else ``over``.
-
-    A loop of one turn or none does so in place; a cond would copy what it passes on.
-    """
-
-    def turn(carry: Any) -> Any:
-        # The barrier ties what is read to the carry: XLA would work out ahead of the loop, and so
-        # in every step, whatever does not change in it.
-        (first, over), tied = lax.optimization_barrier((carry, reads))
-        return ~first, f(over, *tied)
-
-    return lax.while_loop(lambda carry: carry[0], turn, (first, over))[1]
-
-
-def _columns(rows: Sequence[tuple[jax.Array, ...]], count: int) -> list[jax.Array]:
-    """Of a tuple of scalars for each tensor, each scalar for all tensors; float32 ``[P]``."""
-    return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(count)]
+from onebit_jax.transforms import warmup_then
+from onebit_jax.transforms.lamb_coefficients import Bounds
+from onebit_jax.transforms.onebit_lamb_steps import (
+    Hyperparameters,
+    compressed_step,
+    dense_step,
+    direction,
+    freeze,
+    init,
+)
+from onebit_jax.transforms.warmup import VarianceStable, Warmup
 
 
 def scale_by_onebit_lamb(
@@ -151,7 +31,7 @@ def scale_by_onebit_lamb(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    warmup: int | VarianceStable,
+    warmup: Warmup,
     axis_name: str | tuple[str, str],
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
@@ -160,37 +40,13 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     scale: ec1.Scale = "rms",
+    residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
-    Weight decay is in here, since LAMB's coefficients are taken of updates that contain it. For the
-    same reason ``update`` needs the parameters.
-
-    Args:
-      b1: decay of the momentum, in [0, 1).
-      b2: decay of the variance, in [0, 1).
-      eps: added to the root of the variance, above 0.
-      weight_decay: see :func:`onebit_lamb`.
-      mask: see :func:`onebit_lamb`.
-      warmup: when v freezes; see :func:`onebit_lamb`.
-      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
-      coeff_beta: decay of the running coefficient, in [0, 1).
-      min_coeff: least coefficient.
-      max_coeff: greatest coefficient.
-      min_ratio: least ratio, at most 1.
-      max_ratio: greatest ratio, at least 1.
-      ratio_threshold: by how much of itself a ratio may change in an update, in (0, 1).
-      scale: the compressor's scale; see :func:`onebit_jax.collectives.ec1.all_reduce`.
-      local_dtype: see :func:`onebit_lamb`.
-      bucket_bytes: see :func:`onebit_lamb`.
-
-    Returns:
-      A gradient transformation whose ``init`` and ``update`` run where ``axis_name`` is bound.
-
-    Raises:
-      ValueError: as :func:`onebit_lamb`.
+    Weight decay is in here, since LAMB's coefficients are taken of updates that contain it.
     """
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
@@ -200,308 +56,23 @@ def scale_by_onebit_lamb(
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
-    validation.check_scale(scale)
-    validation.check_local_dtype(local_dtype, axis_name)
-    validation.check_bucket_bytes(bucket_bytes)
-
-    b1, b2, eps, coeff_beta = map(validation.float32, (b1, b2, eps, coeff_beta))
-    min_coeff, max_coeff = map(validation.float32, (min_coeff, max_coeff))
-    min_ratio, max_ratio = map(validation.float32, (min_ratio, max_ratio))
-    ratio_threshold = validation.float32(ratio_threshold)
-
-    def layout(leaves: Sequence[jax.Array]) -> tuple[Fused, Block, Axes]:
-        """The whole block, what of it a device compresses, and the axes."""
-        axes = validation.bound_axes(axis_name)
-        fused = fuse([x.shape for x in leaves], axes.workers)
-        return fused, block_layout([(fused.block.size // axes.per_node,)], axes.nodes)[0], axes
-
-    def decay_rates(params: optax.Params, count: jax.Array) -> list[Any]:
-        """The weight decay of each tensor; 0.0 where it is off."""
-        rate = validation.float32(weight_decay(count) if callable(weight_decay) else weight_decay)
-        chosen = True if mask is None else mask(params) if callable(mask) else mask
-        return jax.tree.leaves(
-            jax.tree.map(
-                lambda on, part: jax.tree.map(lambda _: rate if on else 0.0, part), chosen, params
-            )
-        )
-
-    def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
-        off = isinstance(rate, float) and rate == 0
-        return q if off else q + rate * p.astype(jnp.float32)
-
-    def init_fn(params: optax.Params) -> ScaleByOnebitLambState:
-        validation.check_parameters(params)
-        leaves = jax.tree.leaves(params)
-        fused, own, axes = layout(leaves)
-        held = hierarchical.held_shape((own.workers, 8, own.chunk_bytes), axes)
-        no_live = mark_live(jnp.zeros((own.workers, 8, own.chunk_bytes), bool))
-        return ScaleByOnebitLambState(
-            count=jnp.zeros([], jnp.int32),
-            frozen_at=jnp.full([], -1, jnp.int32),
-            m_then_compensated=PerWorker(jnp.zeros((1, *held), jnp.float32)),
-            worker_scale=PerWorker(jnp.zeros((1, 1), jnp.float32)),
-            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
-            fresh_variance=jnp.zeros(fused.shape, jnp.float32),
-            served=PerWorker(jnp.zeros((1, 8, fused.block.chunk_bytes), jnp.float32)),
-            live=hierarchical.of_shards(no_live, axes),
-            received=jnp.zeros((fused.block.workers, row_bytes([fused.block])), jnp.uint8),
-            coefficients=jnp.zeros((len(leaves),), jnp.float32),
-            ratios=jnp.ones((len(leaves),), jnp.float32),
-            momentum_scales=jnp.ones((len(leaves),), jnp.float32),
-            v_norms=jnp.zeros((warmup_end.record_length(warmup, b2),), jnp.float32),
-            variance_ratio=jnp.zeros([], jnp.float32),
-        )
-
-    def warmup_update(
-        rates: list[Any],
-        grads: list[jax.Array],
-        params: list[jax.Array],
-        state: ScaleByOnebitLambState,
-    ) -> tuple[list[jax.Array], ScaleByOnebitLambState]:
-        t = state.count + 1
-        fused, _, axes = layout(grads)
-        joined = fused.join([x.astype(jnp.float32) for x in grads])
-        g = lax.pmean(joined, axes.names)
-        held = state.m_then_compensated.value
-        m = b1 * held + (1 - b1) * g.reshape(held.shape)
-        old_v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        v = [b2 * x + (1 - b2) * y**2 for x, y in zip(old_v, fused.cut(g), strict=True)]
-
-        def update(m: jax.Array, v: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
-            return decayed(m / (jnp.sqrt(v) + eps), p, rate)
-
-        def terms(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
-            return p.astype(jnp.float32) ** 2, update(m, v, p, rate) ** 2, v
-
-        tensors = list(zip(fused.cut(m), v, params, strict=True))
-        sums = [
-            fold(functools.partial(terms, rate), arrays, SUM, SUM, SUM)
-            for rate, arrays in zip(rates, tensors, strict=True)
-        ]
-        squared_p, squared_u, v_sums = _columns(sums, 3)
-        v_norm = jnp.sum(v_sums)
-        v_norms, ratio = warmup_end.observe(warmup, state.v_norms, v_norm, t, b2)
-        # Nothing that is not finite is frozen.
-        frozen = warmup_end.ends(warmup, t, ratio) & jnp.isfinite(v_norm)
-        defined = (squared_p > 0) & (squared_u > 0)
-        c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
-        c = jnp.where(defined, jnp.clip(c, min_coeff, max_coeff), 1.0)
-        running = coeff_beta * state.coefficients + (1 - coeff_beta) * c
-        u = [
-            c[i] * update(*arrays, rate)
-            for i, (arrays, rate) in enumerate(zip(tensors, rates, strict=True))
-        ]
-        return u, state._replace(
-            count=t,
-            frozen_at=jnp.where(frozen, t, -1),
-            m_then_compensated=PerWorker(m),
-            v_then_inverse_root=tree.unflatten(v),
-            coefficients=jnp.where(c == 1, state.coefficients, running),
-            v_norms=v_norms,
-            variance_ratio=ratio,
-        )
-
-    def freeze(carry: Any, m: jax.Array) -> Any:
-        """What the first compressed update starts from: b1 k m, 1/(sqrt(v)+eps), live and k."""
-        zeros, v, _, _ = carry
-        fused, own, axes = layout(v)
-        inverse_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + eps), 0.0) for x in v]
-
-        def terms(m: jax.Array, inverse_root: jax.Array) -> tuple[jax.Array, ...]:
-            alive = inverse_root > 0
-            return jnp.where(alive, m**2, 0.0), alive.astype(jnp.float32)
-
-        tensors = list(zip(fused.cut(m), inverse_roots, strict=True))
-        squared_m, counts = _columns([fold(terms, x, SUM, SUM) for x in tensors], 2)
-        sigma = jnp.sqrt(squared_m / jnp.maximum(counts, 1))
-        moving = sigma > 0
-        mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
-        k = jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
-        b1_k_m = fused.join([b1 * k[i] * x for i, (x, _) in enumerate(tensors)], onto=zeros)
-        alive = fused.join([x > 0 for x in inverse_roots])
-        live = mark_live(hierarchical.own_shard(alive, (own.workers, *alive.shape[1:]), axes))
-        return b1_k_m, inverse_roots, hierarchical.of_shards(live, axes), k
-
-    def next_momenta(
-        g: jax.Array,
-        held: jax.Array,
-        first: jax.Array,
-        state: ScaleByOnebitLambState,
-        fused: Fused,
-        axes: Axes,
-    ) -> tuple[jax.Array, jax.Array, ScaleByOnebitLambState]:
-        """What the last F and the new one are made of: bits and scales, or F itself."""
-        if axes.single_node:
-            last = held.reshape(fused.shape)
-            new = jnp.where(first, 1.0, b1) * last + (1 - b1) * lax.pmean(g, axes.names)
-            return last, new, state._replace(m_then_compensated=PerWorker(new.reshape(held.shape)))
-        last = state.received
-        [held] = hierarchical.own_shard_first([held], first, axes)
-        compensated = hierarchical.first(held, axes)
-        rows = compensated.shape[-3:]
-        [g] = hierarchical.reduce_scatter([g], [rows], axes, local_dtype)
-        received = hierarchical.own_shard(last, (rows[0], last.shape[1]), axes)
-        blocks = block_layout([(compensated.size,)], rows[0])
-        [before] = ec1.decode(received, blocks)
-        feedback = ec1.all_reduce(
-            [b1 * before + (1 - b1) * g],
-            ec1.Feedback(
-                [compensated], state.worker_scale.value[0], [state.served.value], received
-            ),
-            [state.own_live()],
-            blocks,
-            axis_name=axes.node,
-            scale=scale,
-            bucket_bytes=bucket_bytes,
-        )
-        new = hierarchical.all_gather(feedback.received, axes).reshape(last.shape)
-        held = hierarchical.with_first(held, feedback.compensated[0], axes)
-        return (
-            last,
-            new,
-            state._replace(
-                m_then_compensated=PerWorker(held),
-                worker_scale=PerWorker(feedback.scales[None]),
-                served=PerWorker(feedback.served[0]),
-                received=new,
-            ),
-        )
-
-    def decoded(momenta: jax.Array, fused: Fused) -> jax.Array:
-        """F, from what :func:`next_momenta` says that it is made of."""
-        return momenta if momenta.dtype == jnp.float32 else ec1.decode(momenta, [fused.block])[0]
-
-    def layerwise_update(
-        rates: list[Any],
-        params: list[jax.Array],
-        momenta: jax.Array,
-        fresh: jax.Array,
-        inverse_roots: list[jax.Array],
-        state: ScaleByOnebitLambState,
-        fused: Fused,
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """The updates and the new ratios ``r``."""
-        inverse_k = 1 / state.momentum_scales
-        # |m|: of one value within a scale's part of the block. Its sign is that of the variance.
-        if momenta.dtype == jnp.float32:
-            sizes = [inverse_k[i] * jnp.abs(x) for i, x in enumerate(fused.cut(momenta))]
-        else:
-            _, scales = fused.block.split(momenta)
-            sizes = [fused.spread(scales * inverse_k[i], i) for i in range(len(params))]
-        tensors = list(zip(fused.cut(fresh), inverse_roots, sizes, strict=True))
-
-        def momentum_over_root(
-            fresh: jax.Array, inverse_root: jax.Array, size: jax.Array
-        ) -> jax.Array:
-            return jnp.where(jnp.signbit(fresh), -size, size) * inverse_root
-
-        def terms(
-            rate: Any,
-            inverse_k: jax.Array,
-            fresh: jax.Array,
-            inverse_root: jax.Array,
-            size: jax.Array,
-            p: jax.Array,
-        ) -> tuple[jax.Array, ...]:
-            q = momentum_over_root(fresh, inverse_root, size)
-            u = decayed(q, p, rate)
-            fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
-            least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
-            return q**2, u**2, least
-
-        folded = [
-            fold(functools.partial(terms, rate, inverse_k[i]), (*arrays, p), SUM, SUM, LEAST)
-            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
-        ]
-        squared_q, squared_u, least = _columns(folded, 3)
-        f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
-        w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
-        w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)
-        f = jnp.clip(f * w + 1 - w, min_ratio, max_ratio)
-        bounds = [state.ratios * (1 + sign * ratio_threshold) for sign in (-1, 1)]
-        ratios = jnp.clip(f, *bounds)
-        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * ratios
-        u = [
-            factors[i] * decayed(momentum_over_root(*arrays), p, rate)
-            for i, (rate, arrays, p) in enumerate(zip(rates, tensors, params, strict=True))
-        ]
-        return u, ratios
-
-    def compressed_update(
-        rates: list[Any],
-        grads: list[jax.Array],
-        params: list[jax.Array],
-        state: ScaleByOnebitLambState,
-    ) -> tuple[list[jax.Array], ScaleByOnebitLambState]:
-        fused, _, axes = layout(grads)
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        first = state.count == state.frozen_at
-        m = state.m_then_compensated.value
-        fresh, inverse_roots, live, k = _once(
-            first, freeze, (state.fresh_variance, v, state.live, state.momentum_scales), m
-        )
-        state = state._replace(live=live, momentum_scales=k)
-        # At the first update there is no F of the last one, and b1 k m is where it belongs already:
-        # in place of c with a scale of 0, hence as a residual, and in place of the fresh variance.
-        held = _once(first, lambda m, b1_k_m: b1_k_m.reshape(m.shape), m, fresh)
-        g = fused.join([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
-        last, new, state = next_momenta(g, held, first, state, fused, axes)
-        gradient_factor = (1 - b2) / (1 - b1) ** 2
-
-        def first_fresh(
-            b1_k_m: jax.Array, new: jax.Array, inverse_roots: list[jax.Array], k: jax.Array
-        ) -> jax.Array:
-            v = [
-                jnp.where(x > 0, k[i] * (1 / x - eps), 0.0) ** 2
-                for i, x in enumerate(inverse_roots)
-            ]
-            return b2 * fused.join(v) + gradient_factor * (decoded(new, fused) - b1_k_m) ** 2
-
-        fresh = _once(first, first_fresh, fresh, new, inverse_roots, k)
-        F = decoded(new, fused)
-        later = b2 * jnp.abs(fresh) + gradient_factor * (F - b1 * decoded(last, fused)) ** 2
-        fresh = jnp.copysign(jnp.where(first, fresh, later), F)
-        u, ratios = layerwise_update(rates, params, new, fresh, inverse_roots, state, fused)
-        return u, state._replace(
-            count=state.count + 1,
-            v_then_inverse_root=tree.unflatten(inverse_roots),
-            fresh_variance=fresh,
-            ratios=ratios,
-        )
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        phase: Phase | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByOnebitLambState]:
-        del extra_args
-        state = cast(ScaleByOnebitLambState, state)
-        if params is None:
-            raise ValueError(
-                "params=None, but LAMB's coefficients are ratios to the parameters' norms: call "
-                "update(gradients, state, params)."
-            )
-        validation.check_same_tree(updates, state.v_then_inverse_root)
-        validation.check_same_tree(params, state.v_then_inverse_root)
-        grads, tree = jax.tree.flatten(updates)
-        compressing = state.frozen_at >= 0
-        rates = decay_rates(params, state.count)
-        u, new_state = phases.choose(
-            phase,
-            compressing,
-            functools.partial(warmup_update, rates),
-            functools.partial(compressed_update, rates),
-            grads,
-            jax.tree.leaves(params),
-            state,
-        )
-        u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
-        return tree.unflatten(u), new_state
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    validation.check_exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
+    bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
+    exchange = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes, fused=True)
+    b1, b2, eps = map(validation.float32, (b1, b2, eps))
+    h = Hyperparameters(
+        b1, b2, eps, weight_decay, mask, warmup, Bounds(*map(validation.float32, bounds)), exchange
+    )
+    return warmup_then.warmup_then(
+        h,
+        init=init,
+        before={"warmup": dense_step},
+        freeze=freeze,
+        after={"compression": compressed_step},
+        direction=direction,
+        like=lambda state: state.v_then_inverse_root,
+        needs_params="LAMB's coefficients are ratios to their norms",
+    )
 
 
 def onebit_lamb(
@@ -521,8 +92,9 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     scale: ec1.Scale = "rms",
+    residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, at one bit a parameter after a warm-up.
 
@@ -565,8 +137,8 @@ def onebit_lamb(
 
     A coordinate whose :math:`v` is exactly 0 when it freezes is *dead*, as in
     :func:`onebit_jax.onebit_adam`: it does not move any more (but for weight decay), and neither
-    :math:`\sigma` nor the maximum regards it. Where to run ``init`` and ``update``, whose gradients
-    they take, and the extra argument ``phase`` are as there, too; ``update`` needs the parameters.
+    :math:`\sigma` nor the maximum regards it. Where to run ``init`` and ``update`` and the extra
+    argument ``phase`` are as there; ``update`` needs the parameters.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -589,11 +161,10 @@ def onebit_lamb(
       min_ratio: least ratio, at most 1.
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
-      local_dtype: in the hierarchical form, what compressed steps average gradients in within a
-        node: ``"float32"``, or ``"bfloat16"`` for half the bytes there.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None, the default, for all in one. See :func:`onebit_jax.onebit_adam`.
+      scale: of the exchange, as are the next three: see :func:`onebit_jax.onebit_adam`.
+      residual_dtype: of the arrays that hold the residuals, and in warm-up the momenta.
+      local_dtype: what compressed steps average gradients in within a node.
+      bucket_bytes: the most that one collective carries from a worker to another.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -635,7 +206,7 @@ def onebit_lamb(
       would stop it. The end of warm-up can be left to :func:`onebit_jax.variance_stable`.
     """
     validation.check_learning_rate(learning_rate)
-    return optax.chain(
+    return warmup_then.chain(
         scale_by_onebit_lamb(
             b1,
             b2,
@@ -651,6 +222,7 @@ def onebit_lamb(
             max_ratio=max_ratio,
             ratio_threshold=ratio_threshold,
             scale=scale,
+            residual_dtype=residual_dtype,
             local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
         ),

@@ -1,46 +1,49 @@
-"""The two phases of an optimizer that begins dense: which of them an update is in."""
+"""The phases of optimizers that do not do the same in every update, and a state's own account."""
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-Phase = Literal["warmup", "compression"]
-State = TypeVar("State")
-Update = Callable[..., tuple[list[jax.Array], State]]
+Phase = Literal["warmup", "compression", "local", "sync"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+# How many of the next updates a state tells the phase of: a host that waits for the update before
+# the last one still knows the phase of the next.
+OUTLOOK = 2
 
 
-def choose(
-    phase: Phase | None,
-    compressing: jax.Array,
-    warmup_update: Update[State],
-    compressed_update: Update[State],
-    *operands: Any,
-) -> tuple[list[jax.Array], State]:
-    """Makes the update of a phase.
+class Progress(NamedTuple):
+    """Where an optimizer is; equal on all workers. Phases are given by their place in ``PHASES``.
 
-    Args:
-      phase: the phase, if the host knows it: the other's program is then left out. None to choose
-        inside the program.
-      compressing: whether the state is in compression; bool ``[]``, equal on all workers.
-      warmup_update: makes updates and the next state of the operands, densely.
-      compressed_update: the same, compressed.
-      *operands: what both take.
+    ``"warmup"`` updates exchange at full precision, ``"compression"`` ones a bit an element,
+    ``"local"`` ones nothing, and ``"sync"`` ones, a bit an element, what local ones gathered.
 
-    Returns:
-      The updates, all NaN where ``phase`` is not the state's own, and the next state.
-
-    Raises:
-      ValueError: for an unknown phase.
+    Attributes:
+      count: number of updates made; int32 ``[]``.
+      frozen_at: number of updates made when the variance froze, -1 before; int32 ``[]``.
+      phase: of the last update; -1 if there was none, or if it was refused, which changes nothing
+        else; int32 ``[]``.
+      upcoming: of the next updates; -1 where that depends on one not made yet, which the first
+        never does; int32 ``[2]``.
     """
-    if phase is None:
-        return lax.cond(compressing, compressed_update, warmup_update, *operands)
-    if phase == "warmup":
-        u, state = warmup_update(*operands)
-        return [jnp.where(compressing, jnp.nan, x) for x in u], state
-    if phase == "compression":
-        u, state = compressed_update(*operands)
-        return [jnp.where(compressing, x, jnp.nan) for x in u], state
-    raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
+
+    count: jax.Array
+    frozen_at: jax.Array
+    phase: jax.Array
+    upcoming: jax.Array
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """``phase`` and ``frozen_at``."""
+        return {"phase": self.phase, "frozen_at": self.frozen_at}
+
+
+def begin(upcoming: jax.Array) -> Progress:
+    """Before the first update."""
+    minus_one = jnp.full([], -1, jnp.int32)
+    return Progress(jnp.zeros([], jnp.int32), minus_one, minus_one, upcoming)
+
+
+def keep(when: jax.Array, new: Any, old: Any) -> Any:
+    """The new tree where ``when``, else the old one: what a refused update leaves."""
+    return jax.tree.map(lambda x, y: jnp.where(when, x, y), new, old)

@@ -32,42 +32,32 @@ def signum(
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
         \end{align*}
 
-    When to choose it: as the simplest method with one bit a parameter from the first step on, with
-    half of Adam's state and no warm-up; where some workers may be wrong or hostile, since each has
-    one vote; and as the baseline that anything with error feedback must beat. There is no error
-    feedback: what a sign leaves out is lost, workers whose gradients disagree are heard only by
-    their number, and every parameter moves by the learning rate in each step, so that it must fall
-    to near 0. Where the loss that Adam reaches is the aim take :func:`onebit_jax.onebit_adam`.
-
-    ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
-    ``axis_name`` bound, on each worker's own gradients, as those of
-    :func:`onebit_jax.onebit_adam`. A worker whose gradient is NaN votes -1 from then on.
+    When to choose it: as the simplest method with one bit a parameter from the first step on;
+    where some workers may be wrong or hostile, since each has one vote; and as the baseline that
+    anything with error feedback must beat. Without that, what a sign leaves out is lost, and
+    workers whose gradients disagree are heard only by their number. What
+    :func:`onebit_jax.distributed_lion` says of state, learning rate and NaN is so here, too.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       b1: decay of the momentum, in [0, 1); with 0 it is sign SGD.
-      weight_decay: decoupled weight decay, multiplied with the learning rate as in
-        :func:`optax.adamw`.
+      weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.adamw`.
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
       axis_name: the axis that the workers run along.
 
     Returns:
-      The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
-      gradients; momentum and arithmetic are float32.
+      As of :func:`onebit_jax.distributed_lion`.
 
     Raises:
-      ValueError: for a hyperparameter outside its range, before anything is compiled; from
-        ``init`` for parameters that are not real floating-point arrays or an axis that is not
-        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+      ValueError: as from :func:`onebit_jax.distributed_lion`.
 
     Example:
-      Three workers, simulated on one device; two of them want 1, the third 5:
+      Three workers, of which two want 1 and the third 5:
 
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
       >>> tx = onebit_jax.signum(optax.linear_schedule(0.1, 0.0, 100), axis_name="workers")
       >>> def step(params, state, target):
-      ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
-      ...     updates, state = tx.update(grads, state, params)
+      ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
       >>> params = jnp.zeros((3, 2))  # a row a worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
@@ -82,12 +72,11 @@ def signum(
       <https://arxiv.org/abs/1810.05291>`_, ICLR 2019, Algorithm 1.
 
     Differences from the paper:
-      **Zeros and ties take turns, which is not the published behaviour.** With one bit and a fixed
-      sign for 0, a parameter without any gradient walks by the learning rate in every step, and a
-      tied vote (half of all votes, with two workers) pushes the same way each time. Here a zero
-      counts as +1 on the even workers and as -1 on the odd ones, the other way round in every
-      second update, and a tie gives +1 and -1 in turn: a parameter that never had a gradient goes
-      one learning rate there and one back, and stays within one learning rate of where it began.
+      **Zeros and ties take turns, which is not the published behaviour**
+      (:mod:`onebit_jax.collectives.majority`). With one bit and a fixed sign for 0, a parameter
+      without any gradient walks by the learning rate in every step, and a tied vote (half of all
+      votes, with two workers) pushes the same way each time. Here such a parameter stays within one
+      learning rate of where it began.
     """
     validation.check_learning_rate(learning_rate)
     return optax.chain(

@@ -1,16 +1,15 @@
 """The two step sets of 0/1 Adam: when v is refreshed, and when workers synchronise."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
 from onebit_jax import validation
+from onebit_jax.transforms.phases import PHASES, Phase
 
-Phase = Literal["variance", "compression", "local", "sync"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
 StepSet = Callable[[Any], Any]
 
 # Updates after the freeze at which a set that is given is looked at; further ones are never asked.
@@ -18,8 +17,8 @@ _CHECKED = 4096
 
 
 def phase_at(count: Any, variance_freeze: Any, variance_steps: StepSet, sync_steps: StepSet) -> Any:
-    """The place in :data:`PHASES` of the update that follows ``count`` updates."""
-    dense, local = PHASES.index("variance"), PHASES.index("local")
+    """The place in ``PHASES`` of the update that follows ``count`` updates."""
+    dense, local = PHASES.index("warmup"), PHASES.index("local")
     before = jnp.where(variance_steps(count), dense, PHASES.index("compression"))
     after = jnp.where(sync_steps(count), PHASES.index("sync"), local)
     return jnp.where(count < variance_freeze, before, after)
@@ -52,13 +51,13 @@ def zero_one_adam_phase(
 
     >>> steps = dict(variance_freeze=4, var_update_scaler=2, local_step_scaler=2)
     >>> [zero_one_adam_phase(count, **steps) for count in range(3)]
-    ['variance', 'variance', 'compression']
+    ['warmup', 'warmup', 'compression']
     >>> [zero_one_adam_phase(count, **steps) for count in range(4, 8)]
     ['sync', 'sync', 'local', 'sync']
     """
     if count < variance_freeze:
         refreshes = variance_steps or published_variance_steps(var_update_scaler)
-        return "variance" if refreshes(count) else "compression"
+        return "warmup" if refreshes(count) else "compression"
     syncs = sync_steps or published_sync_steps(
         variance_freeze, local_step_scaler, local_step_clipper
     )

@@ -2,11 +2,12 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
-from benchmarks import accelerators, step
+from benchmarks import accelerators, tasks
+from benchmarks.kernels import Launches, launches
+from benchmarks.kinds import for_compilers
+from benchmarks.loops import Run
 from onebit_jax.wire import Collective
 
 SMALL = accelerators.Options(elements=accelerators.LEAST_ELEMENTS)
@@ -21,35 +22,16 @@ def mesh_of(shared_dir):
             pytest.skip(missing)
         path = shared_dir / "h100.txtpb"
         options = dataclasses.replace(SMALL, target=target, target_config=path)
-        topology = accelerators.HARDWARE[target].topology(accelerators.check(options))
-        return Mesh(np.array(topology.devices), (step.AXIS,), axis_types=(AxisType.Auto,))
+        return accelerators.make_mesh(target, accelerators.check(options))
 
     return make
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        "h100",
-        "v5e",
-    ],
-)
-def test_compression_sends_uint8_alone(target, mesh_of):
-    mesh = mesh_of(target)
-    shapes = step.parameters(step.Options(elements=SMALL.elements))
-    compiled = accelerators.optimizer_step(step.kinds()["1-bit Adam"], shapes, mesh)
-    program = accelerators.Program(
-        "1-bit Adam", "compression", compiled, SMALL.elements, has_metrics=False
-    )
-    assert accelerators.figures(program, mesh)["unexpected"] == []
-
-
 @pytest.mark.parametrize("target", ["h100", "v5e"])
-@pytest.mark.parametrize("name", ["Adam with pmean", "1-bit Adam, warm-up"])
-def test_dense_steps_send_float32(target, name, mesh_of):
-    mesh, kind = mesh_of(target), step.kinds()[name]
-    shapes = step.parameters(step.Options(elements=SMALL.elements))
-    compiled = accelerators.optimizer_step(kind, shapes, mesh)
+@pytest.mark.parametrize("name", ["AdamW with pmean", "1-bit Adam, compression"])
+def test_what_crosses_is_as_it_should_be(target, name, mesh_of):
+    mesh, kind = mesh_of(target), for_compilers()[name]
+    compiled = Run(kind, tasks.trivial(tasks.matrices(SMALL.elements)), mesh).compile()
     program = accelerators.Program(
         name, kind.phases[-1], compiled, SMALL.elements, has_metrics=False
     )
@@ -63,6 +45,59 @@ def test_training_step_adds_only_metrics_on_gpus(phase, mesh_of):
     compiled, parameters = accelerators.training_step(phase, mesh)
     program = accelerators.Program("BERT", phase, compiled, parameters, has_metrics=True)
     assert accelerators.figures(program, mesh)["unexpected"] == []
+
+
+@pytest.mark.slow
+def test_bert_base_launches_few_kernels(mesh_of):
+    found = accelerators.launch_figures(mesh_of("h100"))
+    assert [figure["unexpected"] for figure in found.values()] == [[], [], [], []]
+    assert 0 < found["AdamW with pmean"]["kernels"] <= accelerators.MOST_KERNELS
+
+
+MODULE = """HloModule jit_step, num_partitions=2
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %negate = f32[8]{0} negate(%p)
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %count = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %turn = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %next = (s32[], f32[8]{0}) tuple(%count, %turn)
+}
+
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %count = s32[] get-tuple-element(%p), index=0
+  ROOT %less = pred[] fusion(%count), kind=kLoop, calls=%fused
+}
+
+%wrapped (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %once = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused
+  ROOT %twice = f32[8]{0} custom-call(%once), custom_call_target="gemm"
+}
+
+ENTRY %main (x: f32[8], count: s32[]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %count = s32[] parameter(1)
+  %begun = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups={{0,1}}
+  %mean = f32[8]{0} all-reduce-done(%begun)
+  %called = f32[8]{0} call(%mean), to_apply=%wrapped
+  %copied = f32[8]{0} copy(%called)
+  %start = (s32[], f32[8]{0}) tuple(%count, %copied)
+  %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body
+  %end = f32[8]{0} get-tuple-element(%loop), index=1
+  ROOT %view = f32[8]{0} bitcast(%end)
+}
+"""
+
+
+def test_launches_are_counted_in_loops_and_calls():
+    assert launches(MODULE) == Launches(kernels=4, copies=1, waits=1)
 
 
 def collective(op, dtype, operand_bytes, sent):

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, true_elements
+from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.collectives.layout import Block
+from onebit_jax.collectives.signs import pack_signs
+from onebit_jax.per_worker import PerWorker
 
-TINY = gpu.Options(elements=2**10, workers=(1, 2), worker_elements=2**8, rounds=2, calls=2)
+TINY = gpu.Options(elements=2**10, workers=(2,), worker_elements=2**8, rounds=2, calls=2)
 
 
 def test_measure_gives_finite_figures():
     figures = gpu.measure(TINY)
     assert list(figures["memory"]) == ["copy", "encode", "decode", "Adam"]
-    assert list(figures["simulated"]) == ["1", "2"]
+    assert list(figures["simulated"]) == ["2"]
     for figure in [*figures["memory"].values(), *figures["simulated"].values()]:
         assert len(figure["seconds"]) == TINY.rounds
         numbers = [*figure["seconds"], *(x for x in figure.values() if not isinstance(x, list))]
@@ -28,47 +30,42 @@ def test_measure_gives_finite_figures():
 
 def test_bytes_are_each_argument_and_result_once():
     size = {name: x.bytes / 2**16 for name, x in gpu.timed_programs((2**8, 2**8)).items()}
-    # encode: z, c, live bits in; c and signs out. decode: parameters twice, reciprocal root, bits.
-    # Adam: g once; parameters, m and v twice.
+    # encode: z, c, bits of what is active; c and signs out. decode: parameters twice, reciprocal
+    # root, bits. Adam: g once; parameters, m and v twice.
     expected = {"copy": 8, "encode": 12.25, "decode": 12.125, "Adam": 28}
     assert size == pytest.approx(expected, rel=2e-3)
 
 
-def test_encode_is_the_worker_stage_of_ec1():
-    [block] = block_layout([(5, 13)], 1)
-    live = true_elements(block)
+def test_encode_is_what_an_exchange_does_first():
+    block = Block((5, 13), workers=1)
+    active = gpu.all_active(block)
     rng = np.random.default_rng(0)
     z, c = (jnp.asarray(rng.normal(size=block.shape), jnp.float32) for _ in range(2))
     scale = jnp.float32(0.5)
-    feedback = ec1.Feedback(
-        compensated=[c],
-        scales=scale[None],
-        served=[jnp.zeros((8, block.chunk_bytes))],
-        received=jnp.zeros((1, block.row_bytes), jnp.uint8),
+
+    def exchanged(z, c):
+        exchange = Exchange("workers").over(z)
+        state = exchange.activate(exchange.init(), jnp.ones_like(z))
+        state = exchange.lend(state, [c[None]])
+        state = state._replace(worker_scales=PerWorker(scale[None, None]))
+        return exchange.all_reduce(exchange.local_mean(z), state)
+
+    state = jax.tree.map(
+        lambda x: x[0], jax.jit(jax.vmap(exchanged, axis_name="workers"))(z[None], c[None])
     )
-
-    @jax.jit
-    def exchanged(z, feedback):
-        # One worker under vmap: the server's stage finds no residual, so it sends the signs on.
-        return jax.vmap(
-            lambda z, feedback: ec1.all_reduce([z], feedback, [live], [block], axis_name="workers"),
-            axis_name="workers",
-        )(*jax.tree.map(lambda x: x[None], (z, feedback)))
-
-    reduced = jax.tree.map(lambda x: x[0], exchanged(z, feedback))
     compensated, new_scale, packed = jax.jit(
-        lambda z, c, scale: gpu.encode(z, c, scale, live, block)
-    )(z, c, scale)
-    np.testing.assert_allclose(compensated, reduced.compensated[0], rtol=1e-6)
-    np.testing.assert_allclose(new_scale, reduced.scales[0], rtol=1e-6)
-    # Padding is 0, which is sent as +1.
-    np.testing.assert_array_equal(packed, block.split(reduced.received)[0])
+        lambda z, c, scale: gpu.encode(z, c, scale, active, block)
+    )(z, c[None], scale)
+    np.testing.assert_allclose(compensated, state.worker_compensated.value[0], rtol=1e-6)
+    np.testing.assert_allclose(new_scale, state.worker_scales.value[0, 0], rtol=1e-6)
+    # The one worker's server has no residual, so that it sends the signs on.
+    np.testing.assert_array_equal(packed, state.packed[:, : block.chunk_bytes])
 
 
 def test_decode_applies_what_was_sent():
-    [block] = block_layout([(3, 5)], 1)
+    block = Block((3, 5), workers=1)
     sent = jnp.where(jnp.arange(15).reshape(3, 5) % 2 == 0, 2.0, -2.0)
-    packed = gpu.pack_signs(block.chunks(sent), axis=1)
+    packed = pack_signs(block.chunks(sent), axis=1)
     params = gpu.decode(
         jnp.zeros((3, 5)), packed, jnp.full((1,), 2.0), jnp.full((3, 5), 3.0), block
     )

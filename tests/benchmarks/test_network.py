@@ -9,16 +9,8 @@ import sys
 import pytest
 
 from benchmarks.network import hosts, plot
-from benchmarks.network.__main__ import (
-    Options,
-    check,
-    fitted_host_bandwidth,
-    joined,
-    main,
-    not_installed,
-    predictions,
-    table,
-)
+from benchmarks.network.__main__ import Options, check, joined, main, not_installed
+from benchmarks.network.report import fitted_host_bandwidth, predictions, print_tables, table
 from onebit_jax import plan
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -140,6 +132,17 @@ def test_predictions_stand_beside_what_was_measured():
     assert printed.endswith("plan: 3500.1 ms, +40%")
     unshaped = {DENSE: figure([0.7], 1, 0, 400_000_000)}
     assert fitted_host_bandwidth(10**8, unshaped, calibration) == pytest.approx(8e9)
+
+
+def test_prints_how_much_faster_the_readme_loop_is(capsys):
+    kinds = {DENSE: figure([3.0], 1, 0, 1), ONEBIT: figure([0.5], 1, 0, None)}
+    made = {"hosts": 2, "bandwidth": "1gbit", "kinds": kinds}
+    given_up = {2: {"DDP": "1gbit: no answer in 300 s"}}
+    print_tables({"elements": 8, "tables": [made], "given_up": given_up}, DENSE, {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "2 hosts, 1gbit, 8 elements"
+    assert lines[-2] == f"README's loop, 1-bit Adam: 6.00 times as fast as {DENSE}"
+    assert lines[-1] == "DDP: given up with 2 hosts at 1gbit: no answer in 300 s"
 
 
 def test_draws_kinds_that_lack_a_bandwidth(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from train import compare
 from train.bert import model
 from train.optimizers import OPTIMIZERS
+from train.sweep import sweep
 
 STEPS, WARMUP, WORKERS = 8, 3, 2
 RUN = (
@@ -62,7 +63,7 @@ def quadratic(rate):
 
 
 def test_a_sweep_tries_what_it_is_told():
-    assert compare.sweep([2.0, 0.5, 1.0], 0, quadratic) == {0.5: 1.0, 1.0: 0.0, 2.0: 1.0}
+    assert sweep([2.0, 0.5, 1.0], 0, quadratic) == {0.5: 1.0, 1.0: 0.0, 2.0: 1.0}
 
 
 @pytest.mark.parametrize(
@@ -75,12 +76,12 @@ def test_a_sweep_tries_what_it_is_told():
     ],
 )
 def test_a_sweep_widens_while_the_best_is_at_an_end(first, tried):
-    assert list(compare.sweep(first, 3, quadratic)) == tried
+    assert list(sweep(first, 3, quadratic)) == tried
 
 
 def test_trainings_that_diverge_are_never_the_best():
     losses = {1.0: 3.0, 2.0: None, 4.0: None}
-    tried = compare.sweep(list(losses), 0, losses.__getitem__)
+    tried = sweep(list(losses), 0, losses.__getitem__)
     assert tried == {1.0: 3.0, 2.0: math.inf, 4.0: math.inf}
 
 
@@ -110,11 +111,11 @@ def test_all_begin_alike_and_the_best_is_taken(finished):
 
 def test_bytes_rounds_and_state_are_those_of_the_programs(finished):
     compared, size = figures(finished[0]), parameters()
-    dense = compared["adam"]["bytes_a_step"]["dense"]
+    dense = compared["adam"]["bytes_a_step"]["warmup"]
     # Two workers: each sends half of every array twice.
     assert dense == 4 * size
     assert compared["adam"]["sent"] == [dense * (t + 1) for t in range(STEPS)]
-    compressed = compared["onebit_adam"]["bytes_a_step"]["compressed"]
+    compressed = compared["onebit_adam"]["bytes_a_step"]["compression"]
     scales = 4 * len(jax.tree.leaves(shapes()))
     assert size / 8 + scales < compressed < size / 8 + scales + 2 * 128
     np.testing.assert_array_equal(
@@ -180,7 +181,7 @@ def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
     ("options", "complaint"),
     [
         ("--optimizers adam adam", "expected one or more, each once, of adam, lamb,"),
-        ("--optimizers sgd", "--optimizers ('sgd',): expected one or more, each once, of adam"),
+        ("--optimizers rprop", "--optimizers ('rprop',): expected one or more, each once, of adam"),
         ("--learning-rates 0", "--learning-rates (0.0,): expected finite numbers above 0"),
         ("--learning-rates nan", "--learning-rates (nan,): expected finite numbers above 0"),
         ("--sweep 0", "--sweep 0: expected a whole number of at least 1"),

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from train.bert import pretrain, schedules
-from train.bert.config import Config, check_folder, write_config
+from train.bert import pretrain
 from train.bert.model import SIZES
 from train.bert.stop import StopRequest
 from train.optimizers import OPTIMIZERS
@@ -32,6 +31,14 @@ RUN = (
 def started():
     """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
     assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the smallest there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "tiny", (1, 16, 2, 32))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,17 +117,17 @@ def test_both_optimizers_run_from_the_same_start(finished):
 def test_bytes_and_phases_are_exact(finished):
     out, _ = finished
     adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
-    assert {row["phase"] for row in adam} == {"dense"}
-    assert [row["phase"] for row in onebit] == ["dense"] * 6 + ["compressed"] * (STEPS - 6)
+    assert {row["phase"] for row in adam} == {"warmup"}
+    assert [row["phase"] for row in onebit] == ["warmup"] * 6 + ["compression"] * (STEPS - 6)
     result = json.loads((out / "onebit_adam" / "result.json").read_text())
-    dense, compressed = (result["bytes_a_step"][phase] for phase in ("dense", "compressed"))
+    dense, compressed = (result["bytes_a_step"][phase] for phase in ("warmup", "compression"))
     parameters = result["parameters"]
     # Two workers: each sends half of every array twice, a few scalars and scales beside.
     assert dense == pytest.approx(4 * parameters, rel=1e-3)
-    assert compressed == pytest.approx(parameters / 8, rel=0.05)
+    assert parameters / 8 < compressed < parameters / 8 + 4 * 32 + 2 * 128
     sent = [row["bytes_sent"] for row in onebit]
     assert np.diff([0, *sent]).tolist() == [dense] * 6 + [compressed] * (STEPS - 6)
-    assert adam[-1]["bytes_sent"] == pytest.approx(STEPS * dense, rel=1e-4)
+    assert adam[-1]["bytes_sent"] == pytest.approx(STEPS * dense, rel=1e-3)
 
 
 def test_report(finished):
@@ -148,23 +155,16 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()} == before
 
 
-def test_other_optimizers_go_by_their_names(tmp_path, monkeypatch):
-    """One that is always dense and one that never is, with a model that compiles fast."""
-    monkeypatch.setitem(SIZES, "tiny", (1, 16, 2, 32))
-    names = ["lamb", "signum"]
+def test_other_optimizers_go_by_their_names(tmp_path):
+    """One that never averages at full precision."""
     out = tmp_path / "run"
     steps = ["--steps", "4", "--warmup", "2", "--schedule-warmup", "1", "--eval-batches", "1"]
-    assert pretrain.main([*RUN, *steps, "--optimizer", *names, "--out", str(out)]) == 0
-    report = (out / "report.md").read_text()
-    for name in names:
-        optimizer, rows = OPTIMIZERS[name], metrics(out / name)
-        phases = [optimizer.phase_of(t, 2, 4) for t in range(4)]
-        assert [row["phase"] for row in rows] == phases
-        result = json.loads((out / name / "result.json").read_text())
-        assert set(result["bytes_a_step"]) >= set(phases)
-        sent = [result["bytes_a_step"][row["phase"]] for row in rows]
-        assert rows[-1]["bytes_sent"] == sum(sent)
-        assert f"What a step with {optimizer.label} sends" in report
+    assert pretrain.main([*RUN, *steps, "--optimizer", "signum", "--out", str(out)]) == 0
+    rows = metrics(out / "signum")
+    assert [row["phase"] for row in rows] == ["compression"] * 4
+    result = json.loads((out / "signum" / "result.json").read_text())
+    assert rows[-1]["bytes_sent"] == 4 * result["bytes_a_step"]["compression"]
+    assert "What a step with Signum sends" in (out / "report.md").read_text()
 
 
 class CrashError(Exception):
@@ -207,7 +207,6 @@ def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, m
 
 
 def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path, monkeypatch):
-    monkeypatch.setitem(SIZES, "tiny", (1, 16, 2, 32))
     run = [*RUN, "--optimizer", "zero_one_adam", "--warmup", "2"]
     assert pretrain.main([*run, "--out", str(tmp_path / "complete")]) == 0
     complete = tmp_path / "complete" / "zero_one_adam"
@@ -244,7 +243,7 @@ def test_resumed_where_the_variance_became_stable(tmp_path, monkeypatch):
     frozen_at = json.loads((complete / "result.json").read_text())["frozen_at"]
     assert 5 <= frozen_at < STEPS - 2
     phases = [row["phase"] for row in metrics(complete)]
-    assert phases == ["dense"] * frozen_at + ["compressed"] * (STEPS - frozen_at)
+    assert phases == ["warmup"] * frozen_at + ["compression"] * (STEPS - frozen_at)
     assert "by itself" in (tmp_path / "complete" / "report.md").read_text()
 
     requested = StopRequest.requested
@@ -264,106 +263,32 @@ def test_resumed_where_the_variance_became_stable(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(finished, tmp_path):
+def test_two_processes_train_like_one(tmp_path):
     """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "train.bert.pretrain", *RUN, "--out", str(tmp_path / "run")]
-    command += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
+    command = [sys.executable, "-m", "train.bert.pretrain", *RUN, "--out"]
+    of_two = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(index)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for index in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    for commands in (
+        [[*command, str(tmp_path / "one")]],
+        [[*command, str(tmp_path / "two"), *of_two, str(index)] for index in range(2)],
+    ):
+        processes = [
+            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+            for command in commands
+        ]
+        outputs = [process.communicate(timeout=600) for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(commands), outputs
     for name, agreeing in (("adam", STEPS), ("onebit_adam", 7)):
-        one, two = (metrics(folder / name) for folder in (finished[0], tmp_path / "run"))
+        one, two = (metrics(tmp_path / folder / name) for folder in ("one", "two"))
         np.testing.assert_allclose(
             [row["loss"] for row in one[:agreeing]],
             [row["loss"] for row in two[:agreeing]],
             rtol=1e-5,
         )
         assert [row["bytes_sent"] for row in one] == [row["bytes_sent"] for row in two]
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ("--learning-rate nan", "--learning-rate nan: expected a finite number above 0"),
-        ("--learning-rate -1e-3", "--learning-rate -0.001: expected a finite number above 0"),
-        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
-        ("--batch-size 6 --accumulation 2", "= 2 x 2; take 4 or 8"),
-        ("--workers 9 --batch-size 9", "--workers 9: a device each, but there are 8 (cpu)"),
-        ("--workers 0", "--workers 0: expected a whole number of at least 1"),
-        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
-        ("--warmup -5", "--warmup -5: expected a whole number of at least 1, or auto"),
-        ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
-        ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
-        ("--eps 0", "--eps 0.0: expected a finite number above 0"),
-        ("--weight-decay nan", "--weight-decay nan: expected"),
-        ("--decay-rate nan", "--decay-rate nan: expected"),
-        ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
-        ("--dropout 1", "--dropout 1.0: expected"),
-        ("--schedule-warmup 12", "--schedule-warmup 12: expected 0 or more, and fewer than"),
-        ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
-        ("--seed -1", "--seed -1: expected"),
-        ("--optimizer adam adam", "--optimizer ('adam', 'adam'): expected one or more, each once"),
-        ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
-        ("--coordinator h:1 --process-id 1", "--process-id 1: expected 0 to 0"),
-        ("--corpus NOWHERE", "NOWHERE does not exist"),
-        ("--heldout NOWHERE", "NOWHERE does not exist"),
-        ("--vocab NOWHERE", "NOWHERE"),
-        ("--vocab VOCABULARY", "[MASK]"),
-        ("--corpus LATIN", "UTF-8"),
-        ("--corpus SHORT --heldout SHORT", "training text: the corpus gives"),
-        ("--heldout SHORT", "held-out text: the corpus gives"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
-    (tmp_path / "vocabulary").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
-    for name, content in (
-        ("latin", "d\xe9j\xe0 vu\n".encode("latin-1")),
-        ("short", b"One line. And two.\n\nAnother text. Ends.\n\nA third. It ends.\n"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "text.txt").write_bytes(content)
-    for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT"):
-        path = str(tmp_path / name.lower())
-        options, complaint = options.replace(name, path), complaint.replace(name, path)
-    out = tmp_path / "out"
-    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert complaint in printed.err
-    assert not out.exists()
-
-
-def test_bad_input_from_the_shell(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "train.bert.pretrain",
-            "--batch-size",
-            "30",
-            "--out",
-            tmp_path / "a",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: --batch-size 30: not divisible by workers x accumulation = 4 x 1; take 28 or 32\n"
-    )
-    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
@@ -404,26 +329,5 @@ def test_checkpoint_of_another_model(finished, tmp_path, capsys):
     assert error.startswith(
         f"error: the checkpoint in {tmp_path}/run/adam/checkpoints is of another"
     )
-    assert "has shape absent there and (128,) in this run" in error
+    assert "has shape absent there and (16,) in this run" in error
     assert not (tmp_path / "run" / "adam" / "metrics.jsonl").exists()
-
-
-def test_exponential_schedule():
-    """1-bit Adam's BERT: up to 4e-4 in 12.5 thousand steps, then 0.99 of it every 520."""
-    schedule = schedules.exponential(4e-4, warmup=12_500, rate=0.99, every=520)
-    steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
-    expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
-    assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
-
-
-def test_cosine_schedule():
-    schedule = schedules.cosine(1e-3, warmup=10, steps=110)
-    rates = [np.asarray(schedule(step)) for step in (0, 9, 10, 60, 110)]
-    assert rates == pytest.approx([1e-4, 1e-3, 1e-3, 5e-4, 0], rel=1e-5, abs=1e-9)
-
-
-def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
-    write_config(Config(out=str(tmp_path), schedule="exponential", steps=800))
-    check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizer=("adam",)))
-    with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
-        check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import onebit_jax
+from onebit_jax.transforms.phases import Phase
 from train import workers
 from train.optimizers import OPTIMIZERS, Setting
 
@@ -38,8 +39,16 @@ def problem() -> Any:
     return params, batches, loss_fn
 
 
-# The others have the same phases as one of these.
-@pytest.mark.parametrize("name", ["adam", "onebit_adam", "zero_one_adam", "birder"])
+# The others have the same phases as one of these. Parameters are each worker's own, or shared.
+FORMS = {
+    "adam": [("devices", False), ("simulated", True)],
+    "onebit_adam": [("devices", False), ("simulated", False)],
+    "zero_one_adam": [("devices", True), ("simulated", True)],
+    "birder": [("simulated", False)],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_agrees_with_the_librarys_training_step(name):
     start, batches, loss_fn = problem()
     optimizer = OPTIMIZERS[name]
@@ -49,17 +58,13 @@ def test_agrees_with_the_librarys_training_step(name):
     real_step = onebit_jax.train_step(loss_fn, tx, mesh(), max_grad_norm=1.0)
     params, opt_state = jax.tree.map(jnp.copy, start), onebit_jax.init(tx, start, mesh())
     expected = []
-    named = [optimizer.phase_of(t, WARMUP, STEPS) for t in range(STEPS)]
-    phases: list[Any] = [optimizer.static[phase] for phase in named]
+    phases: list[Phase] = [optimizer.phase_of(t, WARMUP, STEPS) for t in range(STEPS)]
     for batch, phase in zip(batches, phases, strict=True):
         params, opt_state, metrics = real_step(params, opt_state, batch, phase=phase)
         expected.append(metrics["loss"])
     theirs, state_shapes = jax.device_get(params), jax.eval_shape(lambda: opt_state)
-    forms = [("devices", False), ("simulated", False), ("simulated", True)]
-    if optimizer.local_steps:
-        assert "local" in named
-        forms = [("devices", True), ("simulated", True)]
-    for kind, own_parameters in forms:
+    assert optimizer.local_steps == ("local" in phases)
+    for kind, own_parameters in FORMS[name]:
         bound = kinds()[kind]
         gradients = jax.jit(bound.map(workers.worker_gradients(loss_fn, 1.0)))
         updates = {p: jax.jit(bound.map(workers.worker_update(tx, p))) for p in set(phases)}
@@ -70,7 +75,7 @@ def test_agrees_with_the_librarys_training_step(name):
             params, opt_state = updates[phase](params, opt_state, grads)
             losses.append(loss)
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        same = own_parameters and named[-1] != "local"
+        same = own_parameters and phases[-1] != "local"
         for rows in jax.tree.leaves(params) if same else ():
             np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
         # The step above hands out the first worker's.
@@ -88,7 +93,7 @@ def test_every_optimizer_can_be_made(name):
     rows = workers.replicate(params, 2).value
     state = jax.eval_shape(jax.vmap(tx.init, axis_name=workers.AXIS), rows)
     tx = optax.with_extra_args_support(tx)
-    for phase in OPTIMIZERS[name].static.values():
+    for phase in {OPTIMIZERS[name].phase_of(t, WARMUP, STEPS) for t in range(STEPS)}:
         update = jax.vmap(functools.partial(tx.update, phase=phase), axis_name=workers.AXIS)
         updates, after = jax.eval_shape(update, rows, state, rows)
         chex.assert_trees_all_equal_shapes_and_dtypes((updates, after), (rows, state))

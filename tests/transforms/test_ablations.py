@@ -19,8 +19,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.layout import block_layout, row_bytes, true_elements
+from onebit_jax.collectives.exchange import Exchange
 from tests.workers import AXIS, replicate
 
 WORKERS, STEPS, WARMUP = 8, 600, 120
@@ -73,36 +72,12 @@ def adam(learning_rate):
 
 
 def onebit_adam(learning_rate, warmup=WARMUP):
-    # Corrected as optax.adam's averages are, so that all forms are the same Adam.
-    return onebit_jax.onebit_adam(
-        learning_rate, warmup=warmup, axis_name=AXIS, bias_correction=True
-    )
+    return onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name=AXIS)
 
 
 def adam_of_onebit_gradients(learning_rate):
     """EC1 averages the gradients, and Adam knows nothing of it."""
-
-    def init(params):
-        leaves = jax.tree.leaves(params)
-        blocks = block_layout([p.shape for p in leaves], WORKERS)
-        return ec1.Feedback(
-            [jnp.zeros(p.shape) for p in leaves],
-            jnp.zeros((len(leaves),)),
-            [jnp.zeros((8, b.chunk_bytes)) for b in blocks],
-            jnp.zeros((WORKERS, row_bytes(blocks)), jnp.uint8),
-        )
-
-    def update(updates, state: Any, params=None):
-        del params
-        leaves, tree = jax.tree.flatten(updates)
-        blocks = block_layout([g.shape for g in leaves], WORKERS)
-        live = [true_elements(b) for b in blocks]
-        state = ec1.all_reduce(leaves, state, live, blocks, axis_name=AXIS)
-        decoded = ec1.decode(state.received, blocks)
-        return tree.unflatten([b.tensor(x) for b, x in zip(blocks, decoded, strict=True)]), state
-
-    onebit_gradients = optax.GradientTransformation(init, update)
-    return optax.chain(onebit_gradients, optax.adam(learning_rate))
+    return optax.chain(onebit_jax.compressed_mean(AXIS), optax.adam(learning_rate))
 
 
 def without_error_feedback(learning_rate):
@@ -113,11 +88,11 @@ def without_error_feedback(learning_rate):
         updates, state = tx.update(updates, state, params, phase=phase)
         onebit, *rest = cast(tuple, state)
         if phase == "compression":
-            onebit = onebit._replace(
-                m_then_compensated=optax.tree.zeros_like(onebit.m_then_compensated),
-                worker_scales=optax.tree.zeros_like(onebit.worker_scales),
-                served=optax.tree.zeros_like(onebit.served),
-            )
+            # What is active from now on only has no residuals.
+            none = onebit.exchange._replace(active=optax.tree.zeros_like(onebit.exchange.active))
+            exchange = Exchange(AXIS).over(params)
+            forgotten = exchange.activate(none, onebit.v_then_inverse_root)
+            onebit = onebit._replace(exchange=forgotten)
         return updates, (onebit, *rest)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

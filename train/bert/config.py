@@ -83,7 +83,8 @@ class Config:
     weight_decay: float = 0.01
     """Decoupled weight decay, on all but biases and LayerNorms."""
     max_grad_norm: float | None = 1.0
-    """Gradients are clipped by one factor common to all workers, to this norm; None: never."""
+    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
+    logged; None: neither."""
     dropout: float = 0.1
     """Dropout rate."""
     seed: int = 0

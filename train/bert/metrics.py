@@ -12,9 +12,9 @@ import numpy as np
 import tensorboardX
 from tqdm import tqdm
 
+from onebit_jax.transforms.phases import PHASES, Phase
 from train.bert.checkpoint import Progress
 from train.bert.config import Config
-from train.optimizers import PHASES
 
 
 class MetricsLog:
@@ -30,14 +30,14 @@ class MetricsLog:
     """
 
     def __init__(
-        self, name: str, config: Config, progress: Progress, bytes_sent: Callable[[str], int]
+        self, name: str, config: Config, progress: Progress, bytes_sent: Callable[[Phase], int]
     ):
         self.progress = progress
         self._config = config
         self._bytes_sent = bytes_sent
         self._learning_rate = config.learning_rate_schedule()
         self._begin = time.perf_counter() - progress.seconds
-        self._in_flight: tuple[int, str | None, dict[str, jax.Array]] | None = None
+        self._in_flight: tuple[int, dict[str, jax.Array]] | None = None
         self._writes = jax.process_index() == 0
         if self._writes:
             folder = config.folder / name
@@ -62,23 +62,22 @@ class MetricsLog:
             self._lines.close()
             self._events.close()
 
-    def dispatched(self, step: int, phase: str | None, metrics: dict[str, jax.Array]) -> None:
+    def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of step `step`, which may still be running, and lands the one before.
 
-        Staying one step behind, the host never makes the device wait. Where it does not know the
-        phase, the metrics say whether the step was dense.
+        Staying one step behind, the host never makes the device wait.
         """
         self.land()
-        self._in_flight = step, phase, metrics
+        self._in_flight = step, metrics
 
     def land(self) -> Progress:
         """Waits for the last step's metrics, logs them, and returns the progress made."""
         if self._in_flight is None:
             return self.progress
-        step, phase, metrics = self._in_flight
+        step, metrics = self._in_flight
         self._in_flight = None
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
-        phase = phase or PHASES[values["phase"]]
+        phase = PHASES[values.pop("phase")]
         sent = self._bytes_sent(phase)
         self.progress = Progress(
             step=step + 1,
@@ -100,7 +99,7 @@ class MetricsLog:
             self._lines.flush()
             self._events.flush()
 
-    def _show(self, phase: str, loss: float, sent: int) -> None:
+    def _show(self, phase: Phase, loss: float, sent: int) -> None:
         self._bar.set_postfix_str(
             f"step {self.progress.step}, loss {loss:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step",
             refresh=False,

@@ -77,6 +77,9 @@ def _read_run(folder: pathlib.Path) -> Run | None:
 
 
 def _text(runs: list[Run], config: dict[str, Any]) -> str:
+    # What a worker sends in a step that averages gradients at full precision.
+    workers = config["workers"]
+    dense = 8 * (workers - 1) / workers * runs[0].result["parameters"]
     phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
     table: dict[str, Callable[[Run], str]] = {
         "held-out MLM loss, nats a masked token": lambda run: _beside_first(
@@ -90,11 +93,11 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
         "warm-up ended": lambda run: _warmup_end(run, config),
         **{
             f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
-                run, phase
+                run, phase, dense
             )
             for phase in phases
         },
-        "MB a worker sent in all": lambda run: _total_cell(run),
+        "MB a worker sent in all": lambda run: _total_cell(run, dense),
         **{
             f"seconds a step, {phase} (median)": lambda run, phase=phase: (
                 f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
@@ -141,21 +144,18 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
     return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
 
 
-def _bytes_cell(run: Run, phase: str) -> str:
+def _bytes_cell(run: Run, phase: str, dense: float) -> str:
     sent = run.result["bytes_a_step"]
     if phase not in sent:
         return "-"
     cell = f"{sent[phase] / 1e6:.4g}"
-    if phase == "dense" or "dense" not in sent:
-        return cell
-    return f"{cell} (1/{sent['dense'] / sent[phase]:.1f} of dense)"
+    return f"{cell} (1/{dense / sent[phase]:.1f} of dense)" if sent[phase] < dense else cell
 
 
-def _total_cell(run: Run) -> str:
-    sent, result = run.result["bytes_sent"], run.result
-    dense = result["bytes_a_step"].get("dense", 0) * result["steps"]
+def _total_cell(run: Run, dense: float) -> str:
+    sent, of_dense = run.result["bytes_sent"], dense * run.result["steps"]
     cell = f"{sent / 1e6:,.0f}"
-    return cell if dense in (0, sent) else f"{cell} ({sent / dense:.1%} of dense)"
+    return f"{cell} ({sent / of_dense:.1%} of dense)" if sent < of_dense else cell
 
 
 def _window(run: Run) -> int:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import numpy as np
 import optax
@@ -13,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.transforms.phases import Phase
 from train.bert import data
-from train.bert.checkpoint import Checkpoints, abstract
+from train.bert.checkpoint import Checkpoints, Progress, abstract
 from train.bert.config import Config
 from train.bert.metrics import MetricsLog
 from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
@@ -69,36 +71,15 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
         return
 
-    optimizer, static = make_optimizer(name, config), OPTIMIZERS[name].static
-    init = jax.jit(
-        functools.partial(init_params, task.model, config.seed),
-        out_shardings=NamedSharding(task.mesh, P()),
-    )
-    params = init()
-    opt_state = onebit_jax.init(optimizer, params, task.mesh)
-    train_step = onebit_jax.train_step(
-        pretraining_loss(task.model),
-        optimizer,
-        task.mesh,
-        accumulation=config.accumulation,
-        max_grad_norm=config.max_grad_norm,
-    )
-    batches = data.batches(
-        task.corpus,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
+    train_step, params, opt_state = _start(name, config, task)
+    batches = _batches(config, task)
     shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
 
     @functools.cache
-    def collectives(phase: str) -> list[wire.Collective]:
-        compiled = train_step.lower(*shapes, phase=static[phase]).compile()
-        return wire.collectives(compiled, task.mesh)
+    def collectives(phase: Phase) -> list[wire.Collective]:
+        return wire.collectives(train_step.lower(*shapes, phase=phase).compile(), task.mesh)
 
-    def bytes_sent(phase: str) -> int:
+    def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))
 
     synced = jax.jit(lambda state, params: state.synced_parameters(params))
@@ -113,15 +94,10 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
             for step in range(progress.step, config.steps):
                 done = step + 1
                 saving = done == config.steps or done % config.checkpoint_every == 0
-                phase = _known_phase(name, config, step, log.progress.frozen_at)
-                if saving and phase == "local":
-                    # Workers must have the same parameters where a run may go on from.
-                    phase = "sync"
                 batch = _to_mesh(next(batches), task.mesh)
-                params, opt_state, metrics = train_step(
-                    params, opt_state, batch, phase=static[phase] if phase else None
-                )
-                log.dispatched(step, phase, metrics)
+                phase = "sync" if saving and _takes_local_steps(name, config, step) else None
+                params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
+                log.dispatched(step, metrics)
                 stopping = stop.requested(step)
                 if stopping or saving:
                     progress = log.land()
@@ -132,11 +108,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
                 if stopping:
                     raise Stopped(name, done)
 
-    warmup = config.warmup
-    if warmup == "auto":
-        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
-    phase_of = OPTIMIZERS[name].phase_of
-    phases = list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
+    phases = _phases(name, config, progress)
     loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
         **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
@@ -149,6 +121,39 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     }
     if jax.process_index() == 0:
         result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _start(name: str, config: Config, task: Task) -> tuple[onebit_jax.TrainStep, Any, Any]:
+    """The training step, and parameters and optimizer state before the first one."""
+    optimizer = make_optimizer(name, config)
+    init = jax.jit(
+        functools.partial(init_params, task.model, config.seed),
+        out_shardings=NamedSharding(task.mesh, P()),
+    )
+    params = init()
+    train_step = onebit_jax.train_step(
+        pretraining_loss(task.model),
+        optimizer,
+        task.mesh,
+        accumulation=config.accumulation,
+        max_grad_norm=config.max_grad_norm,
+    )
+    return train_step, params, onebit_jax.init(optimizer, params, task.mesh)
+
+
+def _takes_local_steps(name: str, config: Config, step: int) -> bool:
+    """Whether step `step` may be local; where a run can go on from, workers must have met."""
+    warmup = config.warmup
+    return OPTIMIZERS[name].local_steps and warmup != "auto" and step >= warmup
+
+
+def _phases(name: str, config: Config, progress: Progress) -> list[Phase]:
+    """The phases of a finished run, in the order of their first steps."""
+    warmup = config.warmup
+    if warmup == "auto":
+        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
+    phase_of = OPTIMIZERS[name].phase_of
+    return list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
 
 
 def heldout_losses(
@@ -178,20 +183,15 @@ def heldout_losses(
     }
 
 
-def _known_phase(name: str, config: Config, step: int, frozen_at: int) -> str | None:
-    """The phase of step `step` where the host knows it, None where the device must decide.
-
-    Two programs may round differently, so which one runs must not depend on when metrics arrived
-    or where a run was resumed.
-    """
-    optimizer = OPTIMIZERS[name]
-    if config.warmup != "auto":
-        return optimizer.phase_of(step, config.warmup, config.steps)
-    if not optimizer.warms_up or step < config.schedule_warmup:
-        return optimizer.phase_of(step, config.schedule_warmup, config.steps)
-    # The log is one step behind: that v froze is sure to be known one step after the first
-    # compressed step.
-    return "compressed" if 0 <= frozen_at < step else None
+def _batches(config: Config, task: Task) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    return data.batches(
+        task.corpus,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
 
 
 def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

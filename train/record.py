@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its figures: machine, versions and the command."""
+"""What every program writes beside its figures: machine, versions and the command."""
 
 import dataclasses
 import importlib.metadata
@@ -42,7 +42,7 @@ def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> Non
 
     Args:
       path: the file.
-      options: the benchmark's options, a dataclass.
+      options: the program's options, a dataclass.
       figures: what was measured.
       *packages: whose versions matter besides jax's.
     """

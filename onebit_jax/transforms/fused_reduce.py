@@ -15,7 +15,7 @@ SUM, LEAST = (lax.add, 0.0), (lax.min, math.inf)
 _ROWS, _COLUMNS = 8, 16
 
 
-def fold(
+def fused_reduce(
     terms: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.Array], *kinds: Any
 ) -> tuple[jax.Array, ...]:
     """Sums, or finds the least of, several terms over all elements of some arrays.
@@ -31,7 +31,7 @@ def fold(
     Returns:
       A float32 scalar for each term.
 
-    >>> fold(lambda x, y: (x * y, x), [jnp.arange(1.0, 4.0), jnp.ones(3)], SUM, LEAST)
+    >>> fused_reduce(lambda x, y: (x * y, x), [jnp.arange(1.0, 4.0), jnp.ones(3)], SUM, LEAST)
     (Array(6., dtype=float32), Array(1., dtype=float32))
     """
     starts = tuple(jnp.float32(start) for _, start in kinds)

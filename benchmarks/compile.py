@@ -1,0 +1,101 @@
+"""How long steps take to compile, beside AdamW's.
+
+    python -m benchmarks.compile
+    python -m benchmarks.compile --tree matrices
+
+By default on the 206 tensors of BERT-Base. An optimizer's own programs come first: update and
+application, with a gradient for each tensor. The others are README's loop, `onebit_jax.train_step`
+with a trivial loss; it compiles each phase as it comes, so that a run compiles both. Seconds are
+the process's own on all cores, which other programs on the machine hardly change, and those of a
+clock; tracing and lowering to XLA's language are part of both. Nothing runs.
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from jax.sharding import Mesh
+
+from benchmarks import tasks
+from benchmarks.kinds import Kind, for_compilers
+from benchmarks.loops import Run, make_mesh
+from onebit_jax import validation
+from train import record
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compile."""
+
+    tree: tasks.Tree = "bert-base"
+    """The parameters of a BERT, or 16 matrices."""
+    workers: int = 2
+    """Workers, a device each; on CPUs the devices are simulated."""
+    rounds: int = 3
+    """How often each program is compiled."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/compile.json")
+    """File to write the figures to."""
+
+
+_DENSE, _IN_TRAIN_STEP = "AdamW with pmean", ", train_step"
+
+
+def programs() -> dict[str, Kind]:
+    """What is compiled."""
+    alone = for_compilers()
+    in_train_step = {
+        name + _IN_TRAIN_STEP: kind._replace(loop="train_step")
+        for name, kind in alone.items()
+        if name == _DENSE or kind.told
+    }
+    return alone | in_train_step
+
+
+def measure(tree: tasks.Tree, mesh: Mesh, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds that each program takes to compile, by the process's own clock and by the wall's."""
+    task = tasks.of_tree(tree, elements=2**26)
+    figures: dict[str, dict[str, list[float]]] = {}
+    # What the compiler does once in a process is not timed.
+    jax.jit(lambda x: x @ x + 1).lower(jnp.ones((8, 8))).compile()
+    for _ in range(rounds):
+        for name, kind in programs().items():
+            run = Run(kind, task, mesh)
+            jax.clear_caches()
+            process, wall = time.process_time(), time.perf_counter()
+            run.compile()
+            figure = figures.setdefault(name, {"process": [], "wall": []})
+            figure["process"].append(time.process_time() - process)
+            figure["wall"].append(time.perf_counter() - wall)
+    return figures
+
+
+def print_table(figures: dict[str, dict[str, Any]]) -> None:
+    """One line a program; ratios are of the process's own seconds, to the dense one in its loop."""
+    width = max(map(len, figures)) + 2
+    print(f"{'':{width}}{'process, s':>12}{'wall, s':>10}{'ratio':>8}")
+    medians = {name: statistics.median(figure["process"]) for name, figure in figures.items()}
+    for name, figure in figures.items():
+        dense = _DENSE + _IN_TRAIN_STEP if name.endswith(_IN_TRAIN_STEP) else _DENSE
+        wall = statistics.median(figure["wall"])
+        ratio = medians[name] / medians[dense]
+        print(f"{name:{width}}{medians[name]:12.2f}{wall:10.2f}{ratio:8.2f}")
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    validation.check_step_count("rounds", options.rounds, 1, "Give a whole number.")
+    jax.config.update("jax_num_cpu_devices", options.workers)
+    figures = measure(options.tree, make_mesh(options.workers), options.rounds)
+    print(f"{options.tree}, {options.workers} workers, {jax.devices()[0].device_kind}")
+    print_table(figures)
+    record.write(options.json, options, figures)
+    print(f"wrote {options.json}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

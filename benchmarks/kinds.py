@@ -1,0 +1,133 @@
+"""What is timed: optimizers, each in a phase and in one of the loops that a user may run it in."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import optax
+
+import onebit_jax
+from onebit_jax.transforms.phases import Phase
+
+AXIS = "workers"
+PAIR = ("node", "local")
+
+Loop = Literal["train_step", "own", "bare"]
+
+_COMPRESSING: tuple[Phase, ...] = ("warmup", "compression")
+
+
+class Kind(NamedTuple):
+    """One line of the table: an optimizer in a phase, in a loop.
+
+    Attributes:
+      make: the optimizer, whose warm-up, if any, ends after one update or never.
+      phases: of the updates to make, of which the last is timed, again and again.
+      loop: `"train_step"` is README's loop: :func:`onebit_jax.init`,
+        :func:`onebit_jax.train_step` with default arguments, and no look at the metrics. `"own"`
+        is a jitted `shard_map` of the user's own, with loss and gradients. `"bare"` is the same
+        without: the optimizer alone, whose gradients are there already.
+      told: whether the phase is passed in; else the step or the optimizer finds it out.
+      dense: the kind that it is compared with.
+      nodes_of_two: whether its axes are `PAIR`, with two devices a node.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    phases: tuple[Phase | None, ...] = (None,)
+    loop: Loop = "train_step"
+    told: bool = False
+    dense: str = "Adam with pmean"
+    nodes_of_two: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its mesh's axes."""
+        return PAIR if self.nodes_of_two else (AXIS,)
+
+    def alone(self, *, told: bool = False) -> "Kind":
+        """The optimizer alone, beside Adam alone."""
+        return self._replace(loop="bare", told=told, dense="Adam with pmean, bare optimizer")
+
+
+def dense(
+    optimizer: optax.GradientTransformation,
+    loop: Loop = "own",
+    mean: optax.GradientTransformation | None = None,
+) -> Kind:
+    """Any optimizer behind a mean, which is at full precision if none is given."""
+    mean = mean or onebit_jax.mean_gradients(AXIS)
+    return Kind(lambda: optax.chain(mean, optimizer), loop=loop)
+
+
+def onebit_adam(*, forever_dense: bool = False, **options: Any) -> Kind:
+    """1-bit Adam in compression, or in a warm-up that does not end."""
+    options = {"warmup": 10**9 if forever_dense else 1, "axis_name": AXIS} | options
+    phases: tuple[Phase, ...] = ("warmup",) if forever_dense else _COMPRESSING
+    return Kind(lambda: onebit_jax.onebit_adam(1e-4, **options), phases)
+
+
+def _zero_one_adam(phase: Phase) -> Kind:
+    # By the published step sets every update for a long time is a sync.
+    steps: dict[str, Any] = {"sync_steps": lambda count: count < 0} if phase == "local" else {}
+    return Kind(
+        lambda: onebit_jax.zero_one_adam(1e-4, variance_freeze=1, axis_name=AXIS, **steps),
+        ("warmup", phase),
+    )
+
+
+def _birder(**options: Any) -> Kind:
+    # Its first update counts as warm-up: coordinates at rest are found then.
+    return Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS, **options), _COMPRESSING)
+
+
+def _onebit_lamb(**options: Any) -> Kind:
+    options = {"weight_decay": 0.01, "axis_name": AXIS} | options
+    return Kind(
+        lambda: onebit_jax.onebit_lamb(1e-4, **options), _COMPRESSING, dense="LAMB with pmean"
+    )
+
+
+def for_compilers() -> dict[str, Kind]:
+    """AdamW and 1-bit Adam with the same decay, alone, in all the programs that 1-bit Adam has."""
+    onebit = onebit_adam(weight_decay=1e-4).alone(told=True)
+    return {
+        "AdamW with pmean": dense(optax.adamw(1e-4, weight_decay=1e-4)).alone(),
+        "1-bit Adam, warm-up": onebit._replace(phases=("warmup",)),
+        "1-bit Adam, compression": onebit._replace(phases=("compression",)),
+        "1-bit Adam, all phases": onebit._replace(told=False),
+    }
+
+
+def kinds() -> dict[str, Kind]:
+    """All kinds by name; README's loop first, beside the dense step that a user would write."""
+    adam, lamb = optax.adam(1e-4), optax.lamb(1e-4, weight_decay=0.01)
+    onebit, forever_dense = onebit_adam(), onebit_adam(forever_dense=True)
+    return {
+        "Adam with pmean": dense(adam),
+        "Adam with pmean, train_step": dense(adam, "train_step"),
+        "1-bit Adam": onebit,
+        "1-bit Adam, phase given": onebit._replace(told=True),
+        "1-bit Adam, warm-up": forever_dense,
+        "1-bit Adam, own loop": onebit._replace(loop="own"),
+        "1-bit Adam, own loop, phase given": onebit._replace(loop="own", told=True),
+        "Adam with pmean, bare optimizer": dense(adam).alone(),
+        "1-bit Adam, bare optimizer": onebit.alone(),
+        "1-bit Adam, bare optimizer, phase given": onebit.alone(told=True),
+        "1-bit Adam, warm-up, bare optimizer": forever_dense.alone(told=True),
+        "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
+        "Adam, no exchange": Kind(lambda: adam, loop="own"),
+        "1-bit Adam, bfloat16 residuals": onebit_adam(residual_dtype="bfloat16"),
+        "1-bit Adam, nodes of two": onebit_adam(axis_name=PAIR)._replace(nodes_of_two=True),
+        "LAMB with pmean": dense(lamb),
+        "1-bit LAMB, warm-up": _onebit_lamb(warmup=10**9)._replace(phases=("warmup",)),
+        "1-bit LAMB": _onebit_lamb(warmup=1),
+        "0/1 Adam, sync": _zero_one_adam("sync"),
+        "0/1 Adam, local": _zero_one_adam("local"),
+        "Birder": _birder(),
+        "Birder, votes": _birder(transport="votes"),
+        "Signum": Kind(lambda: onebit_jax.signum(1e-4, axis_name=AXIS)),
+        "Distributed Lion": Kind(lambda: onebit_jax.distributed_lion(1e-4, axis_name=AXIS)),
+        "EF sign SGD": Kind(lambda: onebit_jax.ef_signsgd(1e-4, axis_name=AXIS)),
+        "compressed_mean, Adam": Kind(
+            lambda: optax.chain(onebit_jax.compressed_mean(AXIS), adam),
+        ),
+    }

@@ -1,0 +1,164 @@
+"""Refuses programs in which workers would wait for each other for ever.
+
+A collective under a condition that is true on some workers and false on others never ends. What
+each value of a program varies over is followed from its inputs on: those that are sharded, and a
+worker's own index, vary over the mesh axes; what ``psum`` or ``all_gather`` return does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+Axes = frozenset[str]
+
+# Their results are the same on all workers along their axes; those of the others are not.
+_EQUALIZING = frozenset(
+    {
+        "psum",
+        "psum_invariant",
+        "unreduced_psum",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+    }
+)
+_COLLECTIVES = _EQUALIZING | {
+    "all_to_all",
+    "ragged_all_to_all",
+    "ppermute",
+    "pbroadcast",
+    "reduce_scatter",
+    "unreduced_reduce_scatter",
+}
+
+
+def check_collectives(jaxpr: Jaxpr) -> None:
+    """Checks a program that maps over workers by ``jax.shard_map``.
+
+    Args:
+      jaxpr: the program outside of the map, of a ``jax.stages.Traced`` say.
+
+    Raises:
+      ValueError: for a collective under a condition that workers need not share.
+    """
+    _flow(jaxpr, [Axes()] * len(jaxpr.invars))
+
+
+def _flow(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+    """What the results of a program vary over, of what its arguments do."""
+    varies: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def of(atom: Any) -> Axes:
+        return Axes() if isinstance(atom, Literal) else varies.get(atom, Axes())
+
+    for eqn in jaxpr.eqns:
+        results = _results(eqn, [of(x) for x in eqn.invars])
+        varies.update(zip(eqn.outvars, results, strict=True))
+    return [of(x) for x in jaxpr.outvars]
+
+
+def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "shard_map":
+        specs = zip(given, params["in_specs"], strict=True)
+        return _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
+    if name == "cond":
+        branches = [_open(branch) for branch in params["branches"]]
+        _check_condition(given[0], *branches)
+        by_branch = [_flow(branch, given[1:]) for branch in branches]
+        return [given[0].union(*results) for results in zip(*by_branch, strict=True)]
+    if name == "while":
+        return _while(params, given)
+    if name == "scan":
+        constants, body = params["num_consts"], _open(params["jaxpr"])
+        end = constants + params["num_carry"]
+        carried = _carried(body, given[:constants], given[constants:end], given[end:])
+        return _flow(body, [*given[:constants], *carried, *given[end:]])
+    if name == "optimization_barrier":
+        return given
+    everything = Axes().union(*given)
+    if name == "axis_index":
+        everything = _names(params["axis_name"])
+    elif name in _EQUALIZING and params.get("axis_index_groups") is None:
+        everything -= _axes(eqn)
+    elif name in _COLLECTIVES:
+        everything |= _axes(eqn)
+    else:
+        inner = [sub for value in params.values() for sub in _programs(value)]
+        if len(inner) == 1 and len(inner[0].invars) == len(given):
+            results = _flow(inner[0], given)
+            if len(results) == len(eqn.outvars):
+                return results
+    return [everything] * len(eqn.outvars)
+
+
+def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
+    of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+    start = of_condition + of_body
+    condition, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+    carried = _carried(body, given[of_condition:start], given[start:], [])
+    [predicate] = _flow(condition, [*given[:of_condition], *carried])
+    _check_condition(predicate, condition, body)
+    # Results do not count as varying with the number of turns: in_place.materialize passes arrays
+    # through loops that no worker takes, of which the program must not know that.
+    return carried
+
+
+def _carried(
+    body: Jaxpr, constants: list[Axes], carried: list[Axes], others: list[Axes]
+) -> list[Axes]:
+    """What the values that a loop carries vary over after any number of turns."""
+    while True:
+        results = _flow(body, [*constants, *carried, *others])
+        after = [x | y for x, y in zip(carried, results, strict=False)]
+        if after == carried:
+            return carried
+        carried = after
+
+
+def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
+    for eqn in _collectives(programs):
+        if shared := predicate & _axes(eqn):
+            raise ValueError(
+                f"a {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
+                f"that workers along {sorted(shared)} need not share, such as one on a worker's "
+                f"own gradients (optax.apply_if_finite around an optimizer that averages over "
+                f"workers has one): they would wait for each other for ever. Make the condition "
+                f"of values that are equal on all workers, by jax.lax.pmin of a flag, say; or let "
+                f"it stand behind the average, as in optax.chain(onebit_jax.mean_gradients(axis), "
+                f"optax.apply_if_finite(optax.adamw(1e-3), 3))."
+            )
+
+
+def _collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+    for jaxpr in programs:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in _COLLECTIVES:
+                yield eqn
+            for value in eqn.params.values():
+                yield from _collectives(_programs(value))
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    """A program without the constants that may be bound to it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _programs(value: Any) -> list[Jaxpr]:
+    """The programs in a parameter of an equation."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [x for x in map(_open, values) if isinstance(x, Jaxpr)]
+
+
+def _axes(eqn: Any) -> Axes:
+    return _names(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
+
+
+def _names(entries: Any) -> Axes:
+    """The names of axes in a partition spec or a parameter: strings, alone or in tuples."""
+    if isinstance(entries, str):
+        return Axes({entries})
+    return Axes().union(*map(_names, entries)) if isinstance(entries, (tuple, list)) else Axes()

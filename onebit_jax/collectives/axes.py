@@ -1,0 +1,97 @@
+"""The mesh axes that the workers of an exchange lie along."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+
+class Axes(NamedTuple):
+    """The bound axes that an exchange runs along, with their sizes; from :func:`bound_axes`.
+
+    Attributes:
+      node: the axis that bits travel along; in the flat form, the only one.
+      local: the axis of a node's devices; None in the flat form, where a worker is its own node.
+      nodes: number of nodes, ``N``.
+      per_node: devices in each, ``L``; 1 in the flat form.
+    """
+
+    node: str
+    local: str | None
+    nodes: int
+    per_node: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes that all workers lie along."""
+        return (self.node,) if self.local is None else (self.node, self.local)
+
+    @property
+    def single_node(self) -> bool:
+        """Whether nothing has to cross between nodes, so that by choice nothing is compressed."""
+        return self.nodes == 1 and self.local is not None
+
+    @property
+    def workers(self) -> int:
+        """Number of devices in all, ``n``."""
+        return self.nodes * self.per_node
+
+
+def bound_axis_size(axis_name: Any) -> int:
+    """The number of workers along a bound axis; ``ValueError`` where the name is not bound."""
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name={axis_name!r} must be the name of one axis, a str.")
+    return bound_axes(axis_name).workers
+
+
+def bound_axes(axis_name: Any) -> Axes:
+    """The axes of an exchange.
+
+    Args:
+      axis_name: the name of one axis, or a pair ``(node_axis, local_axis)``. Where nodes have one
+        device each, the pair is the node axis alone.
+
+    Raises:
+      ValueError: for anything else, for a name that is not bound, and where this program has
+        devices along another axis besides.
+    """
+    names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
+    pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
+    if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
+        raise ValueError(
+            f"axis_name={axis_name!r} must be the name of one axis, a str, or a pair of two "
+            f"different ones, (node_axis, local_axis), for the hierarchical exchange."
+        )
+    sizes = [_bound_size(axis_name, name) for name in names]
+    others = [
+        name
+        for name in jax.sharding.get_abstract_mesh().manual_axes
+        if name not in names and lax.axis_size(name) > 1
+    ]
+    if others:
+        raise ValueError(
+            f"axis_name={axis_name!r} leaves out the axes {others}, along which this program has "
+            f"devices too: their replicas would silently diverge. Give a pair of axes "
+            f"(node_axis, local_axis), or make a mesh of one axis; an axis that parameters are "
+            f"split along is the compiler's: leave it out of shard_map's axis_names."
+        )
+    if not pair:
+        return Axes(names[0], None, sizes[0], 1)
+    nodes, per_node = sizes
+    if per_node == 1 and nodes > 1:
+        return Axes(names[0], None, nodes, 1)
+    return Axes(names[0], names[1], nodes, per_node)
+
+
+def _bound_size(axis_name: Any, name: str) -> int:
+    try:
+        return lax.axis_size(name)
+    except NameError:
+        bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+        here = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
+        which = "" if axis_name == name else f": {name!r}"
+        raise ValueError(
+            f"axis_name={axis_name!r}{which} is not bound ({here}). Call init and update inside "
+            f"jax.shard_map over a mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with "
+            f"axis_name={name!r}; outside of them use onebit_jax.init and onebit_jax.train_step."
+        ) from None

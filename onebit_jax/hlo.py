@@ -1,0 +1,191 @@
+"""The text of an HLO module, as far as it says what devices exchange."""
+
+import collections
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVES = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
+)
+
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[a-z][\w\-]*)"
+    r"\((?P<operands>.*?)\)(?P<attributes>$|, .*)"
+)
+_ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,<=]*)\](?:\{(?P<layout>[^}]*)\})?")
+
+
+class Instruction(NamedTuple):
+    """A line of a computation.
+
+    Attributes:
+        type: of its result: an array's, or a tuple's.
+        op: such as "all-reduce" or "while".
+        operands: the names of what it takes, of the same computation.
+        attributes: what follows them.
+    """
+
+    type: str
+    op: str
+    operands: list[str]
+    attributes: str
+
+    def callees(self, key: str) -> list[str]:
+        """The computations that an attribute such as `body=%a` or `calls={%a, %b}` names.
+
+        Args:
+            key: the attribute's name, a regular expression.
+        """
+        found = re.search(rf", {key}=(?:\{{([^}}]*)\}}|([^\s,]+))", self.attributes)
+        names = (found[1] or found[2]).split(",") if found else []
+        return [name.strip().lstrip("%") for name in names]
+
+    def trip_count(self) -> int | None:
+        """How often a loop's body runs, where the program states it."""
+        stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
+        return int(stated[1]) if stated else None
+
+
+class Module:
+    """A module, taken apart into computations.
+
+    Attributes:
+        entry: the name of the computation that runs; "" if the text is no module.
+        computations: their instructions, each by its name.
+        devices: how many the program runs on; None if it does not say.
+    """
+
+    def __init__(self, text: str):
+        self.entry = ""
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self._roots: dict[str, Instruction] = {}
+        computation, current = "", {}
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            if match := _COMPUTATION.match(line):
+                computation = match["name"]
+                current = self.computations[computation] = {}
+                if match["entry"]:
+                    self.entry = computation
+            elif match := _INSTRUCTION.match(line):
+                # Operands may carry their types in front; names come last.
+                operands = [o.split()[-1].lstrip("%") for o in match["operands"].split(", ") if o]
+                instruction = Instruction(match["type"], match["op"], operands, match["attributes"])
+                current[match["name"]] = instruction
+                if match["root"]:
+                    self._roots[computation] = instruction
+        # Programs that are only lowered do not print how many devices they are for.
+        header = re.search(r"^HloModule .*", text, re.MULTILINE)
+        counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header[0] if header else "")
+        self.devices = math.prod(map(int, counts)) if counts else None
+
+    def at_most_one_turn(self, loop: Instruction) -> bool:
+        """Whether the body leaves false where the condition looks: a choice, in a loop's form."""
+        [condition], [body] = loop.callees("condition"), loop.callees("body")
+        tested, left = self._roots[condition], self._roots[body]
+        place = re.match(r", index=(\d+)", tested.attributes)
+        if tested.op != "get-tuple-element" or left.op != "tuple" or not place:
+            return False
+        value = self.computations[body][left.operands[int(place[1])]]
+        while value.op == "copy":
+            value = self.computations[body][value.operands[0]]
+        return value.op == "constant" and value.operands == ["false"]
+
+    def operand_bytes(self, computation: str, instruction: Instruction) -> dict[str, int]:
+        """The size of what an instruction takes, by HLO's names for its dtypes."""
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for name in instruction.operands:
+            for array in _ARRAY.finditer(self.computations[computation][name].type):
+                sizes[array["dtype"]] += _array_bytes(array)
+        return sizes
+
+
+def _array_bytes(array: re.Match[str]) -> int:
+    """Bytes of an array; elements below a byte take a whole one unless the layout packs them."""
+    packed = re.search(r"E\((\d+)\)", array["layout"] or "")
+    width = re.search(r"\d+", array["dtype"])
+    bits = int(packed[1]) if packed else max(8, int(width[0]) if width else 8)
+    elements = math.prod(int(size.lstrip("<=")) for size in array["shape"].split(",") if size)
+    return -(-elements * bits // 8)
+
+
+def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
+    """Who takes part together in a collective, by position in the program's device assignment.
+
+    Args:
+        op: the collective, without "-start".
+        attributes: its attributes.
+        devices: how many the program runs on; None if that is not known.
+
+    Raises:
+        ValueError: that must be known and is not, or the groups are in a form that is new.
+    """
+    if op == "collective-permute":
+        return _connected(_lists(attributes.partition("source_target_pairs=")[2]))
+    # Without global ids these name replicas, each with all its partitions; JAX has one replica.
+    whole_replicas = (
+        op in ("all-gather", "all-reduce", "reduce-scatter")
+        and "channel_id=" in attributes
+        and "use_global_device_ids=true" not in attributes
+    )
+    text = attributes.partition("replica_groups=")[2] or "{}"
+    if whole_replicas or text.startswith("{}"):
+        if devices is None:
+            raise ValueError(
+                f"mesh is None and the program does not say how many devices its {op} runs on; "
+                "give the mesh"
+            )
+        return [list(range(devices))]
+    if text.startswith("{{"):
+        return _lists(text)
+    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, tiles, order = ([int(i) for i in (g or "").split(",") if i] for g in match.groups())
+        positions = np.arange(math.prod(tiles)).reshape(tiles)
+        return positions.transpose(order or None).reshape(shape).tolist()
+    if match := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']*',?)*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
+        names = list(sizes)
+        axes = [names.index(name) for name in match[2].split(",") if name]
+        return groups_along(tuple(sizes.values()), axes)
+    raise ValueError(
+        f"replica_groups={text:.60} of the {op} is in no form that is known here; "
+        "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
+    )
+
+
+def groups_along(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
+    """The groups of positions in a mesh of these sizes that differ along `axes` only.
+
+    >>> groups_along((2, 3), [0])
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    rest = [axis for axis in range(len(sizes)) if axis not in axes]
+    positions = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *axes)
+    return positions.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()
+
+
+def _lists(text: str) -> list[list[int]]:
+    """`{{0,1},{2,3}}` at the start of the text, as lists."""
+    lists = re.match(r"\{(?:\{[\d,]*\},?)*\}", text)
+    found = re.findall(r"\{([\d,]+)\}", lists[0] if lists else "")
+    return [[int(member) for member in group.split(",")] for group in found]
+
+
+def _connected(pairs: list[list[int]]) -> list[list[int]]:
+    joined: list[set[int]] = []
+    for pair in map(set, pairs):
+        touched = [group for group in joined if group & pair]
+        joined = [group for group in joined if not group & pair] + [pair.union(*touched)]
+    return [sorted(group) for group in joined]

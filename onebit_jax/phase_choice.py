@@ -1,0 +1,156 @@
+"""Which phase a training step is compiled for: chosen on the host, made sure of on the device."""
+
+import collections
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress
+
+# Stands for -1 in the states that an update is given: one that a wrapper such as optax.MultiSteps
+# passes over would leave the -1 of a refusal.
+_NOT_MADE = -2
+
+# The columns of an outlook.
+_REFUSED, _COUNT, _NEXT, _AFTER_NEXT = range(2 + OUTLOOK)
+
+
+def _is_progress(node: Any) -> bool:
+    return isinstance(node, Progress)
+
+
+def _has_progress(node: Any) -> bool:
+    return _is_progress(getattr(node, "progress", None))
+
+
+def progress_of(opt_state: optax.OptState) -> list[Progress]:
+    """The accounts of all optimizers in a state that have phases."""
+    return list(filter(_is_progress, jax.tree.leaves(opt_state, is_leaf=_is_progress)))
+
+
+def _replace_phase(opt_state: optax.OptState, replace: Any) -> optax.OptState:
+    return jax.tree.map(
+        lambda node: node._replace(phase=replace(node.phase)) if _is_progress(node) else node,
+        opt_state,
+        is_leaf=_is_progress,
+    )
+
+
+class Updated(NamedTuple):
+    """What :func:`update` returns.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the optimizer's state.
+      outlook: what :class:`PhaseChoice` reads, for each optimizer that has phases: whether it
+        refused, its number of updates made, and the phases of the next; int32 ``[optimizers, 4]``.
+    """
+
+    params: optax.Params
+    opt_state: optax.OptState
+    outlook: jax.Array
+
+
+def update(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    phase: Phase | None,
+) -> Updated:
+    """Updates parameters and state; a phase that is not the state's own changes neither."""
+    marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
+    updates, new_state = tx.update(grads, marked, params, phase=phase)
+    new_params = optax.apply_updates(params, updates)
+    refusals = [node.phase == -1 for node in progress_of(new_state)]
+    if phase is not None and refusals:
+        refused = jnp.any(jnp.stack(refusals))
+
+        def kept(new: Any, old: Any) -> Any:
+            # One that refused has left its own state as it was, without a copy. Of several, another
+            # may have accepted.
+            if _has_progress(new) and len(refusals) == 1:
+                return new
+            return jax.tree.map(lambda x, y: jnp.where(refused, y, x), new, old)
+
+        new_params = kept(new_params, params)
+        new_state = jax.tree.map(kept, new_state, opt_state, is_leaf=_has_progress)
+        new_state = _replace_phase(new_state, lambda x: jnp.where(refused, -1, x))
+    new_state = _replace_phase(new_state, lambda x: jnp.maximum(x, -1))
+    rows = [
+        jnp.stack([refusal, node.count, *node.upcoming])
+        for refusal, node in zip(refusals, progress_of(new_state), strict=True)
+    ]
+    outlook = jnp.stack(rows) if rows else jnp.zeros((0, 2 + OUTLOOK), jnp.int32)
+    return Updated(new_params, new_state, outlook)
+
+
+class PhaseChoice:
+    """Finds out the phase of the next update without waiting for the one in flight.
+
+    It reads the outlook of the update before the last, which so is over: no more than one is in
+    flight when another is dispatched, and where nobody else waits that bounds the queue. That
+    outlook tells the phase of the last update and, if that was made, of the next. Where both are
+    the same it does not matter whether it was: ``optax.MultiSteps`` passes over some. Elsewhere, at
+    a change of phase or where warm-up may end by itself, the last update is waited for. Outlooks
+    are equal on all processes, so all choose the same program.
+    """
+
+    def __init__(self):
+        self._counts: list[Any] = []
+        self._recent: collections.deque[tuple[jax.Array, Phase | None]] = collections.deque(
+            maxlen=2
+        )
+
+    def choose(self, opt_state: optax.OptState, given: Phase | None) -> Phase | None:
+        """The phase to compile the next update for; None for all of them.
+
+        Args:
+          opt_state: the state that is to be updated, whether or not an update here returned it.
+          given: what the user says, which is taken as it is.
+
+        Raises:
+          ValueError: if the last updates show that one was refused.
+        """
+        nodes = progress_of(opt_state)
+        counts = [node.count for node in nodes]
+        # A state that no update here has returned has no outlook but its own.
+        if list(map(id, counts)) != list(map(id, self._counts)):
+            self._recent.clear()
+        known = self._read(0) if self._recent else None
+        if given is not None or not nodes:
+            return given
+        if known is None:
+            upcoming = [int(np.asarray(node.upcoming)[0]) for node in nodes]
+        else:
+            if len(self._recent) == 2 and np.any(known[:, _NEXT] != known[:, _AFTER_NEXT]):
+                known = self._read(1)
+            upcoming = known[:, _NEXT].tolist()
+        return PHASES[upcoming[0]] if len(set(upcoming)) == 1 else None
+
+    def observe(self, opt_state: optax.OptState, outlook: jax.Array, phase: Phase | None) -> None:
+        """Takes note of an update that was dispatched.
+
+        Args:
+          opt_state: the state that it returns.
+          outlook: what it returns beside it.
+          phase: what it was compiled for.
+        """
+        self._counts = [node.count for node in progress_of(opt_state)]
+        self._recent.append((outlook, phase))
+
+    def _read(self, which: int) -> np.ndarray:
+        outlook, phase = self._recent[which]
+        rows = np.asarray(outlook)
+        for row in rows[rows[:, _REFUSED] > 0]:
+            self._recent.clear()
+            raise ValueError(
+                f"phase={phase!r} was given, but the optimizer's update {row[_COUNT] + 1} is in "
+                f"{PHASES[row[_NEXT]]!r}: parameters and state were left as they were. Go on from "
+                f"those that the step returned, and leave phase out: the step finds it out by "
+                f"itself."
+            )
+        return rows

@@ -1,0 +1,112 @@
+"""From predictions to advice: whether one bit pays, and below which bandwidth."""
+
+import math
+from typing import NamedTuple
+
+from onebit_jax.plan.model import Prediction, Setting, check, predict
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer
+from onebit_jax.plan.quantities import format_rate
+
+# A gain below the first is within what the model leaves out; below the second it is none.
+_WORTHWHILE, _NONE = 1.1, 1.02
+
+
+class Plan(NamedTuple):
+    """A table of predictions and what follows from it.
+
+    Attributes:
+      setting: what was asked.
+      dense: predictions for float32 and bfloat16, in this order.
+      onebit: predictions for each of :data:`~onebit_jax.plan.optimizers.ONEBIT`.
+      thresholds: for each one-bit optimizer's name, the bandwidths in bit/s below which a run ends
+        sooner than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
+      advice: one or more sentences.
+    """
+
+    setting: Setting
+    dense: tuple[Prediction, ...]
+    onebit: tuple[Prediction, ...]
+    thresholds: dict[str, tuple[float, float]]
+    advice: str
+
+
+def plan(setting: Setting) -> Plan:
+    """Predicts what each optimizer would make of a run.
+
+    Args:
+      setting: the run and the machines.
+
+    Raises:
+      ValueError: for a field outside its range, or a calibration without a kind that is needed.
+
+    >>> setting = Setting(
+    ...     parameters=340_000_000,
+    ...     workers=64,
+    ...     per_node=4,
+    ...     bandwidth=10e9,
+    ...     step_time=0.45,
+    ...     steps=150_000,
+    ... )
+    >>> print(plan(setting).advice)
+    1-bit Adam, hierarchical, ends 1.7 times sooner than dense bfloat16 here: use it.
+    """
+    check(setting)
+    dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
+    onebit = tuple(predict(optimizer, setting) for optimizer in ONEBIT)
+    thresholds = {
+        optimizer.name: (
+            _threshold(optimizer, FLOAT32, setting),
+            _threshold(optimizer, BFLOAT16, setting),
+        )
+        for optimizer in ONEBIT
+    }
+    advice = _advice(setting, dense[1], onebit, thresholds)
+    return Plan(setting, dense, onebit, thresholds, advice)
+
+
+def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> float:
+    """The bandwidth below which a run ends sooner; ``inf`` if at any, 0 if below none."""
+
+    def sooner(exponent: float) -> bool:
+        at = setting._replace(bandwidth=10**exponent)
+        return predict(optimizer, at).run < predict(dense, at).run
+
+    # A search, not a bisection from end to end: where the local links come to limit the dense
+    # exchange first, one bit may lose in between and win again. From a bit to an exabit a second.
+    steps_a_decade = 20
+    exponents = (i / steps_a_decade for i in range(18 * steps_a_decade + 1))
+    high = next((exponent for exponent in exponents if not sooner(exponent)), math.inf)
+    if high in (0, math.inf):
+        return high
+    low = high - 1 / steps_a_decade
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sooner(middle) else (low, middle)
+    return 10**low
+
+
+def _advice(
+    setting: Setting,
+    dense: Prediction,
+    onebit: tuple[Prediction, ...],
+    thresholds: dict[str, tuple[float, float]],
+) -> str:
+    best = min((p for p in onebit if p.optimizer.advised), key=lambda p: p.run)
+    name, gain = best.optimizer.name, dense.run / best.run
+    against = dense.optimizer.name
+    if gain >= _WORTHWHILE:
+        sentences = [f"{name}, ends {gain:.1f} times sooner than {against} here: use it."]
+    else:
+        verdict = "Hardly worth it" if gain > _NONE else "Do not use it"
+        change = f"{abs(1 - 1 / gain):.1%} {'sooner' if gain > 1 else 'later'}"
+        # A calibration's noise can make an exchange's work seem to take less than nothing.
+        most = max(1.0, dense.step / setting.step_time)
+        sentences = [
+            f"{verdict}: {name}, would end {change} than {against}.",
+            f"The exchange is {1 - 1 / most:.0%} of a {against} step: no compression could end "
+            f"more than {most:.2f} times sooner.",
+        ]
+        below = thresholds[name][1]
+        if gain <= 1 and 0 < below < math.inf:
+            sentences.append(f"It would end sooner below {format_rate(below)}.")
+    return " ".join(sentences).replace("%", " %")

@@ -1,0 +1,211 @@
+r"""The model: how long a step and a run take, and what they send.
+
+There are :math:`n` workers on :math:`N` nodes of :math:`L` devices, :math:`d` parameters and
+:math:`b` bytes a parameter on the wire. Each exchange is one or more collectives, one after
+another, and a collective takes as long as the busier of two links, plus its messages' latency:
+
+.. math::
+
+    t = \max\left(\frac{\text{bytes through a node's card}}{\text{bandwidth}},
+                  \frac{\text{bytes a device sends inside its node}}{\text{local bandwidth}}\right)
+        + \frac{\text{bytes through a node's card}}{\text{host bandwidth}}
+        + \text{messages} \cdot \text{latency}
+
+===================  ===========================  =======================  =============
+collective           through a card               inside, a device         messages
+===================  ===========================  =======================  =============
+dense all-reduce     :math:`2 (N-1)/N \; b d`     :math:`2 (L-1)/L \; bd`  :math:`2(N-1)`
+flat all-to-all      :math:`L (n-L)/n \; b d`     :math:`(L-1)/n \; b d`   :math:`n-L`
+flat all-gather      :math:`(n-1)/n \; b d`       :math:`(n-1)/n \; b d`   :math:`N-1`
+local reduce-scatter                              :math:`(L-1)/L \; 4 d`
+EC1 between nodes    :math:`2 (N-1)/N \; b d`                              :math:`2(N-1)`
+local all-gather                                  :math:`(L-1)/L \; b d`
+===================  ===========================  =======================  =============
+
+The last three are the hierarchical exchange, which with one device a node is the flat one, and on
+one node the dense one in float32. Inside one node nothing crosses a card and latency is left out.
+The dense all-reduce is given the least that any all-reduce can send between nodes, and the one-bit
+exchange what the collectives of XLA send, so that in doubt dense comes out ahead.
+
+A step is its own compute, the exchange, and the work that the exchange makes on each device; none
+of them overlap. A run is its warm-up, dense in float32, and the steps after it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from onebit_jax.plan import calibration
+from onebit_jax.plan.optimizers import FLOAT32_BYTES, Optimizer
+
+
+class Setting(NamedTuple):
+    """A training run and the machines it is for. Every bandwidth is in bit/s, each way.
+
+    Attributes:
+      parameters: of the model.
+      workers: devices that train, one replica each.
+      bandwidth: of one node's network card.
+      step_time: seconds of a step's own compute: forward, backward and Adam, without exchange.
+      steps: of the run.
+      warmup: share of them that a one-bit optimizer makes dense.
+      per_node: devices that share a card.
+      latency: seconds that one message takes between nodes, however small it is.
+      local_bandwidth: between the devices of a node; the default is PCIe 4.0 x16's 25 GB/s.
+      memory_bandwidth: of one device; the default is 1 TB/s. A calibration replaces it.
+      efficiency: the share of ``bandwidth`` that a collective reaches.
+      host_bandwidth: at which a node's own software moves bytes between its memory and its card:
+        copies and system calls of sockets, which come on top of the wire. Infinite where the
+        card reads memory by itself, as RDMA does.
+      calibration: seconds an element of each kind of step, from
+        :func:`~onebit_jax.plan.calibration.read_calibration`.
+    """
+
+    parameters: int
+    workers: int
+    bandwidth: float
+    step_time: float
+    steps: int
+    warmup: float = 0.15
+    per_node: int = 1
+    latency: float = 50e-6
+    local_bandwidth: float = 200e9
+    memory_bandwidth: float = 8e12
+    efficiency: float = 1.0
+    host_bandwidth: float = math.inf
+    calibration: Mapping[str, float] | None = None
+
+
+class Prediction(NamedTuple):
+    """What is predicted of one optimizer. Bytes are those through one node's card, one way.
+
+    Attributes:
+      optimizer: the row it is for.
+      exchange: seconds of an exchange, after the warm-up if there is one.
+      work: seconds of the work on each device that an exchange brings with it.
+      step: seconds of a step after the warm-up, on average.
+      warmup_step: seconds of a warm-up step; None without a warm-up.
+      run: seconds of the whole run.
+      step_bytes: bytes of a step after the warm-up, on average.
+      run_bytes: bytes of the whole run.
+    """
+
+    optimizer: Optimizer
+    exchange: float
+    work: float
+    step: float
+    warmup_step: float | None
+    run: float
+    step_bytes: float
+    run_bytes: float
+
+
+class _Collective(NamedTuple):
+    """Bytes through a node's card, bytes a device sends inside its node, messages between nodes."""
+
+    card: float
+    inside: float
+    messages: int
+
+
+def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
+    """Predicts a run with one optimizer; the setting is not checked (:func:`check`)."""
+    collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
+    exchange = _seconds(collectives, setting)
+    work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
+    step = setting.step_time + optimizer.rounds * (exchange + work)
+    step_bytes = optimizer.rounds * sum(c.card for c in collectives)
+    if not optimizer.warmup:
+        run, run_bytes = setting.steps * step, setting.steps * step_bytes
+        return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
+    dense = _collectives("dense", FLOAT32_BYTES, setting)
+    warmup_step = (
+        setting.step_time
+        + _seconds(dense, setting)
+        + _work(f"{optimizer.benchmark}, warm-up", 0.0, setting)
+    )
+    share, steps = setting.warmup, setting.steps
+    run = steps * (share * warmup_step + (1 - share) * step)
+    run_bytes = steps * (share * sum(c.card for c in dense) + (1 - share) * step_bytes)
+    return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
+
+
+def _collectives(
+    exchange: Literal["dense", "flat", "hierarchical"], bytes_per_parameter: float, setting: Setting
+) -> list[_Collective]:
+    """The module's table, for one exchange."""
+    n, L = setting.workers, setting.per_node
+    N = n // L
+    size = setting.parameters * bytes_per_parameter
+    full = setting.parameters * FLOAT32_BYTES
+    between = _Collective(2 * (N - 1) / N * size, 0.0, 2 * (N - 1))
+    if exchange == "dense":
+        return [between._replace(inside=2 * (L - 1) / L * size)]
+    if exchange == "hierarchical" and N == 1:
+        return [_Collective(0.0, 2 * (L - 1) / L * full, 0)]
+    if exchange == "hierarchical" and L > 1:
+        return [
+            _Collective(0.0, (L - 1) / L * full, 0),
+            between,
+            _Collective(0.0, (L - 1) / L * size, 0),
+        ]
+    # An all-to-all fuses nothing: each device sends through the card for itself. A ring goes
+    # through it once, whatever the number of devices behind it.
+    ring = (n - 1) / n * size
+    return [
+        _Collective(L * (n - L) / n * size, (L - 1) / n * size, n - L),
+        _Collective(ring if N > 1 else 0.0, ring if L > 1 else 0.0, N - 1),
+    ]
+
+
+def _seconds(collectives: list[_Collective], setting: Setting) -> float:
+    return sum(
+        max(
+            8 * c.card / (setting.bandwidth * setting.efficiency),
+            8 * c.inside / setting.local_bandwidth,
+        )
+        + 8 * c.card / setting.host_bandwidth
+        + c.messages * setting.latency
+        for c in collectives
+    )
+
+
+def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
+    """Seconds a device works for an exchange, beyond Adam's update: measured, or memory's."""
+    if setting.calibration is None:
+        return 8 * setting.parameters * encoding_bytes / setting.memory_bandwidth
+    extra = setting.calibration[benchmark] - setting.calibration[calibration.ADAM_ALONE]
+    return setting.parameters * extra
+
+
+def check(setting: Setting) -> None:
+    """Raises ``ValueError`` for a field outside its range, or a calibration that lacks a kind."""
+
+    def number(field: str, holds: Callable[[float], bool], expected: str) -> None:
+        value = getattr(setting, field)
+        if not isinstance(value, (int, float)) or not holds(value):
+            raise ValueError(f"{field}={value!r} must be {expected}.")
+
+    for field, least, mend in (
+        ("parameters", 1, "the parameters of the model"),
+        ("workers", 2, "a single worker exchanges nothing and gains nothing"),
+        ("per_node", 1, "the devices that share a network card"),
+        ("steps", 1, "the steps of the run"),
+    ):
+        value = getattr(setting, field)
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{field}={value!r} must be an int of at least {least}: {mend}.")
+    for field in ("bandwidth", "step_time", "local_bandwidth", "memory_bandwidth"):
+        unit = "seconds" if field == "step_time" else "bit/s"
+        number(field, lambda x: 0 < x < math.inf, f"above 0 and finite, in {unit}")
+    number("latency", lambda x: 0 <= x < math.inf, "at least 0 and finite, in seconds")
+    number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps that are dense")
+    number("host_bandwidth", lambda x: x > 0, "above 0, in bit/s")
+    number("efficiency", lambda x: 0 < x <= 1, "in (0, 1]: the share of the bandwidth")
+    if setting.workers % setting.per_node:
+        raise ValueError(
+            f"workers={setting.workers} must be a multiple of per_node={setting.per_node}: all "
+            f"nodes have the same number of devices. Change one of the two."
+        )
+    if setting.calibration is not None:
+        calibration.check(setting.calibration)

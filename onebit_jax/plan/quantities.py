@@ -1,0 +1,77 @@
+"""Rates, sizes and durations, written for people and read from them."""
+
+import re
+
+
+def _scaled(value: float, prefixes: str) -> tuple[float, str]:
+    """The value by the largest power of 1000 that leaves at least 1, and that power's prefix."""
+    power = 0
+    while value >= 1000 and power < len(prefixes):
+        value, power = value / 1000, power + 1
+    return value, f" {prefixes[power - 1]}" if power else " "
+
+
+def format_rate(bandwidth: float) -> str:
+    """Writes a bandwidth in bit/s: ``"4.1 Gbit/s"``."""
+    value, prefix = _scaled(bandwidth, "kMGTPE")
+    return f"{value:.3g}{prefix}bit/s"
+
+
+def format_size(count: float) -> str:
+    """Writes a number of bytes: ``"2.55 GB"``."""
+    value, prefix = _scaled(count, "kMGTPE")
+    return f"{value:.3g}{prefix}B"
+
+
+def format_time(seconds: float) -> str:
+    """Writes a duration, in milliseconds below a second: ``"450.0 ms"``, ``"4.3 d"``."""
+    if abs(seconds) < 1:
+        return f"{1e3 * seconds:.1f} ms"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.2f} s"
+
+
+_BITS = {"": 1, "bit": 1, "B": 8}
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+_NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)"
+
+
+def parse_rate(field: str, text: str) -> float:
+    """Reads a bandwidth in bit/s.
+
+    Args:
+      field: its name, for the error.
+      text: such as ``10Gbit``, ``100 Mbit/s``, ``25GB`` (bytes) or a plain number of bit/s.
+
+    >>> parse_rate("bandwidth", "10Gbit"), parse_rate("local_bandwidth", "25GB/s")
+    (10000000000.0, 200000000000.0)
+    """
+    match = re.fullmatch(_NUMBER + r"\s*([kMGT]?)(bit|B|)(?:/s)?", text.strip())
+    if not match or (match[2] and not match[3]):
+        raise ValueError(
+            f"{field}={text!r} must be a rate such as 10Gbit or 100Mbit, or 25GB for bytes; a "
+            f"plain number is in bit/s. Write the unit out as bit or B."
+        )
+    return float(match[1]) * _PREFIXES[match[2]] * _BITS[match[3]]
+
+
+def parse_seconds(field: str, text: str) -> float:
+    """Reads a duration in seconds.
+
+    Args:
+      field: its name, for the error.
+      text: such as ``50us``, ``450ms`` or a plain number of seconds.
+
+    >>> parse_seconds("step_time", "450ms")
+    0.45
+    """
+    match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|)", text.strip())
+    if not match:
+        raise ValueError(
+            f"{field}={text!r} must be a duration such as 50us, 450ms or 0.45s; a plain number is "
+            f"in seconds."
+        )
+    return float(match[1]) * _DURATIONS[match[2]]

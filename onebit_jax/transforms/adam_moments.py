@@ -1,0 +1,60 @@
+"""Adam's two moments of the mean gradient, as a dense warm-up updates them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from onebit_jax.collectives.exchange import BoundExchange
+from onebit_jax.collectives.in_place import overwrite_if
+
+
+def update_moments(
+    exchange: BoundExchange,
+    b1: Any,
+    b2: Any,
+    m: list[jax.Array],
+    v: list[jax.Array],
+    grads: list[jax.Array],
+    when: jax.Array,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient ``g``.
+
+    A quarter of the tensors, or so, comes after another: XLA would average all gradients into new
+    memory before it used the first.
+
+    Args:
+      exchange: over the tree that the gradients are of.
+      b1: decay of ``m``.
+      b2: decay of ``v``.
+      m: in the place that the exchange lends, of any of its dtypes.
+      v: one for each tensor, float32.
+      grads: the worker's own, one for each tensor.
+      when: where false, ``m`` and ``v`` stay; the same on all workers.
+    """
+
+    def first_moment(m: jax.Array, g: jax.Array) -> jax.Array:
+        mean = jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)
+        return mean.astype(m.dtype)
+
+    m, v = list(m), list(v)
+    for group in exchange.quarters():
+        tensors = [i for place in group for i in exchange.leaves_of(place)]
+
+        def turn(over: Any, own: Any, group: Any = group, tensors: Any = tensors) -> Any:
+            parts, g = exchange.dense_mean_of(own, tensors, group)
+            new_m = [first_moment(x, y) for x, y in zip(over[0], parts, strict=True)]
+            return new_m, [b2 * x + (1 - b2) * y**2 for x, y in zip(over[1], g, strict=True)]
+
+        new_m, new_v = overwrite_if(
+            when,
+            turn,
+            ([m[place] for place in group], [v[i] for i in tensors]),
+            exchange.gather(grads) if exchange.fused else [grads[i] for i in tensors],
+            axis_names=exchange.axes.names,
+        )
+        for place, new in zip(group, new_m, strict=True):
+            m[place] = new
+        for i, new in zip(tensors, new_v, strict=True):
+            v[i] = new
+    return m, v

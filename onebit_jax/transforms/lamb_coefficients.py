@@ -1,0 +1,166 @@
+"""What 1-bit LAMB computes for each tensor: coefficients, momentum scales and ratios.
+
+All are float32 ``[P]``, one number for each of ``P`` tensors. Sums over a tensor are made in one
+pass over its arrays.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax import validation
+from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
+
+
+class Bounds(NamedTuple):
+    """Decay of the running coefficient, and what coefficients and ratios may be."""
+
+    coeff_beta: Any
+    min_coeff: Any
+    max_coeff: Any
+    min_ratio: Any
+    max_ratio: Any
+    ratio_threshold: Any
+
+
+class Tensor(NamedTuple):
+    """A tensor's arrays, of one shape, and the numbers that go with all of their elements.
+
+    Attributes:
+      numbers: its weight decay, its inverse momentum scale and the like.
+      arrays: momentum, variance, parameter and the like.
+    """
+
+    numbers: tuple[Any, ...]
+    arrays: tuple[jax.Array, ...]
+
+    def map(self, f: Callable[..., jax.Array]) -> jax.Array:
+        """``f(*numbers, *arrays)``."""
+        return f(*self.numbers, *self.arrays)
+
+
+def _for_each(
+    terms: Callable[..., tuple[jax.Array, ...]], tensors: Sequence[Tensor], *kinds: Any
+) -> list[jax.Array]:
+    """Each term's sum, or least, over every tensor."""
+    rows = [fused_reduce(functools.partial(terms, *x.numbers), x.arrays, *kinds) for x in tensors]
+    return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(len(kinds))]
+
+
+def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> list[Any]:
+    """``lambda`` of each tensor, from the optimizer's hyperparameters; 0.0 where it is off."""
+    decay: Any = h.weight_decay
+    value: Any = decay(count) if callable(decay) else decay
+    rate = validation.float32(value)
+    mask = h.mask(params) if callable(h.mask) else h.mask
+    return jax.tree.leaves(
+        jax.tree.map(
+            lambda on, part: jax.tree.map(lambda _: rate if on else 0.0, part),
+            True if mask is None else mask,
+            params,
+        )
+    )
+
+
+def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
+    """``u = q + lambda p``."""
+    off = isinstance(rate, float) and rate == 0
+    return q if off else q + rate * p.astype(jnp.float32)
+
+
+def lamb_coefficients(
+    bounds: Bounds, u: Callable[..., jax.Array], tensors: Sequence[Tensor]
+) -> jax.Array:
+    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0.
+
+    Args:
+      bounds: what it may be.
+      u: makes an update of a tensor's numbers and arrays.
+      tensors: the parameter comes last.
+    """
+
+    def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
+        return of_tensor[-1].astype(jnp.float32) ** 2, u(*of_tensor) ** 2
+
+    squared_p, squared_u = _for_each(terms, tensors, SUM, SUM)
+    defined = (squared_p > 0) & (squared_u > 0)
+    c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
+    return jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
+
+
+def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> jax.Array:
+    """``c~ <- b3 c~ + (1 - b3) c``; it stays where the coefficient is 1."""
+    new = bounds.coeff_beta * running + (1 - bounds.coeff_beta) * c
+    return jnp.where(c == 1, running, new)
+
+
+def momentum_scales(m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]) -> jax.Array:
+    """``k_l = mean(sigma) / sigma_l``; sigma is the root mean square of what is not dead.
+
+    A tensor whose momentum is 0 has ``k = 1`` and no part in the mean.
+    """
+
+    def terms(m: jax.Array, inverse_root: jax.Array) -> tuple[jax.Array, ...]:
+        alive = inverse_root > 0
+        return jnp.where(alive, m**2, 0.0), alive.astype(jnp.float32)
+
+    tensors = [Tensor((), arrays) for arrays in zip(m, inverse_roots, strict=True)]
+    squared_m, counts = _for_each(terms, tensors, SUM, SUM)
+    sigma = jnp.sqrt(squared_m / jnp.maximum(counts, 1))
+    moving = sigma > 0
+    mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
+    return jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
+
+
+def fresh_variance(b1: Any, b2: Any, last: jax.Array, F: jax.Array, last_F: jax.Array) -> jax.Array:
+    """``v~ <- b2 v~ + (1 - b2) ((m' - b1 m) / (1 - b1))^2``, all of it scaled by ``k^2``."""
+    return b2 * last + (1 - b2) / (1 - b1) ** 2 * (F - b1 * last_F) ** 2
+
+
+def momentum_over_root(fresh: jax.Array, inverse_root: jax.Array, size: jax.Array) -> jax.Array:
+    """``q = m / (sqrt(v) + eps)``, of ``|m|`` and of what has the sign of ``m``."""
+    return jnp.where(jnp.signbit(fresh), -size, size) * inverse_root
+
+
+def frozen_update(
+    rate: Any,
+    inverse_k: jax.Array,
+    fresh: jax.Array,
+    inverse_root: jax.Array,
+    size: jax.Array,
+    p: jax.Array,
+) -> jax.Array:
+    """``u = q + lambda p``, with the variance frozen."""
+    del inverse_k
+    return decayed(momentum_over_root(fresh, inverse_root, size), p, rate)
+
+
+def ratios(bounds: Bounds, eps: Any, last: jax.Array, tensors: Sequence[Tensor]) -> jax.Array:
+    r"""``r``: how much the variance would have changed the largest step of a tensor.
+
+    Args:
+      bounds: what it may be, and by how much of itself it may change.
+      eps: added to the root of the variance.
+      last: the last ratios.
+      tensors: the arguments of :func:`frozen_update`.
+    """
+
+    def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
+        _, inverse_k, fresh, inverse_root, size, _ = of_tensor
+        q = momentum_over_root(fresh, inverse_root, size)
+        fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
+        least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
+        return q**2, frozen_update(*of_tensor) ** 2, least
+
+    squared_q, squared_u, least = _for_each(terms, tensors, SUM, SUM, LEAST)
+    f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
+    w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
+    w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)
+    f = jnp.clip(f * w + 1 - w, bounds.min_ratio, bounds.max_ratio)
+    lower, upper = (last * (1 + sign * bounds.ratio_threshold) for sign in (-1, 1))
+    return jnp.clip(f, lower, upper)

@@ -1,0 +1,173 @@
+"""State and steps of 1-bit Adam; :mod:`~onebit_jax.transforms.onebit_adam` makes it of them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax import validation
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.transforms import phases
+from onebit_jax.transforms import warmup as warmup_end
+from onebit_jax.transforms.adam_moments import update_moments
+from onebit_jax.transforms.phases import PHASES, Phase, Progress
+from onebit_jax.transforms.warmup import VarianceRecord, Warmup
+
+
+class ScaleByOnebitAdamState(NamedTuple):
+    """State of 1-bit Adam: hardly larger than Adam's, since the phases share two arrays.
+
+    Attributes:
+      progress: updates made, and the phase; equal on all workers.
+      variance_record: what ends the warm-up; equal on all workers.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
+        with 0 for dead coordinates; float32, a tree like the parameters, equal on all workers.
+      exchange: what the exchange keeps. In warm-up the momentum ``m`` is where the workers'
+        residuals will be, then equal on all workers; in compression it is ``packed``.
+    """
+
+    progress: Progress
+    variance_record: VarianceRecord
+    v_then_inverse_root: Any
+    exchange: ExchangeState
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` of the last update, by its place in
+          :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
+          ``variance_ratio``; and ``residual_ratio``, ``||e_i|| / ||m||`` over what this worker
+          compresses, 0 in warm-up: where it keeps growing, the momentum changes faster than one bit
+          a step can follow.
+        """
+        parts = (self.progress, self.variance_record, self.exchange)
+        return {name: value for part in parts for name, value in part.metrics().items()}
+
+
+class Hyperparameters(NamedTuple):
+    """What all functions of the algorithm share."""
+
+    b1: Any
+    b2: Any
+    eps: Any
+    eps_root: Any
+    warmup: Warmup
+    bias_correction: bool
+    exchange: Exchange
+
+    def root(self, v: jax.Array, correction: Any) -> jax.Array:
+        """What the momentum is divided by: ``sqrt(v) + eps``."""
+        return jnp.sqrt(v / correction + self.eps_root) + self.eps
+
+    def corrections(self, t: jax.Array) -> tuple[Any, Any]:
+        """``1 - b1**t`` and ``1 - b2**t``, by which averages over ``t`` values fall short; or 1."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
+        return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
+
+
+def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitAdamState:
+    """The state before the first update: ``m = v = 0``."""
+    validation.check_parameters(params)
+    upcoming = warmup_end.upcoming(h, jnp.int32(0), jnp.bool(False))
+    return ScaleByOnebitAdamState(
+        progress=phases.begin(upcoming),
+        variance_record=warmup_end.no_record(h.warmup, h.b2),
+        v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
+        exchange=h.exchange.over(params).init(),
+    )
+
+
+def _bound(h: Hyperparameters, state: ScaleByOnebitAdamState) -> BoundExchange:
+    return h.exchange.over(state.v_then_inverse_root)
+
+
+def dense_step(
+    h: Hyperparameters,
+    state: ScaleByOnebitAdamState,
+    grads: list[jax.Array],
+    params: Any,
+    when: jax.Array,
+) -> ScaleByOnebitAdamState:
+    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient ``g``."""
+    del params
+    exchange = _bound(h, state)
+    v, tree = jax.tree.flatten(state.v_then_inverse_root)
+    m, v = update_moments(exchange, h.b1, h.b2, exchange.lent(state.exchange), v, grads, when)
+    state = warmup_end.recorded(h, state, exchange.sum(v), when)
+    return state._replace(
+        v_then_inverse_root=tree.unflatten(v), exchange=exchange.lend(state.exchange, m)
+    )
+
+
+def freeze(
+    h: Hyperparameters, state: ScaleByOnebitAdamState, params: Any
+) -> ScaleByOnebitAdamState:
+    """``v`` becomes ``1 / (sqrt(v) + eps)``; where it is 0, coordinates are dead from here on."""
+    del params
+    _, correction = h.corrections(state.progress.count + 1)
+    inverse_root = jax.tree.map(
+        lambda v: jnp.where(v > 0, 1 / h.root(v, correction), 0.0),
+        state.v_then_inverse_root,
+    )
+    exchange = _bound(h, state)
+    m = exchange.lent(state.exchange)
+    active = exchange.activate(state.exchange, inverse_root)
+    return state._replace(v_then_inverse_root=inverse_root, exchange=exchange.lend(active, m))
+
+
+def compressed_step(
+    h: Hyperparameters,
+    state: ScaleByOnebitAdamState,
+    grads: list[jax.Array],
+    params: Any,
+    when: jax.Array,
+) -> ScaleByOnebitAdamState:
+    """``m <- EC1(b1 m + (1 - b1) g_i)``."""
+    del params
+    exchange = _bound(h, state)
+    m, g = exchange.last_mean(state.exchange), exchange.local_mean(grads)
+    m_i = [jnp.multiply(h.b1, x) + (1 - h.b1) * y for x, y in zip(m, g, strict=True)]
+    # The first one still finds m in the residual's place, and no last mean: with b1 m for the
+    # residual its m_i is right, without a program of its own.
+    first = state.progress.count == state.progress.frozen_at
+    decay = jnp.where(first, jnp.asarray(h.b1, jnp.float32), 1.0)
+    return state._replace(
+        exchange=exchange.all_reduce(m_i, state.exchange, residual_decay=decay, when=when)
+    )
+
+
+def direction(
+    h: Hyperparameters,
+    state: ScaleByOnebitAdamState,
+    params: Any,
+    phase: Phase | None,
+) -> list[jax.Array]:
+    """``m / (sqrt(v) + eps)``, bias-corrected."""
+    del params
+    exchange = _bound(h, state)
+    of_m, of_v = h.corrections(state.progress.count)
+    frozen = state.progress.frozen_at >= 0
+    compressed = state.progress.phase == PHASES.index("compression")
+
+    def m_in_residuals_place() -> Any:
+        return exchange.scatter([x[0].astype(jnp.float32) for x in exchange.lent(state.exchange)])
+
+    if phase == "compression":
+        m = exchange.mean(state.exchange)
+    elif phase == "warmup":
+        m = m_in_residuals_place()
+    else:
+        both = (exchange.mean(state.exchange), m_in_residuals_place())
+        m = jax.tree.map(lambda x, y: jnp.where(compressed, x, y), *both)
+
+    def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
+        m = m / of_m
+        if phase == "compression":
+            return m * y
+        return jnp.where(frozen, m * y, m / h.root(y, of_v))
+
+    return jax.tree.leaves(jax.tree.map(over_root, m, state.v_then_inverse_root))

@@ -1,0 +1,152 @@
+"""Records what version 0.1.0 (commit 778713d) made of some steps with every optimizer.
+
+    PYTHONPATH=CHECKOUT python tests/data/record_last_version.py
+
+with a checkout of that version in the folder CHECKOUT writes `last_version.npz` beside this file:
+for every case of `CASES` the parameters of all four workers after `WARMUP` updates and after 20
+more, and the seed of its gradients. The seeds are such that no value is so near to 0 that a last
+bit decides its sign, and with it the rest: gradients off by a millionth give the same.
+"""
+
+import itertools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import onebit_jax
+
+PATH = pathlib.Path(__file__).with_name("last_version.npz")
+WARMUP, COMPRESSED, WORKERS = 4, 20, 4
+SHAPES = {"matrix": (6, 8), "vector": (9,), "scalar": ()}
+FLAT, PAIR = "workers", ("node", "local")
+
+# All that changes a result is given: defaults may change.
+ADAM: dict[str, Any] = {"b1": 0.9, "b2": 0.97, "eps": 1e-8, "weight_decay": 0.01, "scale": "rms"}
+LAMB = {
+    "coeff_beta": 0.9,
+    "min_coeff": 0.01,
+    "max_coeff": 10.0,
+    "min_ratio": 0.5,
+    "max_ratio": 4.0,
+    "ratio_threshold": 0.1,
+}
+STEPS = {"var_update_scaler": 2, "local_step_scaler": 5, "local_step_clipper": 4}
+
+CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "onebit_adam": (
+        "onebit_adam",
+        FLAT,
+        ADAM | {"warmup": WARMUP, "bias_correction": True},
+    ),
+    "onebit_adam, nodes": (
+        "onebit_adam",
+        PAIR,
+        ADAM | {"warmup": WARMUP, "bias_correction": False, "scale": "mean_abs"},
+    ),
+    "onebit_lamb": ("onebit_lamb", FLAT, ADAM | LAMB | {"warmup": WARMUP}),
+    "zero_one_adam": ("zero_one_adam", FLAT, ADAM | STEPS | {"variance_freeze": 2 * WARMUP}),
+    "birder": (
+        "birder",
+        FLAT,
+        {
+            "b": 0.95,
+            "weight_decay": 0.01,
+            "seed": 3,
+            "transport": "bits",
+            "requantize": True,
+            "amsgrad": False,
+        },
+    ),
+    "distributed_lion": (
+        "distributed_lion",
+        FLAT,
+        {"b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "aggregation": "majority"},
+    ),
+    "signum": ("signum", FLAT, {"b1": 0.9, "weight_decay": 0.01}),
+    "ef_signsgd": ("ef_signsgd", FLAT, {"momentum": 0.9, "weight_decay": 0.01}),
+}
+
+
+def learning_rate(count: Any) -> Any:
+    """That of every case, a function of the update count."""
+    return 1e-2 / (1 + 0.1 * count)
+
+
+def gradients(seed: int) -> dict[str, np.ndarray]:
+    """`[workers, updates, ...]`; of the matrix a row begins to have any after `WARMUP`."""
+    rng = np.random.default_rng(seed)
+    drawn = {
+        name: rng.standard_normal((WORKERS, WARMUP + COMPRESSED, *shape), np.float32)
+        for name, shape in SHAPES.items()
+    }
+    drawn["matrix"][:, :WARMUP, 2] = 0
+    return drawn
+
+
+def trajectory(case: str) -> Callable[[Any], dict[str, Any]]:
+    """Makes of gradients the parameters that are recorded, `[workers, 2, ...]`."""
+    name, axis_name, options = CASES[case]
+    make = getattr(onebit_jax, name)
+    tx = make(learning_rate, axis_name=axis_name, **options)
+    rng = np.random.default_rng(0)
+    start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+    def worker(gradients: Any) -> Any:
+        def step(carry: Any, grads: Any) -> Any:
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        params = jax.tree.map(jnp.asarray, start)
+        _, history = lax.scan(step, (params, tx.init(params)), gradients)
+        return jax.tree.map(lambda p: p[jnp.array([WARMUP - 1, -1])], history)
+
+    if isinstance(axis_name, str):
+        return jax.jit(jax.vmap(worker, axis_name=axis_name))
+    nodes = jax.vmap(jax.vmap(worker, axis_name=axis_name[1]), axis_name=axis_name[0])
+
+    def on_nodes(gradients: Any) -> Any:
+        result = nodes(jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), gradients))
+        return jax.tree.map(lambda p: p.reshape(WORKERS, *p.shape[2:]), result)
+
+    return jax.jit(on_nodes)
+
+
+def distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest difference, relative to each tensor's largest value."""
+    return max(
+        float(np.abs(ours[name] - theirs[name]).max() / np.abs(theirs[name]).max())
+        for name in theirs
+    )
+
+
+def record() -> None:
+    """Writes the file."""
+    recorded = {}
+    for case in CASES:
+        run = trajectory(case)
+        for seed in itertools.count():
+            tape = gradients(seed)
+            result = jax.device_get(run(tape))
+            noise = [gradients(1000 + i) for i in range(5)]
+            others = [
+                run({name: g * (1 + 1e-6 * other[name]) for name, g in tape.items()})
+                for other in noise
+            ]
+            if all(distance(jax.device_get(other), result) < 2e-6 for other in others):
+                break
+        print(f"{case}: seed {seed}")
+        recorded[f"{case}/seed"] = np.int64(seed)
+        recorded |= {f"{case}/{name}": p for name, p in result.items()}
+    np.savez_compressed(PATH, **recorded)
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,95 @@
+"""A small network on a mesh of four CPU devices, and optimizers that train it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import onebit_jax
+from tests.workers import PAIR
+
+NODES = 2, 2
+WORKERS, ROWS, WARMUP, LEARNING_RATE, B2 = 4, 16, 3, 1e-2, 0.5
+
+
+def make_mesh(sizes=(WORKERS,), axes=("data",), kind=None):
+    """As README makes it, with axes of JAX's default kind, or of the one given."""
+    kinds = None if kind is None else (kind,) * len(axes)
+    return jax.make_mesh(sizes, axes, devices=jax.devices()[:WORKERS], axis_types=kinds)
+
+
+MESH, NODES_MESH = make_mesh(), make_mesh(NODES, PAIR)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return {"layer": {"kernel": draw(9, 5), "bias": draw(5)}}
+
+
+def make_batches(count, rows=ROWS):
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return [{"x": draw(rows, 9), "y": draw(rows, 5)} for _ in range(count)]
+
+
+def loss_and_metrics(params, batch):
+    layer = params["layer"]
+    error = jnp.tanh(batch["x"] @ layer["kernel"] + layer["bias"]) - batch["y"]
+    return jnp.mean(error**2), {"bias": jnp.mean(error), "rows": len(error)}
+
+
+def loss_fn(params, batch):
+    return loss_and_metrics(params, batch)[0]
+
+
+def onebit(axis_name: str | tuple[str, str] = "data", **options):
+    return onebit_jax.onebit_adam(
+        LEARNING_RATE, b2=B2, warmup=WARMUP, axis_name=axis_name, **options
+    )
+
+
+def dense(axis_name: str | tuple[str, str] = "data"):
+    return optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(1e-3))
+
+
+def start(tx, mesh=MESH, params=None, loss_fn=loss_fn, **options):
+    """A step, and the parameters and state to begin with."""
+    params = make_params() if params is None else params
+    step = onebit_jax.train_step(loss_fn, tx, mesh, **options)
+    return step, (params, onebit_jax.init(tx, params, mesh))
+
+
+@functools.cache
+def onebit_start() -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
+    """The step of 1-bit Adam that most tests share, compiled once, and its state on the host."""
+    step, state = start(onebit(), loss_fn=loss_and_metrics)
+    return step, jax.device_get(state)
+
+
+def train(step, params, opt_state, batches):
+    for batch in batches:
+        params, opt_state, _ = step(params, opt_state, batch)
+    return params, opt_state
+
+
+def assert_close(got, expected):
+    """Floats to a part of each tensor's largest value, integers exactly; not bytes of floats."""
+
+    def check(path, got, expected):
+        name, got, expected = jax.tree_util.keystr(path), np.asarray(got), np.asarray(expected)
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype), name
+        if jnp.issubdtype(expected.dtype, jnp.floating):
+            allowed = 1e-5 * np.abs(expected).max(initial=1e-2)
+            np.testing.assert_allclose(got, expected, rtol=0, atol=allowed, err_msg=name)
+        elif expected.dtype != np.uint8:
+            np.testing.assert_array_equal(got, expected, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(check, got, expected)
+
+
+def assert_equal(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(expected))

@@ -1,0 +1,122 @@
+"""The options of the pre-training program: bad input, and learning rates over a run."""
+
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from train.bert import pretrain, schedules
+from train.bert.config import Config, check_folder, write_config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS = 12
+RUN = (
+    "--workers 2 --batch-size 16 --sequence-length 32 --vocab-size 300 --schedule-warmup 2 "
+    f"--steps {STEPS} --warmup 6"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
+    assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--learning-rate nan", "--learning-rate nan: expected a finite number above 0"),
+        ("--learning-rate -1e-3", "--learning-rate -0.001: expected a finite number above 0"),
+        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
+        ("--batch-size 6 --accumulation 2", "= 2 x 2; take 4 or 8"),
+        ("--workers 9 --batch-size 9", "--workers 9: a device each, but there are 8 (cpu)"),
+        ("--workers 0", "--workers 0: expected a whole number of at least 1"),
+        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
+        ("--warmup -5", "--warmup -5: expected a whole number of at least 1, or auto"),
+        ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
+        ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
+        ("--eps 0", "--eps 0.0: expected a finite number above 0"),
+        ("--weight-decay nan", "--weight-decay nan: expected"),
+        ("--decay-rate nan", "--decay-rate nan: expected"),
+        ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
+        ("--dropout 1", "--dropout 1.0: expected"),
+        ("--schedule-warmup 12", "--schedule-warmup 12: expected 0 or more, and fewer than"),
+        ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
+        ("--seed -1", "--seed -1: expected"),
+        ("--optimizer adam adam", "--optimizer ('adam', 'adam'): expected one or more, each once"),
+        ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
+        ("--coordinator h:1 --process-id 1", "--process-id 1: expected 0 to 0"),
+        ("--corpus NOWHERE", "NOWHERE does not exist"),
+        ("--heldout NOWHERE", "NOWHERE does not exist"),
+        ("--vocab NOWHERE", "NOWHERE"),
+        ("--vocab VOCABULARY", "[MASK]"),
+        ("--corpus LATIN", "UTF-8"),
+        ("--corpus SHORT --heldout SHORT", "training text: the corpus gives"),
+        ("--heldout SHORT", "held-out text: the corpus gives"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
+    (tmp_path / "vocabulary").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n")
+    for name, content in (
+        ("latin", "d\xe9j\xe0 vu\n".encode("latin-1")),
+        ("short", b"One line. And two.\n\nAnother text. Ends.\n\nA third. It ends.\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_bytes(content)
+    for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT"):
+        path = str(tmp_path / name.lower())
+        options, complaint = options.replace(name, path), complaint.replace(name, path)
+    out = tmp_path / "out"
+    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()
+
+
+def test_bad_input_from_the_shell(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "train.bert.pretrain",
+            "--batch-size",
+            "30",
+            "--out",
+            tmp_path / "a",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: --batch-size 30: not divisible by workers x accumulation = 4 x 1; take 28 or 32\n"
+    )
+    assert not (tmp_path / "a").exists()
+
+
+def test_exponential_schedule():
+    """1-bit Adam's BERT: up to 4e-4 in 12.5 thousand steps, then 0.99 of it every 520."""
+    schedule = schedules.exponential(4e-4, warmup=12_500, rate=0.99, every=520)
+    steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
+    expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
+    assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
+
+
+def test_cosine_schedule():
+    schedule = schedules.cosine(1e-3, warmup=10, steps=110)
+    rates = [np.asarray(schedule(step)) for step in (0, 9, 10, 60, 110)]
+    assert rates == pytest.approx([1e-4, 1e-3, 1e-3, 5e-4, 0], rel=1e-5, abs=1e-9)
+
+
+def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
+    write_config(Config(out=str(tmp_path), schedule="exponential", steps=800))
+    check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizer=("adam",)))
+    with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
+        check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))

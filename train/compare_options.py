@@ -1,0 +1,121 @@
+"""The options of a comparison of optimizers, and their checks."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from train.bert.model import MAX_POSITIONS, SIZES
+from train.optimizers import check_names
+
+_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Trains one BERT with several optimizers and compares them."""
+
+    optimizers: tuple[str, ...] = ("adam", "onebit_adam", "zero_one_adam", "birder", "signum")
+    """Which optimizers; the first is what the others are compared with. By default those that about
+    five minutes are enough for; `train/optimizers.py` has all names."""
+    learning_rates: tuple[float, ...] = ()
+    """Peak learning rates to try with every optimizer; without them, a sweep about its own."""
+    sweep: int = 3
+    """How many learning rates a sweep tries, each twice the one before."""
+    widen: int = 0
+    """How many more it may try, one at a time, while the best is the first or the last."""
+    devices: bool = True
+    """A device for each worker; on CPUs the devices are simulated. Else all are simulated on one
+    device, which is slower on CPUs."""
+    workers: int = 4
+    """Data-parallel workers."""
+    corpus: str | None = None
+    """Folder of plain-text files; without it, the language reference that Python carries."""
+    heldout: str | None = None
+    """Folder of the held-out text; without it, a part of the corpus is held out."""
+    size: str = "tiny"
+    """Size of the model."""
+    vocab_size: int = 2048
+    """Size of the vocabulary."""
+    batch_size: int = 32
+    """Sequences in a step, over all workers."""
+    sequence_length: int = 32
+    """Tokens in a sequence."""
+    steps: int = 200
+    """Optimizer steps of a training."""
+    schedule_warmup: int = 20
+    """Steps over which the learning rate rises to its peak, before a cosine takes it to 0."""
+    warmup: int = 50
+    """Dense steps of the optimizers that begin with such."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, on all but biases and LayerNorms."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are clipped by one factor common to all workers, to this norm; None: never."""
+    dropout: float = 0.0
+    """Dropout rate."""
+    seed: int = 0
+    """Of parameters, batches and dropout."""
+    eval_batches: int = 64
+    """Held-out batches to evaluate on, at most."""
+    out: str = "runs/compare"
+    """Output folder."""
+
+    def check(self) -> None:
+        """Checks all options.
+
+        Raises:
+            ValueError: one is out of range, or the batch does not divide among the workers.
+        """
+        for option, holds, expected in self._requirements():
+            if not holds:
+                value = getattr(self, option)
+                raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+
+    def _requirements(self) -> list[tuple[str, bool, str]]:
+        names = check_names(self.optimizers)
+        at_least_one = "a whole number of at least 1"
+        rates = self.learning_rates
+        return [
+            ("optimizers", names is None, str(names)),
+            (
+                "learning_rates",
+                len(rates) == len(set(rates)) and all(0 < rate < math.inf for rate in rates),
+                "finite numbers above 0, each once",
+            ),
+            *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            ("widen", self.widen >= 0, "0 or more"),
+            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
+            (
+                "batch_size",
+                self.batch_size % self.workers == 0,
+                f"a multiple of --workers {self.workers}",
+            ),
+            (
+                "sequence_length",
+                self.sequence_length <= MAX_POSITIONS,
+                f"at most {MAX_POSITIONS}, the model's positions",
+            ),
+            (
+                "schedule_warmup",
+                0 <= self.schedule_warmup < self.steps,
+                f"0 or more, and fewer than --steps {self.steps}",
+            ),
+            (
+                "weight_decay",
+                0 <= self.weight_decay < math.inf,
+                "a finite number, 0 or more",
+            ),
+            (
+                "max_grad_norm",
+                self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
+                "a finite number above 0, or None",
+            ),
+            ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
+            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
+        ]
+
+    def trajectory(self) -> dict[str, Any]:
+        """The options that trainings must share to be compared, as JSON holds them."""
+        free = ("optimizers", "learning_rates", "sweep", "widen", "out")
+        options = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {option: value for option, value in options.items() if option not in free}

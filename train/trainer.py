@@ -1,0 +1,191 @@
+"""Training one task with one optimizer at any learning rate."""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from onebit_jax import wire
+from onebit_jax.per_worker import is_per_worker
+from onebit_jax.transforms.phases import Phase
+from train.bert import data, schedules
+from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
+from train.bert.training import heldout_losses
+from train.compare_options import Options
+from train.optimizers import OPTIMIZERS, Setting
+from train.workers import (
+    AXIS,
+    OnDevices,
+    Workers,
+    mean_over_workers,
+    replicate,
+    shares,
+    worker_gradients,
+    worker_update,
+)
+
+
+class Task(NamedTuple):
+    """What is trained, on what, and how it is judged.
+
+    Attributes:
+        params: the parameters that every training begins with.
+        workers: who trains.
+        gradients: the mean loss and each worker's gradients, from parameters and a batch;
+            compiled once for all optimizers.
+        batches: the batches of all steps, in shares.
+        heldout: the held-out loss of parameters.
+        mask: which parameters are decayed.
+    """
+
+    params: Any
+    workers: Workers
+    gradients: Callable[[Any, Any], tuple[Any, Any]]
+    batches: list[Any]
+    heldout: Callable[[Any], float]
+    mask: Callable[[Any], Any]
+
+
+def bert(options: Options, workers: Workers) -> Task:
+    """BERT's pre-training.
+
+    Raises:
+        ValueError: there is no such text, or not enough of it.
+    """
+    corpus, heldout = data.load(
+        options.corpus, options.heldout, vocab=None, vocab_size=options.vocab_size
+    )
+    shape: Any = {
+        "batch_size": options.batch_size,
+        "sequence_length": options.sequence_length,
+        "seed": options.seed,
+    }
+    stream = itertools.islice(data.batches(corpus, **shape), options.steps)
+    batches = [shares(batch, options.workers) for batch in stream]
+    judged_on = list(data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches))
+    model = BertConfig.of_size(options.size, corpus.tokenizer.vocab_size, options.dropout)
+    gradients = worker_gradients(pretraining_loss(model), options.max_grad_norm)
+    judge = jax.jit(pretraining_loss(model, train=False))
+    return Task(
+        init_params(model, options.seed),
+        workers,
+        jax.jit(workers.map(gradients)),
+        batches,
+        lambda params: heldout_losses(judge, params, judged_on)["heldout_mlm_loss"],
+        decay_mask,
+    )
+
+
+class Trainer:
+    """One optimizer, compiled once for all learning rates.
+
+    Args:
+        name: the optimizer.
+        options: the comparison's.
+        task: what to train.
+        mesh: a device a worker: what is sent is read from programs compiled for them.
+    """
+
+    def __init__(self, name: str, options: Options, task: Task, mesh: Mesh):
+        self._optimizer = OPTIMIZERS[name]
+        self._options, self._task, self._mesh = options, task, mesh
+
+        def make(peak: float) -> optax.GradientTransformation:
+            rate = schedules.cosine(peak, warmup=options.schedule_warmup, steps=options.steps)
+            return self._optimizer.make(
+                Setting(
+                    learning_rate=rate,
+                    axis_name=AXIS,
+                    steps=options.steps,
+                    warmup=options.warmup,
+                    weight_decay=options.weight_decay,
+                    mask=task.mask,
+                )
+            )
+
+        # The peak is a part of the state, so that another one compiles nothing anew.
+        self._tx = optax.inject_hyperparams(make)(peak=0.0)
+        self._init = jax.jit(task.workers.map(self._tx.init))
+        self._updates = {phase: self._update(task.workers, phase) for phase in set(self.phases())}
+
+    def _update(self, on: Workers, phase: Phase) -> Any:
+        worker = worker_update(self._tx, phase)
+        return jax.jit(on.map(worker), donate_argnums=(0, 1))
+
+    def phases(self) -> list[Phase]:
+        """The phase of every step."""
+        of = self._optimizer.phase_of
+        steps, warmup = self._options.steps, self._options.warmup
+        return [of(step, warmup, steps) for step in range(steps)]
+
+    def train(self, learning_rate: float) -> dict[str, Any]:
+        """Makes one training and returns its record, as JSON holds it."""
+        task, phases = self._task, self.phases()
+        params, opt_state = self._begin(learning_rate)
+        losses, ends = [], []
+        for batch, phase in zip(task.batches, phases, strict=True):
+            loss, grads = task.gradients(params, batch)
+            params, opt_state = self._updates[phase](params, opt_state, grads)
+            jax.block_until_ready(params)
+            losses.append(float(loss))
+            ends.append(time.perf_counter())
+        seconds: dict[Phase, list[float]] = {}
+        for phase, before, took in zip(phases[1:], phases, np.diff(ends), strict=False):
+            # The first step of a phase compiles it.
+            if phase == before:
+                seconds.setdefault(phase, []).append(took)
+        return {
+            "learning_rate": learning_rate,
+            "heldout": or_none(task.heldout(mean_over_workers(jax.device_get(params)))),
+            "losses": list(map(or_none, losses)),
+            "seconds": {phase: statistics.median(took) for phase, took in seconds.items()},
+            "state_bytes": self._state_bytes(opt_state),
+        }
+
+    def _begin(self, learning_rate: float) -> tuple[Any, Any]:
+        params, on = self._task.params, self._task.workers
+        opt_state = self._init(params)
+        opt_state.hyperparams["peak"] = jax.numpy.float32(learning_rate)
+        if self._optimizer.local_steps:
+            params = replicate(params, self._options.workers)
+        # A copy of the parameters: updates donate their arguments.
+        return on.place((jax.tree.map(jax.numpy.copy, params), opt_state))
+
+    def _state_bytes(self, opt_state: Any) -> float:
+        """Bytes a parameter that a worker holds."""
+
+        def of_a_worker(node: Any) -> int:
+            total = sum(x.nbytes for x in jax.tree.leaves(node))
+            return total // self._options.workers if is_per_worker(node) else total
+
+        nodes = jax.tree.leaves(opt_state, is_leaf=is_per_worker)
+        parameters = sum(x.size for x in jax.tree.leaves(self._task.params))
+        return sum(map(of_a_worker, nodes)) / parameters
+
+    def bytes_sent(self) -> dict[Phase, int]:
+        """What a worker sends in an update of each phase that occurs."""
+        return {phase: self._bytes_of(phase) for phase in dict.fromkeys(self.phases())}
+
+    def _bytes_of(self, phase: Phase) -> int:
+        on = OnDevices(self._mesh)
+        params = jax.eval_shape(lambda: self._task.params)
+        grads = jax.eval_shape(lambda: replicate(self._task.params, self._options.workers))
+        opt_state = jax.eval_shape(on.map(self._tx.init), params)
+        lowered = self._update(on, phase).lower(
+            grads if self._optimizer.local_steps else params, opt_state, grads
+        )
+        # What it sends is settled before code is generated, which need not be fast here.
+        compiled = lowered.compile({"xla_backend_optimization_level": "0"})
+        return wire.bytes_sent(wire.collectives(compiled, self._mesh))
+
+
+def or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
