@@ -166,14 +166,19 @@ def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
 
 
 def evenly_sampled(c: jax.Array) -> tuple[jax.Array, float]:
-    """Some of the elements if there are many, by whole rows of 128 or whole rows of the array."""
+    """Of blocks ``[k, ...]`` some elements, evenly spread, and of how many each is one.
+
+    They are taken by runs of 128 within rows, and by whole rows where those are shorter.
+    """
     step = c.size // len(c) // _SAMPLE
-    *leading, last = c.shape
     if step <= 1:
         return c, 1.0
-    if last >= step * _ROW:
-        whole = c[..., : last // (step * _ROW) * step * _ROW]
-        part = whole.reshape(*leading, -1, step, _ROW)[..., 0, :]
-    else:
-        part = c.reshape(len(c), -1, last)[:, ::step]
+    last = c.shape[-1]
+    across = min(step, max(last // _ROW, 1))
+    rows = c.reshape(len(c), -1, last)
+    if across > 1:
+        whole = rows[..., : last // (across * _ROW) * across * _ROW]
+        rows = whole.reshape(*rows.shape[:2], -1, across, _ROW)[..., across // 2, :]
+    down = step // across
+    part = rows[:, min(down, rows.shape[1]) // 2 :: down]
     return part, c.size / part.size

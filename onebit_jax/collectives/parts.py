@@ -101,7 +101,7 @@ class Parts:
                 filled = 0
             groups[-1].append(place)
             filled += size
-        return groups
+        return [group for group in groups if group]
 
     def own(self, tree: Any) -> Any:
         """Of arrays for all shards, those of the device's own."""

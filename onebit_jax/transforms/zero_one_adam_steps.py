@@ -66,7 +66,7 @@ class ZeroOneAdamState(NamedTuple):
         Returns:
           ``phase`` and ``frozen_at`` of the progress; and ``residual_ratio``: the norm of the
           worker's residual over that of what the exchange brought, 0 for an update that compressed
-          nothing.
+          nothing, and for the last one before the freeze, at which residuals restart.
         """
         phase = self.progress.phase
         compressed = (phase == PHASES.index("compression")) | (phase == PHASES.index("sync"))

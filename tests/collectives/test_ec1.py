@@ -30,7 +30,9 @@ def test_the_residual_norm_follows_from_two_sums(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 4097), (1, 2**18), (2, 300, 700), (3, 8, 2**17)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 4097), (1, 2**18), (2, 300, 700), (3, 8, 2**17), (1, 130, 2**17)], ids=str
+)
 def test_the_sum_of_many_is_estimated_from_some(shape, kind):
     """Where elements grow from row to row, too; of few it is the sum itself."""
     c = np.random.default_rng(0).standard_normal(shape, np.float32)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import onebit_jax
-from tests import reference
+from tests import reference_lamb
 from tests.runs import Sizes, axis_of, draw, mesh_of, trainer
 from tests.workers import AXIS, assert_workers_agree, exchange_residuals, find_state
 
@@ -58,7 +58,7 @@ def lamb_state(opt_state: Any) -> onebit_jax.ScaleByOnebitLambState:
 
 
 @functools.cache
-def trained(name: str) -> tuple[Any, Any, reference.OnebitLamb, list[Any]]:
+def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
     """Our last state and history, the reference at the end, and its parameters on the way."""
     sizes, changed, scale, decay, rates = CASES[name]
     workers, options = mesh_of(sizes).size, OPTIONS | changed
@@ -70,7 +70,7 @@ def trained(name: str) -> tuple[Any, Any, reference.OnebitLamb, list[Any]]:
         gradients[0] = gradients[0].at[:, WARMUP - 1].set(0.0)
     make = functools.partial(onebit_jax.onebit_lamb, 0.03, axis_name=axis_of(sizes), scale=scale)
     state, history = trainer(lambda: make(**options, **decay), sizes)(params, gradients)
-    theirs = reference.OnebitLamb(
+    theirs = reference_lamb.OnebitLamb(
         [np.asarray(p) for p in params],
         workers,
         0.03,
@@ -152,7 +152,7 @@ def test_partition_trains_the_leaves_it_is_told_and_injection_changes_nothing():
         {"dense": "dense", "onebit": "onebit", "steps": "still"},
     )
     _, ours = trainer(lambda: tx, 2)(params, gradients)
-    theirs = reference.OnebitLamb([np.asarray(params["onebit"])], 2, 0.0, **OPTIONS)
+    theirs = reference_lamb.OnebitLamb([np.asarray(params["onebit"])], 2, 0.0, **OPTIONS)
     for t in range(COUNT):
         theirs.lr = 0.1 / (t + 1)
         [expected] = theirs.update([[own[t]] for own in np.asarray(gradients["onebit"])])
