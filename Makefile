@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
 
-.PHONY: pretrain compare test test-all lint
+.PHONY: pretrain compare test test-slow test-all lint
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -25,8 +25,10 @@ compare: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
 
-test-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test-slow: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
+
+test-all: test test-slow
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

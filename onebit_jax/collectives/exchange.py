@@ -32,6 +32,7 @@ from jax import lax
 from onebit_jax.collectives import ec1, hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.in_place import materialize
 from onebit_jax.collectives.layout import bucket_limit, split_rows
 from onebit_jax.collectives.parts import Parts
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
@@ -388,5 +389,9 @@ class BoundExchange(Parts):
     def _in_buckets(
         self, collective: Callable[[jax.Array], jax.Array], rows: jax.Array
     ) -> jax.Array:
-        buckets = split_rows(rows, bucket_limit(self.how.bucket_bytes))
-        return jnp.concatenate([collective(bucket) for bucket in buckets], -1)
+        limit = bucket_limit(self.how.bucket_bytes)
+        if limit is not None and limit < rows.shape[-1]:
+            # Written first: XLA would else order what the rows are made of by bucket, and hold all
+            # gradients at once.
+            rows = materialize(rows, self.axes.node)
+        return jnp.concatenate([collective(bucket) for bucket in split_rows(rows, limit)], -1)

@@ -75,22 +75,24 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 
 def lamb_coefficients(
     bounds: Bounds, u: Callable[..., jax.Array], tensors: Sequence[Tensor]
-) -> jax.Array:
-    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0.
+) -> tuple[jax.Array, jax.Array]:
+    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0; and ``||v||_1``, from the same pass.
 
     Args:
-      bounds: what it may be.
+      bounds: what ``c`` may be.
       u: makes an update of a tensor's numbers and arrays.
-      tensors: the parameter comes last.
+      tensors: their arrays are ``m``, ``v`` and ``p``.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
-        return of_tensor[-1].astype(jnp.float32) ** 2, u(*of_tensor) ** 2
+        *_, v, p = of_tensor
+        return p.astype(jnp.float32) ** 2, u(*of_tensor) ** 2, v
 
-    squared_p, squared_u = _for_each(terms, tensors, SUM, SUM)
+    squared_p, squared_u, v_sums = _for_each(terms, tensors, SUM, SUM, SUM)
     defined = (squared_p > 0) & (squared_u > 0)
     c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
-    return jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
+    c = jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
+    return c, jnp.sum(v_sums)
 
 
 def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> jax.Array:

@@ -157,9 +157,9 @@ def dense_step(
         Tensor((rate,), (m, v, p))
         for rate, m, v, p in zip(rates, _lent_momenta(h, state), v, params, strict=True)
     ]
-    c = lamb_coefficients.lamb_coefficients(h.bounds, u, tensors)
+    c, v_norm = lamb_coefficients.lamb_coefficients(h.bounds, u, tensors)
     running = lamb_coefficients.running_coefficients(h.bounds, state.coefficients, c)
-    return warmup_end.recorded(h, state, exchange.sum(state.v_then_inverse_root), when)._replace(
+    return warmup_end.recorded(h, state, v_norm, when)._replace(
         coefficients=keep(when, running, state.coefficients),
         factors=keep(when, c, state.factors),
     )
