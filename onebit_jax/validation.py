@@ -136,16 +136,6 @@ def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
         )
 
 
-def check_exchange(
-    axis_name: Any, scale: Any, residual_dtype: Any, local_dtype: Any, bucket_bytes: Any
-) -> None:
-    """Raises ``ValueError`` for options that no error-compensated exchange has."""
-    check_scale(scale)
-    check_residual_dtype(residual_dtype)
-    check_local_dtype(local_dtype, axis_name)
-    check_bucket_bytes(bucket_bytes)
-
-
 def check_parameters(params: Any) -> None:
     """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

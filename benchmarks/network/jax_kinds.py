@@ -6,7 +6,7 @@ import optax
 from jax import lax
 
 from benchmarks import kinds, tasks
-from benchmarks.kinds import AXIS, dense, onebit_adam
+from benchmarks.kinds import AXIS, adamw, dense, onebit_adam
 from benchmarks.loops import Run
 from benchmarks.network.processes import Place
 from onebit_jax import wire
@@ -24,7 +24,7 @@ KINDS = {
     "Adam, float32": _BY_NAME["Adam with pmean"],
     "Adam, float32, train_step": _BY_NAME["Adam with pmean, train_step"],
     "1-bit Adam": _BY_NAME["1-bit Adam"],
-    "Adam, float16 on the wire": dense(optax.adam(1e-4), mean=optax.stateless(_mean_in_float16)),
+    "Adam, float16 on the wire": dense(adamw(), mean=optax.stateless(_mean_in_float16)),
     "1-bit Adam, one buffer": onebit_adam(bucket_bytes=None),
     **{
         name: _BY_NAME[name]

@@ -103,7 +103,7 @@ def _ddp(worker: Worker, hook: Callable[[Any, Any], Any], state: Any) -> Callabl
     model = torch.nn.parallel.DistributedDataParallel(
         Model(), bucket_cap_mb=2**20, gradient_as_bucket_view=True
     )
-    adam = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     starts: list[float] = []
 
     def timed(state: Any, bucket: Any) -> Any:

@@ -22,18 +22,18 @@ its residual will be (:meth:`BoundExchange.lent`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onebit_jax import validation
 from onebit_jax.collectives import ec1, hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes
+from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.in_place import materialize
-from onebit_jax.collectives.layout import bucket_limit, split_rows
 from onebit_jax.collectives.parts import Parts
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
 from onebit_jax.per_worker import PerWorker
@@ -75,7 +75,7 @@ class ExchangeState(NamedTuple):
       packed: what all workers received last, signs and scales; uint8 ``[n, row_bytes]``, in the
         hierarchical form ``[L, N, row_bytes]``.
       residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
-        float32 ``[1]``. Of large tensors one element in 16 is looked at.
+        float32 ``[1]``. Of large tensors some 16,000 elements are looked at, evenly spread.
     """
 
     worker_compensated: PerWorker
@@ -102,6 +102,9 @@ class Exchange:
       bucket_bytes: the most that one collective carries from a worker to another; None for all in
         one, ``"auto"`` for all in one but between CPU hosts.
       fused: whether the whole tree is one block, with one scale; else every tensor is one.
+
+    Raises:
+      ValueError: for an option that it has not.
     """
 
     axis_name: str | tuple[str, str]
@@ -110,6 +113,12 @@ class Exchange:
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
     fused: bool = False
+
+    def __post_init__(self):
+        validation.check_scale(self.scale)
+        validation.check_residual_dtype(self.residual_dtype)
+        validation.check_local_dtype(self.local_dtype, self.axis_name)
+        validation.check_bucket_bytes(self.bucket_bytes)
 
     def over(self, tree: Any) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.
@@ -132,7 +141,7 @@ class BoundExchange(Parts):
         dtype, nodes = self.how.residual_dtype, (*self.shards, self.axes.nodes)
         compressed = self.stacks and not self.axes.single_node
         row = self.row(
-            [jnp.zeros((*nodes, self.row_bits), jnp.uint8)], jnp.zeros((*nodes, self.blocks))
+            [jnp.zeros((*nodes, self.sign_bytes), jnp.uint8)], jnp.zeros((*nodes, self.blocks))
         )
         # Where nothing is compressed there is one element all the same: Orbax saves no empty array.
         return ExchangeState(
@@ -147,7 +156,7 @@ class BoundExchange(Parts):
                 else jnp.zeros((1, 1), dtype)
             ),
             active=Active(
-                jnp.zeros((*nodes, self.row_bits if compressed else 1), jnp.uint8),
+                jnp.zeros((*nodes, self.sign_bytes if compressed else 1), jnp.uint8),
                 jnp.zeros((*nodes, self.blocks or 1), jnp.float32),
             ),
             packed=row if compressed else jnp.zeros((*nodes, 1), jnp.uint8),
@@ -231,11 +240,12 @@ class BoundExchange(Parts):
             parts, state, active, residual_decay, when
         )
         node = self.axes.node
-        to_serve = self._in_buckets(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent)
+        buckets = (self.how.bucket_bytes, node)
+        to_serve = in_buckets(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent, *buckets)
         served, answer = self._serve(to_serve, state, active, packed, when)
         # Refused, a server sends what it sent last.
         answer = jnp.where(when, answer, packed[lax.axis_index(node)])
-        received = self._in_buckets(lambda x: lax.all_gather(x, node), answer)
+        received = in_buckets(lambda x: lax.all_gather(x, node), answer, *buckets)
         squared_mean = jnp.sum(self.scales(received) ** 2 * active.counts)
         measured = squared_mean > 0
         ratio = jnp.where(measured, jnp.sqrt(squared / jnp.where(measured, squared_mean, 1.0)), 0.0)
@@ -383,15 +393,3 @@ class BoundExchange(Parts):
     def restart(self, state: ExchangeState) -> ExchangeState:
         """The state with residuals and last mean of zero; what is active stays so."""
         return jax.tree.map(jnp.zeros_like, state)._replace(active=state.active)
-
-    # Parts of the above.
-
-    def _in_buckets(
-        self, collective: Callable[[jax.Array], jax.Array], rows: jax.Array
-    ) -> jax.Array:
-        limit = bucket_limit(self.how.bucket_bytes)
-        if limit is not None and limit < rows.shape[-1]:
-            # Written first: XLA would else order what the rows are made of by bucket, and hold all
-            # gradients at once.
-            rows = materialize(rows, self.axes.node)
-        return jnp.concatenate([collective(bucket) for bucket in split_rows(rows, limit)], -1)

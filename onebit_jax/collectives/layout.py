@@ -15,7 +15,7 @@ tensors.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,6 @@ At = Mapping[int, jax.Array]
 
 # XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
 ROW_MULTIPLE = 128
-
-# What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
-_CPU_BUCKET_BYTES = 2**18
 
 # Tensors of up to this many elements are brought together, which costs one more pass over each.
 SMALL = 2**16
@@ -207,25 +204,6 @@ def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
     if x.size > size:
         x = x.reshape(-1)[:size]
     return x.reshape(shape)
-
-
-def bucket_limit(bucket_bytes: int | Literal["auto"] | None) -> int | None:
-    """Bytes of a bucket where the program is to run; ``"auto"`` is what was measured to pay."""
-    if bucket_bytes != "auto":
-        return bucket_bytes
-    between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
-    return _CPU_BUCKET_BYTES if between_cpus else None
-
-
-def split_rows(rows: jax.Array, bucket_bytes: int | None) -> list[jax.Array]:
-    """Cuts rows of the buffer, ``[..., row_bytes]``, into buckets of equal bytes but for the last.
-
-    >>> [bucket.shape for bucket in split_rows(jnp.zeros((2, 640), jnp.uint8), 256)]
-    [(2, 256), (2, 256), (2, 128)]
-    """
-    end = rows.shape[-1]
-    step = bucket_bytes or max(end, 1)
-    return [rows[..., start : start + step] for start in range(0, max(end, 1), step)]
 
 
 def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:

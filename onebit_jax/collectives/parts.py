@@ -29,7 +29,7 @@ class Parts:
       stacks: the layout; see :mod:`~onebit_jax.collectives.layout`.
       pieces: the same, one for each part.
       blocks: the number of blocks, each of which has a scale.
-      row_bits: bytes of bits in a row.
+      sign_bytes: how many bytes of a row are signs.
       shards: ``(L,)`` in the hierarchical form, else ``()``.
     """
 
@@ -41,7 +41,7 @@ class Parts:
         self.stacks: list[Stack] = stacks([self.fused.shape] if self.fused else self._shapes, axes)
         self.pieces: list[Piece] = [piece for stack in self.stacks for piece in stack.pieces]
         self.blocks = sum(stack.count for stack in self.stacks)
-        self.row_bits = sum(piece.block.chunk_bytes * len(piece.tensors) for piece in self.pieces)
+        self.sign_bytes = sum(piece.block.chunk_bytes * len(piece.tensors) for piece in self.pieces)
         self.shards = () if axes.local is None else (axes.per_node,)
 
     def gather(self, tree: Any) -> list[jax.Array]:
@@ -127,7 +127,7 @@ class Parts:
 
     def scales(self, rows: jax.Array) -> jax.Array:
         """The scales in rows; float32 ``[..., tensors]``."""
-        in_bytes = rows[..., self.row_bits : self.row_bits + 4 * self.blocks]
+        in_bytes = rows[..., self.sign_bytes : self.sign_bytes + 4 * self.blocks]
         in_bytes = in_bytes.reshape(*rows.shape[:-1], self.blocks, 4)
         return lax.bitcast_convert_type(in_bytes, jnp.float32)
 

@@ -22,7 +22,7 @@ Transports:
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -31,6 +31,7 @@ from jax import lax
 
 from onebit_jax.collectives import hierarchical, layout, votes
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.in_place import materialize, overwrite_if
 from onebit_jax.collectives.layout import Block, join_sections, split_sections
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
@@ -80,7 +81,7 @@ class SignExchange:
         if self._counted or not requantize:
             self._field_bits = votes.field_bits(self.axes.nodes)
         self._local_dtype: hierarchical.LocalDtype = local_dtype
-        self._bucket_bytes = layout.bucket_limit(bucket_bytes)
+        self._bucket_bytes: int | Literal["auto"] | None = bucket_bytes
         self._shapes = shapes = [tuple(x.shape) for x in jax.tree.leaves(tree)]
         if not self.axes.single_node:
             shapes = hierarchical.shard_shapes(shapes, self.axes)
@@ -148,6 +149,7 @@ class SignExchange:
           ``[n, field bits, *plane]``; bit for bit the same on all workers.
         """
         node, nodes = self.axes.node, self.axes.nodes
+        buckets = (self._bucket_bytes, node)
         if self.axes.local is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.axes.local))
         own_key, server_key = (
@@ -170,9 +172,10 @@ class SignExchange:
         else:
             chunk, axis = lax.axis_index(node), 0
             packed = materialize([pack_bits(x, axis=1) for x in signs], node)
-            to_serve = self._in_buckets(
+            to_serve = in_buckets(
                 lambda x: lax.all_to_all(x, node, 0, 0, tiled=True),
                 join_sections(packed, (nodes,)),
+                *buckets,
             )
             served = split_sections(to_serve, [block.plane for block in self.blocks])
             counts, flags = list(map(votes.count, served)), [x[chunk] for x in flags]
@@ -188,7 +191,8 @@ class SignExchange:
         answers = materialize(answers, node)
         if self._counted:
             return answers
-        received = self._in_buckets(lambda x: lax.all_gather(x, node), join_sections(answers, ()))
+        row = join_sections(answers, ())
+        received = in_buckets(lambda x: lax.all_gather(x, node), row, *buckets)
         return split_sections(received, [x.shape for x in answers])
 
     def told(self, received: Arrays, active: Arrays) -> list[jax.Array]:
@@ -224,9 +228,3 @@ class SignExchange:
             return layout.unpadded(jnp.where(unpack_bits(bits, axis), mean, 0.0), shape)
 
         return list(map(decode, self.blocks, self._shapes, received, active))
-
-    def _in_buckets(
-        self, collective: Callable[[jax.Array], jax.Array], rows: jax.Array
-    ) -> jax.Array:
-        buckets = layout.split_rows(rows, self._bucket_bytes)
-        return jnp.concatenate([collective(bucket) for bucket in buckets], -1)

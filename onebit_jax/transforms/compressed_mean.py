@@ -141,7 +141,6 @@ def compressed_mean(
       server sends back. Tang et al. compress momenta. Here any optimizer may follow, so that it is
       gradients that are compressed.
     """
-    validation.check_exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     over = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes).over
 
     def init_fn(params: optax.Params) -> CompressedMeanState:

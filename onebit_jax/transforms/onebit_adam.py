@@ -43,7 +43,6 @@ def scale_by_onebit_adam(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
     warmup_end.check_warmup(warmup)
-    validation.check_exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     exchange = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
     h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, exchange)

@@ -56,7 +56,6 @@ def scale_by_onebit_lamb(
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
-    validation.check_exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
     exchange = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes, fused=True)
     b1, b2, eps = map(validation.float32, (b1, b2, eps))

@@ -194,7 +194,6 @@ def zero_one_adam(
     )
     step_sets.check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     step_sets.check_step_sets(variance_freeze, variance_steps, sync_steps)
-    validation.check_exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     h = Hyperparameters(
         learning_rate=learning_rate,
         b1=validation.float32(b1),

@@ -1,6 +1,5 @@
 """Tensors side by side in one buffer."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,13 +82,3 @@ def test_sections_come_back_as_they_were_joined():
     assert rows.shape == (2, 256)
     for ours, section in zip(layout.split_sections(rows, shapes), sections, strict=True):
         np.testing.assert_array_equal(ours, section)
-
-
-def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
-    assert layout.bucket_limit("auto") is None
-    assert layout.bucket_limit(256) == 256
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert layout.bucket_limit("auto") == 2**18
-    assert layout.bucket_limit(None) is None
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert layout.bucket_limit("auto") is None
