@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
@@ -24,16 +22,6 @@ def mesh_of(sizes: Sizes) -> AbstractMesh:
     """The mesh that they lie on, for its size and the names of its axes."""
     axes, form = ((AXIS,), (sizes,)) if isinstance(sizes, int) else (PAIR, sizes)
     return AbstractMesh(form, axes, axis_types=(AxisType.Auto,) * len(axes))
-
-
-def draw(seed: int, *leading: int, shapes: Any, dtype: Any = jnp.float32) -> Any:
-    """A tree of normal numbers, every shape after the `leading` axes."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal((*leading, *shape)), dtype),
-        shapes,
-        is_leaf=lambda node: isinstance(node, tuple),
-    )
 
 
 def trainer(make: Callable[..., Any], sizes: Sizes) -> Callable[..., tuple[Any, Any]]:

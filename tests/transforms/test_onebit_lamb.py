@@ -13,8 +13,8 @@ import pytest
 
 import onebit_jax
 from tests import reference_lamb
-from tests.runs import Sizes, axis_of, draw, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, exchange_residuals, find_state
+from tests.runs import Sizes, axis_of, mesh_of, trainer
+from tests.workers import AXIS, assert_workers_agree, draw, exchange_residuals, find_state
 
 # A row of the third has no gradient in warm-up, nor has all of the last: they are dead.
 SHAPES = [(9, 7), (0,), (24, 3), (6,)]
@@ -63,11 +63,11 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
     sizes, changed, scale, decay, rates = CASES[name]
     workers, options = mesh_of(sizes).size, OPTIONS | changed
     params, gradients = draw(0, shapes=SHAPES), draw(1, workers, COUNT, shapes=SHAPES)
-    gradients[2] = gradients[2].at[:, :WARMUP, 5].set(0.0)
-    gradients[3] = gradients[3].at[:, :WARMUP].set(0.0)
+    gradients[2][:, :WARMUP, 5] = 0
+    gradients[3][:, :WARMUP] = 0
     if name == "alone":
-        params[0], params[3] = jnp.full_like(params[0], 9.0), jnp.zeros_like(params[3])
-        gradients[0] = gradients[0].at[:, WARMUP - 1].set(0.0)
+        params[0], params[3] = np.full_like(params[0], 9.0), np.zeros_like(params[3])
+        gradients[0][:, WARMUP - 1] = 0
     make = functools.partial(onebit_jax.onebit_lamb, 0.03, axis_name=axis_of(sizes), scale=scale)
     state, history = trainer(lambda: make(**options, **decay), sizes)(params, gradients)
     theirs = reference_lamb.OnebitLamb(
@@ -125,7 +125,7 @@ def test_warmup_ends_by_itself_and_ratios_follow_gradients_that_shrink():
     tx = onebit_jax.onebit_lamb(1e-3, b2=0.97, weight_decay=0.01, **options)
     run, gradients, ratios = trainer(lambda: tx, 4), draw(3, 4, 220, shapes=shapes), []
     for factor in (1.0, 0.1):
-        given = [g.at[:, 60:].multiply(factor) for g in gradients]
+        given = [np.concatenate([g[:, :60], factor * g[:, 60:]], 1) for g in gradients]
         state, history = run(draw(13, shapes=shapes), given)
         state = lamb_state(state)
         assert_workers_agree((state, history))

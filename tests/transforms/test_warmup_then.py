@@ -15,8 +15,8 @@ import pytest
 
 import onebit_jax
 from onebit_jax import wire
-from tests.runs import Sizes, axis_of, draw, mesh_of
-from tests.workers import AXIS, NODE, PAIR, Binding, on_workers, replicate
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.workers import AXIS, NODE, PAIR, Binding, draw, on_workers, replicate
 
 
 class Case(NamedTuple):

@@ -17,8 +17,15 @@ from jax.sharding import NamedSharding
 import onebit_jax
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
-from tests.runs import Sizes, axis_of, draw, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, exchange_residuals, on_workers, replicate
+from tests.runs import Sizes, axis_of, mesh_of, trainer
+from tests.workers import (
+    AXIS,
+    assert_workers_agree,
+    draw,
+    exchange_residuals,
+    on_workers,
+    replicate,
+)
 
 LOCAL, SYNC = PHASES.index("local"), PHASES.index("sync")
 zero_one_adam = functools.partial(onebit_jax.zero_one_adam, axis_name=AXIS)
