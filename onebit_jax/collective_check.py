@@ -73,10 +73,8 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     if name == "while":
         return _while(params, given)
     if name == "scan":
-        constants, body = params["num_consts"], _open(params["jaxpr"])
-        end = constants + params["num_carry"]
-        carried = _carried(body, given[:constants], given[constants:end], given[end:])
-        return _flow(body, [*given[:constants], *carried, *given[end:]])
+        body, (constants, start, others) = _open(params["jaxpr"]), _of_scan(params, given)
+        return _flow(body, [*constants, *_carried(body, constants, start, others), *others])
     if name == "optimization_barrier":
         return given
     everything = Axes().union(*given)
@@ -93,6 +91,14 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
             if len(results) == len(eqn.outvars):
                 return results
     return [everything] * len(eqn.outvars)
+
+
+def _of_scan(params: dict[str, Any], given: list[Axes]) -> list[list[Axes]]:
+    """The inputs of a scan: its constants, what it carries, what it goes through."""
+    if "ft_in" in params:  # since JAX 0.12
+        return [list(part) for part in params["ft_in"].update(given).unpack()]
+    constants, end = params["num_consts"], params["num_consts"] + params["num_carry"]
+    return [given[:constants], given[constants:end], given[end:]]
 
 
 def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
