@@ -1,9 +1,11 @@
 """Optax optimizers that send one bit a parameter, and the collectives beneath them."""
 
 from onebit_jax import plan, wire
-from onebit_jax.per_worker import PerWorker
-from onebit_jax.training import TrainStep, init, state_specs, train_step
+from onebit_jax.markers import PerWorker
+from onebit_jax.placement import init, state_specs
+from onebit_jax.training import TrainStep, train_step
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
+from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 from onebit_jax.transforms.distributed_lion import (
     ScaleByDistributedLionState,
@@ -16,6 +18,7 @@ from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
 from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
 from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
+from onebit_jax.transforms.per_worker import per_worker
 from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
@@ -35,6 +38,7 @@ __all__ = [
     "ZeroOneAdamState",
     "binsgdm",
     "birder",
+    "clip_by_common_norm",
     "compressed_mean",
     "distributed_lion",
     "ef_signsgd",
@@ -42,6 +46,7 @@ __all__ = [
     "mean_gradients",
     "onebit_adam",
     "onebit_lamb",
+    "per_worker",
     "plan",
     "scale_by_birder",
     "scale_by_distributed_lion",

@@ -1,14 +1,16 @@
-"""Refuses programs in which workers would wait for each other for ever.
+"""What each value of a program varies over, and what workers must therefore not do.
 
-A collective under a condition that is true on some workers and false on others never ends. What
-each value of a program varies over is followed from its inputs on: those that are sharded, and a
-worker's own index, vary over the mesh axes; what ``psum`` or ``all_gather`` return does not.
+It is followed from the inputs on: those that are sharded, and a worker's own index, vary over the
+mesh axes; what ``psum`` or ``all_gather`` return does not. A collective under a condition that is
+true on some workers and false on others never ends, and is refused.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
+
+from onebit_jax.collectives.axes import equal_on_all_workers
 
 Axes = frozenset[str]
 
@@ -35,16 +37,19 @@ _COLLECTIVES = _EQUALIZING | {
 }
 
 
-def check_collectives(jaxpr: Jaxpr) -> None:
+def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
     """Checks a program that maps over workers by ``jax.shard_map``.
 
     Args:
       jaxpr: the program outside of the map, of a ``jax.stages.Traced`` say.
 
+    Returns:
+      The mesh axes that each of its results may vary over.
+
     Raises:
       ValueError: for a collective under a condition that workers need not share.
     """
-    _flow(jaxpr, [Axes()] * len(jaxpr.invars))
+    return _flow(jaxpr, [Axes()] * len(jaxpr.invars))
 
 
 def _flow(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
@@ -77,6 +82,8 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         return _flow(body, [*constants, *_carried(body, constants, start, others), *others])
     if name == "optimization_barrier":
         return given
+    if params.get("name") == equal_on_all_workers.__name__:
+        return [Axes()] * len(given)
     everything = Axes().union(*given)
     if name == "axis_index":
         everything = _names(params["axis_name"])
@@ -129,7 +136,7 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
     for eqn in _collectives(programs):
         if shared := predicate & _axes(eqn):
             raise ValueError(
-                f"a {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
+                f"the collective {eqn.primitive.name} over {sorted(_axes(eqn))} is under a condition "
                 f"that workers along {sorted(shared)} need not share, such as one on a worker's "
                 f"own gradients (optax.apply_if_finite around an optimizer that averages over "
                 f"workers has one): they would wait for each other for ever. Make the condition "

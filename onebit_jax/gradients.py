@@ -1,45 +1,125 @@
 """A worker's own loss and gradients, of a batch or of its microbatches in turn."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from onebit_jax.model_state import check_same_state
 from onebit_jax.step_metrics import Metrics
 
-LossFn = Callable[[Any, Any], jax.Array | tuple[jax.Array, Metrics]]
+LossFn = Callable[..., Any]
+
+
+class LossAndGradients(NamedTuple):
+    """What :func:`loss_and_gradients` returns.
+
+    Attributes:
+      loss: mean over the microbatches; ``[]``.
+      metrics: means over them, float32.
+      grads: means over them, summed in float32.
+      model_state: what the loss made of it, one microbatch after the other; None without one.
+    """
+
+    loss: jax.Array
+    metrics: Metrics
+    grads: optax.Updates
+    model_state: Any
 
 
 def loss_and_gradients(
-    loss_fn: LossFn, params: optax.Params, batch: Any, accumulation: int
-) -> tuple[jax.Array, Metrics, optax.Updates]:
-    """Means over microbatches of the loss, its metrics and its gradients (summed in float32)."""
+    loss_fn: LossFn,
+    params: optax.Params,
+    batch: Any,
+    accumulation: int,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+) -> LossAndGradients:
+    """Takes the gradients of one worker, in its own view.
 
-    def with_metrics(params: optax.Params, batch: Any) -> tuple[jax.Array, Metrics]:
-        result = loss_fn(params, batch)
-        loss, metrics = result if isinstance(result, tuple) else (result, {})
-        return loss, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+    Args:
+      loss_fn: as for :func:`onebit_jax.train_step`.
+      params: the parameters.
+      batch: the worker's own share.
+      accumulation: number of microbatches.
+      rng: the worker's own random key; each microbatch has one that is folded from it.
+      model_state: what ``loss_fn`` reads and writes besides.
 
-    gradients = jax.value_and_grad(with_metrics, has_aux=True)
+    Raises:
+      ValueError: for a ``loss_fn`` that returns something else than it may.
+    """
+
+    def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
+        options = {} if rng is None else {"rng": rng}
+        options |= {} if model_state is None else {"model_state": model_state}
+        return _parts(loss_fn(params, batch, **options), model_state)
+
+    gradients = jax.value_and_grad(with_aux, has_aux=True)
     if accumulation == 1:
-        (loss, metrics), grads = gradients(params, batch)
-        return loss, metrics, grads
+        (loss, (metrics, model_state)), grads = gradients(params, batch, rng, model_state)
+        return LossAndGradients(loss, metrics, grads, model_state)
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(
-            lambda x, y: x + y.astype(x.dtype), total, gradients(params, microbatch)
-        ), None
+    def take(carry: Any, microbatch: Any) -> tuple[Any, None]:
+        total, state = carry
+        index, batch = microbatch
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        (loss, (metrics, state)), grads = gradients(params, batch, key, state)
+        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (loss, metrics, grads))
+        return (total, state), None
 
     microbatches = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
-    shapes = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], microbatches))
+    first = jax.tree.map(lambda x: x[0], microbatches)
+    (loss, (metrics, _)), grads = jax.eval_shape(gradients, params, first, rng, model_state)
+    shapes = loss, metrics, grads
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes
     )
-    total, _ = lax.scan(add, zeros, microbatches)
-    (loss, metrics), grads = jax.tree.map(
+    (total, model_state), _ = lax.scan(
+        take, (zeros, model_state), (jnp.arange(accumulation), microbatches)
+    )
+    loss, metrics, grads = jax.tree.map(
         lambda x, shape: (x / accumulation).astype(shape.dtype), total, shapes
     )
-    return loss, metrics, grads
+    return LossAndGradients(loss, metrics, grads, model_state)
+
+
+def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
+    """Takes apart what a loss returned: the loss; its metrics and the model's state."""
+    expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
+    count = len(result) if isinstance(result, tuple) else 1
+    if count not in ((1, 2) if model_state is None else (3,)):
+        raise ValueError(
+            f"loss_fn returned {_described(result)}, expected {expected}"
+            + (
+                "; to change a model's state pass it to the step, step(..., model_state=...)."
+                if model_state is None
+                else ": with a model's state it returns the new one too, and {} for no metrics."
+            )
+        )
+    loss, metrics, new_state, *_ = (*result, {}, None) if count > 1 else (result, {}, None)
+    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype "
+            f"{jnp.result_type(loss)}, expected a float scalar: take its mean over the batch."
+        )
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of "
+            f"scalars by name, such as {{'accuracy': accuracy}}."
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(metrics):
+        if jnp.shape(x) != ():
+            raise ValueError(
+                f"loss_fn returned metrics{jax.tree_util.keystr(path)} of shape {jnp.shape(x)}, "
+                f"expected a scalar: the step reports means over workers."
+            )
+    if model_state is not None:
+        check_same_state(new_state, model_state)
+    return loss, (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics), new_state)
+
+
+def _described(result: Any) -> str:
+    return f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__

@@ -60,10 +60,11 @@ def update(
     opt_state: optax.OptState,
     params: optax.Params,
     phase: Phase | None,
+    extra_args: dict[str, Any],
 ) -> Updated:
     """Updates parameters and state; a phase that is not the state's own changes neither."""
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
-    updates, new_state = tx.update(grads, marked, params, phase=phase)
+    updates, new_state = tx.update(grads, marked, params, phase=phase, **extra_args)
     new_params = optax.apply_updates(params, updates)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:

@@ -1,6 +1,7 @@
 """The scalars that a training step reports."""
 
 import collections
+import itertools
 from typing import Any
 
 import jax
@@ -40,11 +41,18 @@ def of_optimizers(opt_state: optax.OptState) -> Metrics:
     }
 
 
-def mean_over_workers(metrics: Metrics, axes: tuple[str, ...]) -> Metrics:
-    """Averages float scalars in one exchange; integers are the same on all workers as they are."""
-    leaves, structure = jax.tree.flatten(metrics)
+def mean_over_workers(tree: Any, axes: tuple[str, ...]) -> Any:
+    """Averages float arrays in one exchange, of float32 unless one of them is wider.
+
+    Others, integers say, are left as they are.
+    """
+    leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
-    means = lax.pmean(jnp.stack([leaves[i].astype(jnp.float32) for i in floats]), axes)
-    for i, mean in zip(floats, means, strict=True):
-        leaves[i] = mean
+    dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floats))
+    flat = [leaves[i].astype(dtype).reshape(-1) for i in floats]
+    means = lax.pmean(jnp.concatenate(flat), axes)
+    ends = itertools.accumulate(x.size for x in flat)
+    for i, end in zip(floats, ends, strict=True):
+        mean = means[end - leaves[i].size : end]
+        leaves[i] = mean.reshape(leaves[i].shape).astype(leaves[i].dtype)
     return structure.unflatten(leaves)

@@ -1,7 +1,6 @@
 """From a loss and an optimizer to a training step on a mesh."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.core
@@ -12,86 +11,39 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import phase_choice, step_metrics, validation
+from onebit_jax import phase_choice, placement, step_metrics, validation
 from onebit_jax.collective_check import check_collectives
 from onebit_jax.gradients import LossFn, loss_and_gradients
-from onebit_jax.per_worker import is_per_worker
+from onebit_jax.model_state import (
+    check_random_keys,
+    check_shared_model_state,
+    with_keys_of,
+    with_own_keys,
+)
+from onebit_jax.replica_check import check_replicas
 from onebit_jax.step_metrics import Metrics
 from onebit_jax.transforms import phases
+from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
 
 Phase = phases.Phase
+ParamsT = TypeVar("ParamsT")
+StateT = TypeVar("StateT")
+ModelStateT = TypeVar("ModelStateT")
 
 
-def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
-    """Says how an optimizer state lies on a mesh, read from the state itself.
+class _Arguments(NamedTuple):
+    """What a step is called with; the first three are donated."""
 
-    Args:
-      opt_state: any Optax state, or its shapes.
-      axis_name: the axis or axes that the workers run along.
-
-    Returns:
-      A tree like ``opt_state`` of partition specs: ``P(axis_name)`` for leaves inside a
-      :class:`~onebit_jax.PerWorker`, whose first axis is the worker, and ``P()`` for the others.
-
-    >>> import jax.numpy as jnp
-    >>> from onebit_jax import PerWorker, state_specs
-    >>> state_specs({"count": jnp.zeros(()), "residual": PerWorker(jnp.zeros((4, 3)))}, "data")
-    {'count': P(), 'residual': PerWorker(value=P('data',))}
-    """
-
-    def specs(node: Any) -> Any:
-        return jax.tree.map(lambda _: P(axis_name) if is_per_worker(node) else P(), node)
-
-    return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
+    params: Any
+    opt_state: Any
+    model_state: Any
+    batch: Any
+    rng: Any
+    extra_args: Any
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> optax.OptState:
-    """Initialises an optimizer on a mesh; every device of the mesh is a worker.
-
-    Args:
-      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes.
-      params: the parameters, equal on all processes.
-      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
-        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
-
-    Returns:
-      The state in the mesh view: global arrays on this very mesh, what workers share replicated,
-      what each has for itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded
-      over the mesh.
-
-    Raises:
-      ValueError: from the optimizer, for an axis that the mesh has not, for one of the mesh that it
-        would not average over, and for parameters that it cannot train.
-    """
-
-    def on_mesh(out_specs: Any) -> Callable[[optax.Params], optax.OptState]:
-        return jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False)
-
-    replicated = NamedSharding(mesh, P())
-    # The mesh is set, lest shard_map refuse it where the user has set one that differs in its types
-    # of axes.
-    with use_abstract_mesh(mesh.abstract_mesh):
-        params = _placed(params, jax.tree.map(lambda _: replicated, params))
-        specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        # Of a state without arrays nothing but the parameters would tell jit its devices.
-        program = jax.jit(
-            on_mesh(specs), in_shardings=replicated, out_shardings=shardings, keep_unused=True
-        )
-        return program(params)
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-    """Puts arrays where they belong, unless they are there.
-
-    Placed otherwise than a program's results will be, they would cost a second compilation, and
-    with explicit axes be refused.
-    """
-
-    def placed(x: Any, sharding: NamedSharding) -> Any:
-        return x if getattr(x, "sharding", None) == sharding else jax.device_put(x, sharding)
-
-    return jax.tree.map(placed, tree, shardings)
+def _by_donation(given: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(given[:3]), tuple(given[3:])
 
 
 class TrainStep:
@@ -120,16 +72,44 @@ class TrainStep:
         self._placements: dict[Any, Any] = {}
         self._programs: dict[Any, Any] = {}
 
+    @overload
     def __call__(
         self,
-        params: optax.Params,
-        opt_state: optax.OptState,
+        params: ParamsT,
+        opt_state: StateT,
         batch: Any,
+        *,
         phase: Phase | None = None,
-    ) -> tuple[optax.Params, optax.OptState, Metrics]:
-        """Makes one update; ``params`` and ``opt_state`` are donated."""
+        rng: jax.Array | None = None,
+        model_state: None = None,
+        **extra_args: Any,
+    ) -> tuple[ParamsT, StateT, Metrics]: ...
+    @overload
+    def __call__(
+        self,
+        params: ParamsT,
+        opt_state: StateT,
+        batch: Any,
+        *,
+        phase: Phase | None = None,
+        rng: jax.Array | None = None,
+        model_state: ModelStateT,
+        **extra_args: Any,
+    ) -> tuple[ParamsT, StateT, ModelStateT, Metrics]: ...
+    def __call__(
+        self,
+        params: Any,
+        opt_state: Any,
+        batch: Any,
+        *,
+        phase: Phase | None = None,
+        rng: jax.Array | None = None,
+        model_state: Any = None,
+        **extra_args: Any,
+    ) -> Any:
+        """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         self._check_batch(batch)
-        given = params, opt_state, batch
+        given = _Arguments(params, opt_state, model_state, batch, rng, extra_args)
         # Within a jitted loop of steps a state does not tell its phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         if not traced:
@@ -137,21 +117,28 @@ class TrainStep:
         every = self._grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
         with use_abstract_mesh(self._mesh.abstract_mesh):
-            args = (*_placed(given, self._placement(given)), np.bool(measured))
-            params, opt_state, metrics, outlook = self._program(args, phase)(*args)
+            placed = self._placed(given)
+            program = self._program(placed, phase)
+            results, metrics, outlook = program(*_by_donation(placed), np.bool(measured))
         if not traced:
             self._phases.observe(opt_state, outlook, phase)
             self._calls += 1
         if every is not None and not measured:
             del metrics["grad_norm"]
-        return params, opt_state, metrics
+        if model_state is None:
+            return *results[:2], metrics
+        return *results, metrics
 
     def lower(
         self,
         params: optax.Params,
         opt_state: optax.OptState,
         batch: Any,
+        *,
         phase: Phase | None = None,
+        rng: jax.Array | None = None,
+        model_state: Any = None,
+        **extra_args: Any,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it.
 
@@ -159,40 +146,65 @@ class TrainStep:
         not what a call without ``phase`` runs.
         """
         self._check_batch(batch)
+        given = _Arguments(params, opt_state, model_state, batch, rng, extra_args)
         with use_abstract_mesh(self._mesh.abstract_mesh):
-            shapes = jax.eval_shape(lambda *args: args, params, opt_state, batch)
+            shapes = jax.eval_shape(lambda x: x, given)
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
             )
-            args = (*placed, np.bool(True))
-            return self._program(args, phase).lower(*args)
+            program = self._program(placed, phase)
+            return program.lower(*_by_donation(placed), np.bool(True))
 
-    def _placement(self, args: tuple[Any, Any, Any]) -> Any:
-        """Where parameters, state and batch belong: shardings in a tree like theirs."""
-        structure = jax.tree.structure(args)
+    def _placement(self, given: _Arguments) -> _Arguments:
+        """Where arguments belong: shardings in a tree like theirs."""
+        structure = jax.tree.structure(given)
         if structure not in self._placements:
-            params, opt_state, batch = args
             axes = self._mesh.axis_names
-            specs = (
-                jax.tree.map(lambda _: P(), params),
-                state_specs(opt_state, axes),
-                jax.tree.map(lambda _: P(axes), batch),
+            specs = jax.tree.map(lambda _: P(), given)._replace(
+                opt_state=placement.state_specs(given.opt_state, axes),
+                batch=jax.tree.map(lambda _: P(axes), given.batch),
             )
+            self._check(given)
             self._placements[structure] = jax.tree.map(
                 lambda spec: NamedSharding(self._mesh, spec), specs
             )
         return self._placements[structure]
 
-    def _program(self, args: tuple[Any, Any, Any, Any], phase: Phase | None) -> Any:
+    def _placed(self, given: _Arguments) -> _Arguments:
+        """The arguments where they belong; those that a step did not leave there are checked."""
+        known = len(self._placements)
+        shardings = self._placement(given)
+        state = zip(
+            jax.tree.leaves((given.params, given.opt_state)),
+            jax.tree.leaves((shardings.params, shardings.opt_state)),
+            strict=True,
+        )
+        if len(self._placements) == known and not all(
+            placement.is_placed(x, sharding) for x, sharding in state
+        ):
+            self._check(given)
+        return placement.place(given, shardings)
+
+    def _check(self, given: _Arguments) -> None:
+        """Checks what a user may have got wrong, by shapes and types alone."""
+        params, opt_state = given.params, given.opt_state
+        placement.check_whole(params)
+        check_random_keys(given.rng, given.batch)
+        shapes = placement.state_shapes(self._tx, params, self._mesh)
+        placement.check_state(opt_state, shapes, self._mesh)
+        specs = placement.state_specs(shapes, self._mesh.axis_names)
+        check_replicas(self._tx, params, shapes, specs, self._mesh)
+
+    def _program(self, placed: _Arguments, phase: Phase | None) -> Any:
         """The jitted step for arguments of this structure, which lie where they belong."""
-        key = (jax.tree.structure(args), phase)
+        key = (jax.tree.structure(placed), phase)
         if key not in self._programs:
             replicated = NamedSharding(self._mesh, P())
-            inputs = (*self._placement(args[:3]), replicated)
-            outputs = (*inputs[:2], replicated, replicated)
+            inputs = (*_by_donation(self._placement(placed)), replicated)
+            outputs = inputs[0], replicated, replicated
 
-            def step(params: Any, opt_state: Any, batch: Any, measured: Any) -> Any:
-                return self._worker(params, opt_state, batch, measured, phase)
+            def step(donated: Any, others: Any, measured: Any) -> Any:
+                return self._worker(_Arguments(*donated, *others), measured, phase)
 
             # check_vma would call a momentum varying that lies in a residual's place and yet is
             # equal on all workers. It would also sum the gradients of replicated parameters.
@@ -203,10 +215,13 @@ class TrainStep:
                 out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
                 check_vma=False,
             )
-            program = jax.jit(
-                mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=(0, 1)
+            program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
+            traced = program.trace(*_by_donation(placed), np.bool(True))
+            varies = check_collectives(traced.jaxpr.jaxpr)
+            (_, _, model_state), *_ = jax.tree.unflatten(
+                jax.tree.structure(traced.out_info), varies
             )
-            check_collectives(program.trace(*args).jaxpr.jaxpr)
+            check_shared_model_state(model_state)
             self._programs[key] = program
         return self._programs[key]
 
@@ -222,26 +237,28 @@ class TrainStep:
                 )
 
     def _worker(
-        self,
-        params: optax.Params,
-        opt_state: optax.OptState,
-        batch: Any,
-        measured: jax.Array,
-        phase: Phase | None,
-    ) -> tuple[optax.Params, optax.OptState, Metrics, jax.Array]:
+        self, given: _Arguments, measured: jax.Array, phase: Phase | None
+    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array]:
         """The step as one worker makes it, in the worker view, and its outlook."""
         axes = self._mesh.axis_names
-        loss, metrics, grads = loss_and_gradients(self._loss_fn, params, batch, self._accumulation)
-        own = {"loss": loss}
+        rng = given.rng
+        if rng is not None:
+            rng = jax.random.fold_in(rng, lax.axis_index(axes))
+        model_state = with_own_keys(given.model_state, axes)
+        loss, metrics, grads, model_state = loss_and_gradients(
+            self._loss_fn, given.params, given.batch, self._accumulation, rng, model_state
+        )
+        own = {"loss": loss.astype(jnp.float32)}
         if self._grad_norm_every is not None:
             own["grad_norm"] = self._squared_norm(grads, measured)
         if self._max_grad_norm is not None:
             bound = own["grad_norm"]
             if self._clip == "common":
                 bound = lax.pmean(bound, axes)
-            factor = jnp.minimum(1.0, self._max_grad_norm * lax.rsqrt(bound))
-            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
-        params, opt_state, outlook = phase_choice.update(self._tx, grads, opt_state, params, phase)
+            grads = clipped(grads, bound, self._max_grad_norm)
+        params, opt_state, outlook = phase_choice.update(
+            self._tx, grads, given.opt_state, given.params, phase, given.extra_args
+        )
 
         own |= step_metrics.of_optimizers(opt_state)
         if taken := own.keys() & metrics.keys():
@@ -249,17 +266,13 @@ class TrainStep:
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics = step_metrics.mean_over_workers(metrics | own, axes)
+        metrics, model_state = step_metrics.mean_over_workers((metrics | own, model_state), axes)
         if self._grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
-        return params, opt_state, metrics, outlook
+        model_state = with_keys_of(given.model_state, model_state)
+        return (params, opt_state, model_state), metrics, outlook
 
     def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
-        def squared_norm(grads: optax.Updates) -> jax.Array:
-            return optax.tree.norm(
-                jax.tree.map(lambda g: g.astype(jnp.float32), grads), squared=True
-            )
-
         if self._grad_norm_every == 1:
             return squared_norm(grads)
         return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)
@@ -282,7 +295,9 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` gives a scalar, the mean over the batch it is given, or
-        that and a dict of scalar metrics.
+        that and a dict of scalar metrics. Where the step is given a random key or a model's state,
+        it takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns ``loss,
+        metrics, model_state``.
       tx: the optimizer. It must average over the mesh itself, as this library's do; put
         :func:`onebit_jax.mean_gradients` before a dense one.
       mesh: as for :func:`init`; all its devices are workers, along whichever axis they lie.
@@ -300,7 +315,19 @@ def train_step(
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from
       :func:`onebit_jax.init`. ``batch`` is a tree of global arrays whose first axis is split over
-      the workers. ``params`` and ``opt_state`` are donated. ``metrics`` are scalars on all workers:
+      the workers. ``params`` and ``opt_state`` are donated. By keyword it takes besides
+
+      - ``rng``, one random key, a new one for every step: each worker, and each microbatch, gets
+        its own, folded from it;
+      - ``model_state``, what the model changes without gradients, such as batch statistics: the
+        step is then ``-> (params, opt_state, model_state, metrics)``, and it is donated too. Each
+        worker changes it on its own share of the batch, one microbatch after the other; then float
+        leaves are averaged over the workers, in the exchange of the metrics. Others must become
+        the same on all. Of random keys in it, as Flax NNX has them, each worker sees its own;
+      - whatever the optimizer's ``update`` takes, the same on all workers, such as ``value`` for
+        :func:`optax.contrib.reduce_on_plateau`: the loss of an earlier step costs no waiting.
+
+      ``metrics`` are scalars on all workers:
 
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
       - ``grad_norm``, in calls in which it is measured: root of the workers' mean squared gradient
@@ -323,11 +350,15 @@ def train_step(
 
     Raises:
       ValueError: for ``accumulation``, ``max_grad_norm``, ``clip`` or ``grad_norm_every`` outside
-        their range; from the step, for a batch that does not divide into workers and microbatches,
-        for a ``phase`` given to an earlier call that was not the optimizer's own, for a collective
-        under a condition that workers do not share, on which they would wait for each other for
-        ever, and from this library's optimizers, for an axis that the mesh has not, or one of it
-        that they would not average over.
+        their range. From the step, before anything is compiled: for a batch that does not divide
+        into workers and microbatches; a state that is not the optimizer's for these parameters and
+        this mesh, or has lost its :class:`~onebit_jax.PerWorker` nodes; parameters that are split
+        between devices; an ``rng`` that is not one key, and keys in a batch that are the same; a
+        ``loss_fn`` that returns something else than it may; updates that would differ between
+        workers, naming the parameter; a collective under a condition that workers do not share, on
+        which they would wait for each other for ever. For a ``phase`` given to an earlier call that
+        was not the optimizer's own; and from this library's optimizers, for an axis that the mesh
+        has not, or one of it that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax.per_worker import is_per_worker
+from onebit_jax.markers import is_per_worker
 from tests.small_task import (
     MESH,
     NODES_MESH,

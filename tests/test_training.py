@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.per_worker import is_per_worker
+from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.phases import PHASES, Phase
 from tests.small_task import (
     B2,

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from onebit_jax import wire
-from onebit_jax.per_worker import is_per_worker
+from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.phases import Phase
 from train.bert import data, schedules
 from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax.per_worker import PerWorker, is_per_worker
+from onebit_jax.markers import PerWorker, is_per_worker
 from onebit_jax.transforms.phases import Phase
 
 AXIS = "data"

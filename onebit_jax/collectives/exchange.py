@@ -36,7 +36,7 @@ from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.parts import Parts
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 
 ResidualDtype = Literal["float32", "bfloat16"]
 

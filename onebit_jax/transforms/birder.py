@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.ec1 import evenly_sampled
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.sign_exchange import SignExchange, Transport, check_transport
 from onebit_jax.collectives.stochastic import Ratio
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
 
 Arrays = list[jax.Array]
@@ -134,7 +135,7 @@ def update(
         u = [jnp.where(y > 0, x / y, 0.0)[0] for x, y in zip(m, a, strict=True)]
     else:
         ask = count == 0 if phase is None else phase == "warmup"
-        active = exchange.find_active(a, grads, key, ask)
+        active = equal_on_all_workers(exchange.find_active(a, grads, key, ask))
         m, a = averages(h, m, a, g, exchange.flags(active))
         received = exchange.all_reduce(list(map(Ratio, m, a)), active, key)
         told = exchange.told(received, active)

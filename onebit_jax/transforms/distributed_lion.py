@@ -12,7 +12,7 @@ from onebit_jax.collectives import majority
 from onebit_jax.collectives.axes import bound_axis_size
 from onebit_jax.collectives.in_place import materialize
 from onebit_jax.collectives.layout import Block
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES
 
 Aggregation = Literal["majority", "mean"]

@@ -12,7 +12,7 @@ from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.exchange import ResidualDtype
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.in_place import materialize
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
 from onebit_jax.collectives.in_place import materialize
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.step_sets import StepSet
@@ -157,7 +158,8 @@ def adam_update(
     """``- lr (m / (sqrt(v) + eps) + wd p)``."""
     lr, p = h.rate(count), [x.astype(jnp.float32) for x in params]
     roots = jax.tree.leaves(state.inverse_root)
-    u = [-lr * (m[0] * root) for m, root in zip(jax.tree.leaves(state.m), roots, strict=True)]
+    shared = equal_on_all_workers(jax.tree.leaves(state.m))
+    u = [-lr * (m[0] * root) for m, root in zip(shared, roots, strict=True)]
     return decayed(h, state, u, p, count)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from onebit_jax import wire
 from onebit_jax.collectives import layout
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from tests import reference
 from tests.workers import (
     AXIS,

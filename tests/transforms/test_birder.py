@@ -19,7 +19,7 @@ import onebit_jax
 from onebit_jax import wire
 from onebit_jax.collectives import votes
 from onebit_jax.collectives.layout import Block
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.transforms.test_ablations import (

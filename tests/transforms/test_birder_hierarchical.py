@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.collectives import votes
-from onebit_jax.per_worker import PerWorker
+from onebit_jax.markers import PerWorker
 from tests import reference
 from tests.workers import NODE, PAIR, Binding, on_workers, replicate
 

@@ -1,0 +1,102 @@
+"""A model's own state, batch statistics say, and the random keys of a training step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def with_own_keys(model_state: Any, axes: tuple[str, ...]) -> Any:
+    """Gives each worker random keys of its own; other leaves stay as they are."""
+    index = lax.axis_index(axes)
+    return jax.tree.map(lambda x: jax.random.fold_in(x, index) if _is_key(x) else x, model_state)
+
+
+def with_keys_of(given: Any, new: Any) -> Any:
+    """Puts the keys that all workers share back in the place of each worker's own."""
+    return jax.tree.map(lambda old, x: old if _is_key(old) else x, given, new)
+
+
+def check_same_state(new: Any, given: Any) -> None:
+    """Checks the state that a loss returned against the one that it was given, which it may be.
+
+    Raises:
+      ValueError: for another structure, other shapes or dtypes, and for another random key.
+    """
+
+    def described(tree: Any) -> tuple[Any, list[Any]]:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    if described(new) != described(given):
+        raise ValueError(
+            f"loss_fn returned a model_state of other structure, shapes or dtypes than it was "
+            f"given: {described(new)} for {described(given)}. Return all of it, changed or not."
+        )
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(new), strict=True
+    ):
+        if _is_key(x) and x is not y:
+            raise ValueError(
+                f"loss_fn changed the random key model_state{jax.tree_util.keystr(path)}, of which "
+                f"every worker has its own version: it would be lost. Leave it as it is and count "
+                f"what was drawn, as Flax NNX does, or take the key that step(..., rng=key) gives."
+            )
+
+
+def check_random_keys(rng: Any, batch: Any) -> None:
+    """Checks what a step draws random numbers from.
+
+    Args:
+      rng: one key for all workers, of which each makes its own; or None.
+      batch: a tree of global arrays, whose keys must differ.
+
+    Raises:
+      ValueError: for an ``rng`` that is not one key; for keys in a batch that are the same for two
+        rows of it.
+    """
+    if rng is not None:
+        shape, dtype = jnp.shape(rng), jnp.result_type(rng)
+        raw = shape == (2,) and dtype == jnp.uint32
+        if not (raw or (shape == () and jnp.issubdtype(dtype, jax.dtypes.prng_key))):
+            raise ValueError(
+                f"rng has shape {shape} and dtype {dtype}, expected one random key, such as "
+                f"jax.random.fold_in(jax.random.key(0), step_number): every worker makes its own "
+                f"of it. Keys for each row go into the batch."
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if not known or not _is_key(leaf):
+            continue
+        shards = [jax.random.key_data(shard.data) for shard in leaf.addressable_shards]
+        rows = np.concatenate([np.asarray(x).reshape(x.shape[0], -1) for x in shards])
+        if len(np.unique(rows, axis=0)) < len(rows):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} holds the same random key in several rows: "
+                f"workers would draw the same numbers. Give each row its own, "
+                f"jax.random.split(key, rows), or pass one key as step(..., rng=key), of which "
+                f"every worker makes its own."
+            )
+
+
+def check_shared_model_state(varies: Any) -> None:
+    """Raises ``ValueError`` for a model's state of which workers would have different versions.
+
+    Args:
+      varies: a tree like the state, of the axes that its leaves vary over.
+    """
+    is_leaf = lambda x: isinstance(x, frozenset)  # noqa: E731
+    for path, over in jax.tree_util.tree_leaves_with_path(varies, is_leaf=is_leaf):
+        if over:
+            raise ValueError(
+                f"model_state{jax.tree_util.keystr(path)} would differ between workers. Float "
+                f"leaves are averaged over them; others, integers say, must become the same on "
+                f"all, as a count of steps does: keep this one as a float, or make it the same by "
+                f"jax.lax.psum, jax.lax.pmax."
+            )

@@ -1,0 +1,189 @@
+"""Where parameters and optimizer state lie on a mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax import replica_check
+from onebit_jax.markers import is_per_worker
+
+
+def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
+    """Says how an optimizer state lies on a mesh, read from the state itself.
+
+    Args:
+      opt_state: any Optax state, or its shapes; or a tree with one in it, such as Flax's
+        ``TrainState``.
+      axis_name: the axis or axes that the workers run along.
+
+    Returns:
+      A tree like ``opt_state`` of partition specs: ``P(axis_name)`` for leaves inside a
+      :class:`~onebit_jax.PerWorker`, whose first axis is the worker, and ``P()`` for the others.
+
+    >>> import jax.numpy as jnp
+    >>> from onebit_jax import PerWorker, state_specs
+    >>> state_specs({"count": jnp.zeros(()), "residual": PerWorker(jnp.zeros((4, 3)))}, "data")
+    {'count': P(), 'residual': PerWorker(value=P('data',))}
+    """
+
+    def specs(node: Any) -> Any:
+        return jax.tree.map(lambda _: P(axis_name) if is_per_worker(node) else P(), node)
+
+    return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
+
+
+def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> optax.OptState:
+    """Initialises an optimizer on a mesh; every device of the mesh is a worker.
+
+    Args:
+      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes. It
+        must average over the mesh itself, as this library's do: put
+        :func:`onebit_jax.mean_gradients` before a dense one.
+      params: the parameters, equal on all processes.
+      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
+        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
+
+    Returns:
+      The state in the mesh view: global arrays on this very mesh, what workers share replicated,
+      what each has for itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded
+      over the mesh.
+
+    Raises:
+      ValueError: from the optimizer, for an axis that the mesh has not, for one of the mesh that it
+        would not average over, and for parameters that it cannot train; for parameters that are
+        split between devices; and for an optimizer after whose updates replicas would differ, or
+        state that is not in a ``PerWorker``, given gradients that do.
+    """
+    check_whole(params)
+    replicated = NamedSharding(mesh, P())
+    # The mesh is set, lest shard_map refuse it where the user has set one that differs in its types
+    # of axes.
+    with use_abstract_mesh(mesh.abstract_mesh):
+        params = place(params, jax.tree.map(lambda _: replicated, params))
+        shapes = state_shapes(tx, params, mesh)
+        specs = state_specs(shapes, mesh.axis_names)
+        replica_check.check_replicas(tx, params, shapes, specs, mesh)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        # Of a state without arrays nothing but the parameters would tell jit its devices.
+        program = jax.jit(
+            _on_mesh(tx, mesh)(specs),
+            in_shardings=replicated,
+            out_shardings=shardings,
+            keep_unused=True,
+        )
+        return program(params)
+
+
+def state_shapes(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> Any:
+    """The shapes of a state in the mesh view, a tree like it."""
+    on_mesh = _on_mesh(tx, mesh)
+    specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
+    return jax.eval_shape(on_mesh(specs), params)
+
+
+def _on_mesh(
+    tx: optax.GradientTransformation, mesh: Mesh
+) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
+    return lambda specs: jax.shard_map(
+        tx.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
+    )
+
+
+def is_placed(x: Any, sharding: NamedSharding) -> bool:
+    """Whether an array lies where it belongs."""
+    return getattr(x, "sharding", None) == sharding
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Puts arrays where they belong, unless they are there.
+
+    Placed otherwise than a program's results will be, they would cost a second compilation, and
+    with explicit axes be refused.
+    """
+    return jax.tree.map(
+        lambda x, sharding: x if is_placed(x, sharding) else jax.device_put(x, sharding),
+        tree,
+        shardings,
+    )
+
+
+def check_whole(params: optax.Params) -> None:
+    """Raises ``ValueError`` for parameters of which each device has a part."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if known and not leaf.sharding.is_fully_replicated:
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} is sharded, {leaf.sharding}, but every "
+                f"worker must have all of it: what is exchanged is a gradient of the same "
+                f"parameters. If it fits a device, gather it by jax.device_put(params, "
+                f"NamedSharding(mesh, P())); parameters that are split over an axis within a node "
+                f"are not supported yet."
+            )
+
+
+def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
+    """Checks a state that no step on this mesh has returned: restored, rebuilt, or another's.
+
+    Args:
+      opt_state: the state, in the mesh view.
+      expected: the shapes of one that fits, as from :func:`state_shapes`.
+      mesh: what it is to be on.
+
+    Raises:
+      ValueError: unless it has the same structure, :class:`~onebit_jax.PerWorker` included, and
+        the same shapes and dtypes; and if it is on a mesh of other devices.
+    """
+    got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (opt_state, expected))
+    if jax.tree.structure(opt_state) != jax.tree.structure(expected):
+        path = next((path for path in wanted if path not in got), None)
+        place = "its nodes are of other types" if path is None else f"{_name(path)} is missing"
+        marks = (_marks(x) for x in (opt_state, expected))
+        lost = (
+            " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "
+            "them replicas silently diverge."
+            if len(set(marks)) == 2
+            else ""
+        )
+        raise ValueError(
+            f"opt_state is not a state of this optimizer for these parameters: {place}.{lost} "
+            f"Restore a checkpoint into one that fits, as by giving Orbax "
+            f"target=onebit_jax.init(tx, params, mesh); keep it as it is beside nnx.split, which "
+            f"is for the model. For another optimizer or other parameters call init again."
+        )
+    for path, leaf in wanted.items():
+        has = got[path]
+        if (jnp.shape(has), jnp.result_type(has)) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"opt_state{_name(path)} has shape {jnp.shape(has)} and dtype "
+                f"{jnp.result_type(has)}, but for these parameters, on this mesh of {mesh.size} "
+                f"workers, {leaf.shape} and {leaf.dtype} is needed: a state belongs to its number "
+                f"of workers, to the optimizer's options and to the parameters' shapes. Go on with "
+                f"what it was made for, or call onebit_jax.init again, which begins with a new "
+                f"warm-up."
+            )
+        sharding = getattr(has, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            of_state = sharding.mesh
+            if (of_state.axis_names, of_state.device_ids.tolist()) != (
+                mesh.axis_names,
+                mesh.device_ids.tolist(),
+            ):
+                raise ValueError(
+                    f"opt_state is on a mesh of the axes {dict(of_state.shape)}, the step on one "
+                    f"of {dict(mesh.shape)} or of other devices. Give init and train_step the same "
+                    f"mesh; to move a state fetch it with jax.device_get first."
+                )
+
+
+def _marks(tree: Any) -> int:
+    return sum(map(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path)

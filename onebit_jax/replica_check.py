@@ -1,0 +1,127 @@
+"""Refuses optimizers under which the workers' replicas would silently diverge.
+
+An update is traced, not run, with gradients that differ between workers. What it makes of them must
+be the same on all, but for state in a :class:`~onebit_jax.PerWorker`; whether it is, is read from
+the program (:mod:`onebit_jax.collective_check`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax.collective_check import check_collectives
+
+# What to do in place of some wrappers of Optax, by the name of their state.
+_ADVICE = {
+    "MultiStepsState": (
+        "optax.MultiSteps would keep each worker's own sum, and exchange in every micro-step "
+        "besides. Give train_step accumulation=k instead; or, with a dense optimizer, put it "
+        "behind the mean: optax.chain(onebit_jax.mean_gradients(axis), optax.MultiSteps(...))."
+    ),
+    "ApplyIfFiniteState": (
+        "Behind a dense exchange all workers decide alike: optax.chain("
+        "onebit_jax.mean_gradients(axis), optax.apply_if_finite(optax.adamw(1e-3), 3))."
+    ),
+}
+
+
+def check_replicas(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, specs: Any, mesh: Mesh
+) -> None:
+    """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
+
+    Args:
+      tx: the optimizer.
+      params: the parameters.
+      opt_state: its state.
+      specs: of the state, as from :func:`onebit_jax.state_specs`.
+      mesh: all its devices are workers.
+
+    Raises:
+      ValueError: for updates that differ between workers, naming the first parameter; for state
+        that does without being in a ``PerWorker``; for a collective under a condition that workers
+        do not share.
+    """
+    axes = mesh.axis_names
+    with_extra_args = optax.with_extra_args_support(tx)
+
+    def update(params: Any, state: Any) -> tuple[Any, Any]:
+        own = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(own, p.dtype), params)
+        # Dense updates of this library keep a momentum that all workers share where compressed ones
+        # keep a residual: that it is the same on all of them is not to be seen.
+        return with_extra_args.update(
+            grads, state, params, phase="compression", value=jnp.float32(0)
+        )
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+    )
+    try:
+        program, results = jax.make_jaxpr(mapped, return_shape=True)(params, opt_state)
+    except TypeError:
+        # It needs extra arguments, which are known to the step alone.
+        return
+    varies = check_collectives(program.jaxpr)
+    updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
+    _check_state(state, specs, axes)
+    _check_updates(updates, axes)
+
+
+def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
+    is_leaf = lambda x: isinstance(x, frozenset)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=is_leaf)
+    for (path, over), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        if over and spec == P():
+            owner = _owner(varies, path)
+            advice = _ADVICE.get(
+                owner,
+                "If it is to see each worker's own gradients, wrap it, "
+                "onebit_jax.per_worker(optax.trace(0.9)) say; else let it stand behind the "
+                f"exchange, or put onebit_jax.mean_gradients({_argument(axes)}) before it.",
+            )
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)}, of {owner}, would differ between workers "
+                f"without being marked as each worker's own: a checkpoint would keep worker 0's, "
+                f"and replicas silently diverge. {advice}"
+            )
+
+
+def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
+    differing = [path for path, over in leaves if over]
+    if differing:
+        raise ValueError(
+            f"the updates of {len(differing)} parameters, the first of them "
+            f"{jax.tree_util.keystr(differing[0])}, differ between workers: nothing averages their "
+            f"gradients over {axes}, and replicas would silently diverge. Put "
+            f"onebit_jax.mean_gradients({_argument(axes)}) before what trains them; of an "
+            f"optax.partition in every branch that exchanges nothing. optax.masked passes other "
+            f"parameters' gradients through as they are: take optax.partition in its place."
+        )
+
+
+def _argument(axes: tuple[str, ...]) -> str:
+    return repr(axes[0] if len(axes) == 1 else axes)
+
+
+def _owner(tree: Any, path: Any) -> str:
+    """The name of the innermost state, of a type of its own, that holds a leaf."""
+    owner = type(tree).__name__
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            tree = getattr(tree, key.name)
+        elif isinstance(key, jax.tree_util.SequenceKey):
+            tree = tree[key.idx]
+        elif isinstance(key, jax.tree_util.DictKey):
+            tree = tree[key.key]
+        else:
+            break
+        if hasattr(tree, "_fields"):
+            owner = type(tree).__name__
+    return owner
