@@ -349,3 +349,18 @@ def test_an_exchange_that_workers_would_not_all_join_is_refused():
     step, state = start(behind)
     nobody = jax.tree.map(lambda x: x * np.nan, make_batches(1)[0])
     assert_equal(step(*state, nobody)[0], make_params())
+
+
+# What else reaches the optimizer
+
+
+def test_extra_arguments_reach_the_optimizer():
+    """A plateau is seen in the losses of earlier steps, which nobody waits for."""
+    plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    step, (params, opt_state) = start(optax.chain(onebit(), plateau))
+    value, scales = 1.0, []
+    for batch in make_batches(6):
+        params, opt_state, _ = step(params, opt_state, batch, value=value)
+        scales.append(float(opt_state[-1].scale))
+    assert scales[0] == 1.0
+    assert scales[-1] == 0.25
