@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
 
-.PHONY: pretrain compare test test-slow test-all lint
+.PHONY: pretrain compare test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -14,6 +14,11 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	touch $@
+
+# Apart, since only this target needs Sphinx.
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
 pretrain: $(VENV)/installed
@@ -34,3 +39,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# From nothing each time: a page that was read before would not warn again.
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs docs/_build/html
+	@echo docs/_build/html/index.html

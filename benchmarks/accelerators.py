@@ -5,7 +5,7 @@
 
 XLA compiles ahead of time for 8 x H100 and for a TPU v5e slice of 2x4: the optimizer step alone on
 one matrix, and README's training step of a tiny BERT. The compiled program says what is sent
-(`onebit_jax.wire`). In compression that must be uint8, one bit a parameter each way, and in a
+(`onebit_jax.wire`). In compression that must be uint8, one bit per parameter each way, and in a
 training step a few bytes of metrics; in warm-up the dense float32 all-reduce.
 
 For the H100 the optimizer step on the 206 tensors of BERT-Base is compiled too, and the kernels are
@@ -44,7 +44,7 @@ Target = Literal["h100", "v5e"]
 
 LEAST_ELEMENTS = 2**20
 METRICS_BYTES = 64
-# What padding and scales may add to one bit a parameter each way, from LEAST_ELEMENTS on.
+# What padding and scales may add to one bit per parameter each way, from LEAST_ELEMENTS on.
 OVERHEAD = 1.02
 MOST_KERNELS = 900
 
@@ -232,7 +232,7 @@ def figures(program: Program, mesh: Mesh) -> dict[str, Any]:
         "parameters": program.parameters,
         "collectives": [collective._asdict() for collective in sent],
         "bytes_sent": wire.bytes_sent(sent),
-        # One bit a parameter each way in compression, four bytes each way else.
+        # One bit per parameter each way in compression, four bytes each way else.
         "wire_floor": bits_each_way * (1 if program.phase == "compression" else 32),
         "temp": sizes.temp_size_in_bytes / program.parameters,
         "peak": peak(sizes) / program.parameters,
@@ -253,7 +253,7 @@ def unexpected(
       phase: the phase it was compiled for; None for dense Adam.
       has_metrics: whether it may average a few metrics besides.
       sent: its collectives.
-      bits_each_way: bytes a worker sends for one bit a parameter each way.
+      bits_each_way: bytes a worker sends for one bit per parameter each way.
     """
 
     def is_metrics(collective: wire.Collective) -> bool:
@@ -277,9 +277,9 @@ def unexpected(
 
 
 def print_table(found: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """One line a collective dtype; memory in bytes an element, on one device."""
+    """One line a collective dtype; memory in bytes per element, on one device."""
     print(f"{'':7}{'':24}{'collective':16}{'dtype':>6}{'a worker sends':>17}", end="")
-    print(f"  bytes an element:{'temp':>7}{'peak':>8}{'floor':>8}")
+    print(f"  bytes per element:{'temp':>7}{'peak':>8}{'floor':>8}")
     for target, by_program in found.items():
         for name, figure in by_program.items():
             sent: dict[tuple[str, str], int] = {}
@@ -296,7 +296,7 @@ def print_table(found: dict[str, dict[str, dict[str, Any]]]) -> None:
 def print_launches(found: dict[str, dict[str, Any]]) -> None:
     """One line a program."""
     print(f"\n{'BERT-Base for the H100':31}{'kernels':>9}{'copies':>9}{'waits':>9}", end="")
-    print("  temporaries, bytes an element")
+    print("  temporaries, bytes per element")
     for name, figure in found.items():
         print(f"{name:31}{figure['kernels']:9}{figure['copies']:9}{figure['waits']:9}", end="")
         print(f"{figure['temp']:9.2f}")

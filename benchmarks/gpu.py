@@ -221,7 +221,7 @@ def _rate(program: Timed, seconds: list[float]) -> float:
 def print_tables(options: Options, figures: dict[str, Any]) -> None:
     """One line a program, then one a number of simulated workers."""
     print(f"{jax.devices()[0].device_kind}, {options.elements:,} elements")
-    print(f"{'':16}{'ms':>9}{'bytes an element':>18}{'GB/s':>9}{'of copy':>9}")
+    print(f"{'':16}{'ms':>9}{'bytes per element':>18}{'GB/s':>9}{'of copy':>9}")
     for name, figure in figures["memory"].items():
         milliseconds = 1e3 * statistics.median(figure["seconds"])
         size = figure["bytes"] / options.elements

@@ -136,7 +136,7 @@ class Run:
                 raise RuntimeError(f"the step is in phase {made}, not in that of {expected!r}")
 
     def turn(self, steps: int) -> float:
-        """Makes steps, one after the other; seconds a step."""
+        """Makes steps, one after the other; seconds per step."""
         jax.block_until_ready((self._params, self._state))
         start = time.perf_counter()
         for _ in range(steps):
@@ -154,7 +154,7 @@ class Run:
         del self._params, self._feed, self._state, self._metrics
 
     def memory(self) -> dict[str, float]:
-        """Bytes an element, on one device; between `begin` and `end`.
+        """Bytes per element, on one device; between `begin` and `end`.
 
         Returns:
           `state`, of live buffers; and of the program that is timed `peak`, at its height;

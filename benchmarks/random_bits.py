@@ -100,7 +100,7 @@ def main(options: Options) -> None:
             # The first turn compiles.
             if turn >= 0:
                 seconds[name].append(time.perf_counter() - start)
-    print(f"{options.elements:,} elements; nanoseconds an element, median and least")
+    print(f"{options.elements:,} elements; nanoseconds per element, median and least")
     for name, taken in seconds.items():
         median, least = (1e9 * f(taken) / options.elements for f in (statistics.median, min))
         print(f"{name:44}{median:9.2f}{least:9.2f}")

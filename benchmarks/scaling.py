@@ -16,15 +16,15 @@ import statistics
 from typing import Any
 
 import jax
-import matplotlib as mpl
 import tyro
+from matplotlib.figure import Figure
 
 from benchmarks import tasks
 from benchmarks.kinds import kinds
 from benchmarks.loops import Run, make_mesh
 from benchmarks.step import memory_bandwidth
 from onebit_jax import wire
-from train import record
+from train import pictures, record
 
 KINDS = ("Adam with pmean", "1-bit Adam")
 
@@ -52,7 +52,7 @@ class Options:
 
 
 def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
-    """Times each kind on a matrix of `2**exponent` elements a worker."""
+    """Times each kind on a matrix of `2**exponent` elements per worker."""
     task = tasks.trivial(tasks.matrices(2**exponent))
     mesh, figures = make_mesh(workers), {}
     # One after the other, since two of the largest do not fit beside each other.
@@ -70,7 +70,7 @@ def measure(exponent: int, workers: int, rounds: int) -> dict[str, Any]:
 
 
 def bound(elements: int, workers: int) -> float:
-    """The least that a worker sends for one bit an element each way, in bytes."""
+    """The least that a worker sends for one bit per element each way, in bytes."""
     return 2 * (workers - 1) / workers * elements / 8
 
 
@@ -99,31 +99,34 @@ def draw(
     path: pathlib.Path, sizes: list[dict[str, Any]], counts: list[dict[str, Any]], bandwidth: float
 ) -> None:
     """Draws time against size, and time and bytes against workers; lines are the models."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    # Made without pyplot, it needs no display.
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    axes = figure.subplots(1, 3)
     for panel, runs, over in ((axes[0], sizes, "elements"), (axes[1], counts, "workers")):
-        for color, name in zip(("C0", "C1"), KINDS, strict=True):
-            x = [run[over] for run in runs]
+        for colour, name in zip(pictures.COLOURS, KINDS, strict=False):
+            x = [run[over] / (1e6 if over == "elements" else 1) for run in runs]
             seconds = [statistics.median(run["kinds"][name]["seconds"]) for run in runs]
-            panel.plot(x, [1e3 * s for s in seconds], "o", color=color, label=name)
+            panel.plot(x, [1e3 * s for s in seconds], "o", color=colour, label=name)
             model = [1e3 * modelled(run, name, bandwidth) for run in runs]
-            panel.plot(x, model, "-", color=color, label=f"{name}: accessed bytes / bandwidth")
-        panel.set(xscale="log", yscale="log", xlabel=f"{over} (log)", ylabel="ms a step (log)")
-    axes[0].set_title("two workers")
-    axes[1].set_title(f"{counts[0]['elements']:,} elements a worker")
-    for color, name in zip(("C0", "C1"), KINDS, strict=True):
+            panel.plot(x, model, "-", color=colour, label=f"{name}, model")
+        panel.set(xscale="log", yscale="log", ylabel="ms per step")
+    axes[0].set(title="two workers", xlabel="elements per worker, millions")
+    axes[1].set(title=f"{counts[0]['elements']:,} elements per worker", xlabel="workers")
+    for colour, name in zip(pictures.COLOURS, KINDS, strict=False):
         x = [run["workers"] for run in counts]
         sent = [run["kinds"][name]["sent"] / 1e6 for run in counts]
-        axes[2].plot(x, sent, "o", color=color, label=name)
+        axes[2].plot(x, sent, "o", color=colour, label=name)
         bits = 32 if name == KINDS[0] else 1
         model = [bits * bound(run["elements"], run["workers"]) / 1e6 for run in counts]
-        axes[2].plot(x, model, "-", color=color, label=f"2 (n-1)/n d x {bits} bits")
-    axes[2].set(xscale="log", yscale="log", xlabel="workers (log)", ylabel="MB a worker (log)")
-    axes[2].set_title("sent in a step")
+        axes[2].plot(x, model, "-", color=colour)
+    axes[2].set(xscale="log", yscale="log", xlabel="workers", ylabel="MB sent per step, per worker")
+    axes[2].set_title("model: 2 (n-1)/n d bits, 32 times that")
     for panel in axes:
-        panel.legend(fontsize="x-small", loc="lower right")
+        pictures.finish(panel)
+    for panel in axes[1:]:
+        numbers = [run["workers"] for run in counts]
+        panel.set_xticks(numbers, map(str, numbers))
+    pictures.legend_below(figure, axes[0], ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     print(f"drew {path}")

@@ -77,7 +77,7 @@ def memory_bandwidth(mesh: Mesh, elements: int = 2**26) -> float:
 def measure(
     task: Task, workers: int, chosen: dict[str, Kind], rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Seconds a step in each turn, and bytes, of each kind."""
+    """Seconds per step in each turn, and bytes, of each kind."""
     mesh = make_mesh(workers)
     runs = {name: Run(kind, task, mesh) for name, kind in chosen.items()}
     figures: dict[str, Any] = {name: {"seconds": []} for name in runs}
@@ -101,7 +101,7 @@ def print_table(figures: dict[str, Any], elements: int, bandwidth: float) -> Non
     """
     medians = {name: statistics.median(figure["seconds"]) for name, figure in figures.items()}
     width = max(map(len, figures)) + 2
-    print(f"{'':{width}}{'milliseconds a step':^36}{'bytes an element':^36}")
+    print(f"{'':{width}}{'milliseconds per step':^36}{'bytes per element':^36}")
     columns = ("median", "least", "ratio", "floor", "state", "peak", "accessed", "floor")
     print(f"{'':{width}}" + "".join(f"{column:>9}" for column in columns))
     for name, figure in figures.items():

@@ -1,4 +1,4 @@
-"""Optax optimizers that send one bit a parameter, and the collectives beneath them."""
+"""Optax optimizers that send one bit per parameter, and the collectives beneath them."""
 
 from onebit_jax import plan, wire
 from onebit_jax.markers import PerWorker
@@ -24,6 +24,8 @@ from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
 from onebit_jax.transforms.zero_one_adam_steps import ZeroOneAdamState
+
+__version__ = "0.1.0"
 
 __all__ = [
     "CompressedMeanState",

@@ -15,7 +15,8 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="predict whether one bit pays, before any code is changed",
         description="Predicts time and volume of a run, dense and with one bit, and advises.",
-        epilog="Rates are such as 10Gbit, 100Mbit or, in bytes, 25GB; durations such as 50us.",
+        epilog="Rates are such as 10Gbit, 100Mbit or, in bytes, 25GB; durations such as 50us. "
+        "Optimizers that a calibration does not have are left out.",
     )
     defaults = plan.Setting._field_defaults
     required = command.add_argument_group("required")

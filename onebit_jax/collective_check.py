@@ -136,7 +136,7 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
     for eqn in _collectives(programs):
         if shared := predicate & _axes(eqn):
             raise ValueError(
-                f"the collective {eqn.primitive.name} over {sorted(_axes(eqn))} is under a condition "
+                f"the {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
                 f"that workers along {sorted(shared)} need not share, such as one on a worker's "
                 f"own gradients (optax.apply_if_finite around an optimizer that averages over "
                 f"workers has one): they would wait for each other for ever. Make the condition "

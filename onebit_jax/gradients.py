@@ -54,7 +54,10 @@ def loss_and_gradients(
 
     def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
         options = {} if rng is None else {"rng": rng}
-        options |= {} if model_state is None else {"model_state": model_state}
+        # The loss has a tree of its own: Flax NNX writes into the variables of one, which must be
+        # made where they are written to, and Equinox lets a State be used once.
+        own = jax.tree.map(lambda x: x, model_state)
+        options |= {} if model_state is None else {"model_state": own}
         return _parts(loss_fn(params, batch, **options), model_state)
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)
@@ -99,7 +102,8 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
                 else ": with a model's state it returns the new one too, and {} for no metrics."
             )
         )
-    loss, metrics, new_state, *_ = (*result, {}, None) if count > 1 else (result, {}, None)
+    loss, *others = result if isinstance(result, tuple) else (result,)
+    metrics, new_state = (*others, *({}, None)[len(others) :])
     if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ValueError(
             f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype "

@@ -9,7 +9,7 @@ class PerWorker(NamedTuple):
     Residuals, and anything else that differs between workers, stand inside a ``PerWorker``; all
     other leaves of a state are equal on all workers, bit for bit. The first axis of a leaf counts
     workers: in the worker view (inside ``shard_map``, ``pmap`` or ``vmap``) its length is 1, and in
-    the mesh view (outside) it has a row a worker and is sharded over the mesh.
+    the mesh view (outside) it has one row per worker and is sharded over the mesh.
     :func:`onebit_jax.init` places them so, and Orbax then saves every worker's row.
 
     Attributes:

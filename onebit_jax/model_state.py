@@ -8,19 +8,20 @@ import numpy as np
 from jax import lax
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def is_key(x: Any) -> bool:
+    """True for an array of typed random keys."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def with_own_keys(model_state: Any, axes: tuple[str, ...]) -> Any:
     """Gives each worker random keys of its own; other leaves stay as they are."""
     index = lax.axis_index(axes)
-    return jax.tree.map(lambda x: jax.random.fold_in(x, index) if _is_key(x) else x, model_state)
+    return jax.tree.map(lambda x: jax.random.fold_in(x, index) if is_key(x) else x, model_state)
 
 
 def with_keys_of(given: Any, new: Any) -> Any:
     """Puts the keys that all workers share back in the place of each worker's own."""
-    return jax.tree.map(lambda old, x: old if _is_key(old) else x, given, new)
+    return jax.tree.map(lambda old, x: old if is_key(old) else x, given, new)
 
 
 def check_same_state(new: Any, given: Any) -> None:
@@ -42,7 +43,7 @@ def check_same_state(new: Any, given: Any) -> None:
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(new), strict=True
     ):
-        if _is_key(x) and x is not y:
+        if is_key(x) and x is not y:
             raise ValueError(
                 f"loss_fn changed the random key model_state{jax.tree_util.keystr(path)}, of which "
                 f"every worker has its own version: it would be lost. Leave it as it is and count "
@@ -72,7 +73,7 @@ def check_random_keys(rng: Any, batch: Any) -> None:
             )
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        if not known or not _is_key(leaf):
+        if not known or not is_key(leaf):
             continue
         shards = [jax.random.key_data(shard.data) for shard in leaf.addressable_shards]
         rows = np.concatenate([np.asarray(x).reshape(x.shape[0], -1) for x in shards])

@@ -10,8 +10,8 @@ import optax
 
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress
 
-# Stands for -1 in the states that an update is given: one that a wrapper such as optax.MultiSteps
-# passes over would leave the -1 of a refusal.
+# Stands for -1 in the states that an update is given: one that a wrapper skips would leave the -1 of
+# a refusal.
 _NOT_MADE = -2
 
 # The columns of an outlook.
@@ -95,7 +95,7 @@ class PhaseChoice:
     It reads the outlook of the update before the last, which so is over: no more than one is in
     flight when another is dispatched, and where nobody else waits that bounds the queue. That
     outlook tells the phase of the last update and, if that was made, of the next. Where both are
-    the same it does not matter whether it was: ``optax.MultiSteps`` passes over some. Elsewhere, at
+    the same it does not matter whether it was: a wrapper may skip some. Elsewhere, at
     a change of phase or where warm-up may end by itself, the last update is waited for. Outlooks
     are equal on all processes, so all choose the same program.
     """

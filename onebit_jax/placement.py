@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import replica_check
 from onebit_jax.markers import is_per_worker
+from onebit_jax.model_state import is_key
 
 
 def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
@@ -104,13 +105,35 @@ def place(tree: Any, shardings: Any) -> Any:
     """Puts arrays where they belong, unless they are there.
 
     Placed otherwise than a program's results will be, they would cost a second compilation, and
-    with explicit axes be refused.
+    with explicit axes be refused. Where other processes have devices too, JAX compares what is the
+    processes' own, which takes an exchange.
     """
-    return jax.tree.map(
-        lambda x, sharding: x if is_placed(x, sharding) else jax.device_put(x, sharding),
-        tree,
-        shardings,
-    )
+
+    def put(x: Any, sharding: NamedSharding) -> Any:
+        if is_placed(x, sharding):
+            return x
+        # Where other processes have devices too, device_put takes no random keys.
+        if not sharding.is_fully_addressable and is_key(x):
+            data = jax.device_put(jax.random.key_data(x), sharding)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(put, tree, shardings)
+
+
+def place_random_key(rng: Any, sharding: NamedSharding) -> Any:
+    """Puts a random key on all devices, in every step a new one, without asking other processes.
+
+    Workers fold their own index into it, so that nothing goes wrong even if it differs.
+    """
+    own = not isinstance(rng, jax.core.Tracer) and getattr(rng, "is_fully_addressable", True)
+    if sharding.is_fully_addressable or not own:
+        return place(rng, sharding)
+    if is_key(rng):
+        data = place_random_key(jax.random.key_data(rng), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(rng))
+    shards = [jax.device_put(rng, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(rng.shape, sharding, shards)
 
 
 def check_whole(params: optax.Params) -> None:
@@ -141,21 +164,7 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
     """
     got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (opt_state, expected))
     if jax.tree.structure(opt_state) != jax.tree.structure(expected):
-        path = next((path for path in wanted if path not in got), None)
-        place = "its nodes are of other types" if path is None else f"{_name(path)} is missing"
-        marks = (_marks(x) for x in (opt_state, expected))
-        lost = (
-            " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "
-            "them replicas silently diverge."
-            if len(set(marks)) == 2
-            else ""
-        )
-        raise ValueError(
-            f"opt_state is not a state of this optimizer for these parameters: {place}.{lost} "
-            f"Restore a checkpoint into one that fits, as by giving Orbax "
-            f"target=onebit_jax.init(tx, params, mesh); keep it as it is beside nnx.split, which "
-            f"is for the model. For another optimizer or other parameters call init again."
-        )
+        raise ValueError(_other_structure(opt_state, expected))
     for path, leaf in wanted.items():
         has = got[path]
         if (jnp.shape(has), jnp.result_type(has)) != (leaf.shape, leaf.dtype):
@@ -167,8 +176,9 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
                 f"what it was made for, or call onebit_jax.init again, which begins with a new "
                 f"warm-up."
             )
-        sharding = getattr(has, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+    for leaf in got.values():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             of_state = sharding.mesh
             if (of_state.axis_names, of_state.device_ids.tolist()) != (
                 mesh.axis_names,
@@ -179,6 +189,39 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
                     f"of {dict(mesh.shape)} or of other devices. Give init and train_step the same "
                     f"mesh; to move a state fetch it with jax.device_get first."
                 )
+
+
+def _other_structure(opt_state: Any, expected: Any) -> str:
+    """Says how a state is none that fits, and what to do."""
+    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (opt_state, expected))
+    names = [path for path, _ in wanted], [path for path, _ in got]
+    missing, besides = ([x for x in a if x not in b] for a, b in (names, names[::-1]))
+    place = "its nodes are of other types"
+    if missing or besides:
+        place = f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is too much"
+    what = f"opt_state is not a state of this optimizer for these parameters: {place}."
+    if _arrays(got) != _arrays(wanted):
+        return (
+            f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
+            f"those that the state was made for."
+        )
+    lost = (
+        " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "
+        "them replicas silently diverge."
+        if _marks(opt_state) < _marks(expected)
+        else ""
+    )
+    return (
+        f"{what} It has the arrays of one, in nodes of other types, as a checkpoint has that is "
+        f"restored without a target.{lost} Restore it into one that fits, as by giving Orbax "
+        f"target=onebit_jax.init(tx, params, mesh); keep it as it is beside nnx.split, which is "
+        f"for the model."
+    )
+
+
+def _arrays(leaves: list[tuple[Any, Any]]) -> list[str]:
+    """Shapes and dtypes, in no order of the nodes that they are in."""
+    return sorted(f"{jnp.result_type(x)}{jnp.shape(x)}" for _, x in leaves)
 
 
 def _marks(tree: Any) -> int:

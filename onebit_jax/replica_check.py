@@ -5,10 +5,12 @@ be the same on all, but for state in a :class:`~onebit_jax.PerWorker`; whether i
 the program (:mod:`onebit_jax.collective_check`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
@@ -30,8 +32,24 @@ _ADVICE = {
 }
 
 
+# What wrappers need that they are not given, by the name of their state.
+_NEEDS = {
+    "LookaheadState": (
+        "optax.lookahead takes the gradients of params.fast alone, where a step has those of all "
+        "parameters. Make them optax.LookaheadParams.init_synced(params), let loss_fn compute "
+        "with params.fast, and take in its place optax.GradientTransformation(lookahead.init, "
+        "lambda grads, state, params: lookahead.update(grads.fast, state, params))."
+    ),
+}
+
+
 def check_replicas(
-    tx: optax.GradientTransformation, params: Any, opt_state: Any, specs: Any, mesh: Mesh
+    tx: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    specs: Any,
+    mesh: Mesh,
+    extra_args: dict[str, Any] | None = None,
 ) -> None:
     """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
 
@@ -41,36 +59,87 @@ def check_replicas(
       opt_state: its state.
       specs: of the state, as from :func:`onebit_jax.state_specs`.
       mesh: all its devices are workers.
+      extra_args: what its update takes besides, equal on all workers; None where that is not known
+        yet, and an optimizer that needs more than ``value`` is not checked.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
         that does without being in a ``PerWorker``; for a collective under a condition that workers
-        do not share.
+        do not share; for a state whose structure an update changes; for an optimizer that cannot be
+        called as a step does.
     """
     axes = mesh.axis_names
-    with_extra_args = optax.with_extra_args_support(tx)
+    update = _update_of_own_gradients(tx, axes)
 
-    def update(params: Any, state: Any) -> tuple[Any, Any]:
-        own = lax.axis_index(axes)
-        grads = jax.tree.map(lambda p: p + jnp.asarray(own, p.dtype), params)
-        # Dense updates of this library keep a momentum that all workers share where compressed ones
-        # keep a residual: that it is the same on all of them is not to be seen.
-        return with_extra_args.update(
-            grads, state, params, phase="compression", value=jnp.float32(0)
+    def traced(extra_args: dict[str, Any]) -> Any:
+        mapped = jax.shard_map(
+            update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs), check_vma=False
         )
+        return jax.make_jaxpr(mapped, return_shape=True)(params, opt_state, extra_args)
 
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
-    )
-    try:
-        program, results = jax.make_jaxpr(mapped, return_shape=True)(params, opt_state)
-    except TypeError:
-        # It needs extra arguments, which are known to the step alone.
+    known = extra_args is not None
+    guesses = [extra_args] if extra_args is not None else [{}, {"value": np.float32(0)}]
+    for guess in guesses:
+        try:
+            program, results = traced(guess)
+            break
+        except TypeError as error:
+            _check_takes_phase(error)
+            if known:
+                raise
+        except (AttributeError, ValueError) as error:
+            for name in _states(opt_state) & _NEEDS.keys():
+                raise ValueError(_NEEDS[name]) from error
+            raise
+    else:
         return
     varies = check_collectives(program.jaxpr)
     updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
     _check_state(state, specs, axes)
     _check_updates(updates, axes)
+
+
+def _update_of_own_gradients(
+    tx: optax.GradientTransformation, axes: tuple[str, ...]
+) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
+    """An update, in the worker view, with gradients that differ between workers."""
+    with_extra_args = optax.with_extra_args_support(tx)
+
+    def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        own = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(own, p.dtype), params)
+        # Dense updates of this library keep a momentum that all workers share where compressed ones
+        # keep a residual: that it is the same on all of them is not to be seen.
+        updates, new_state = with_extra_args.update(
+            grads, state, params, phase="compression", **extra_args
+        )
+        _check_same_structure(new_state, state)
+        return updates, new_state
+
+    return update
+
+
+def _check_takes_phase(error: TypeError) -> None:
+    if "unexpected keyword argument 'phase'" in str(error):
+        raise ValueError(
+            f"the optimizer's update does not take 'phase', which a step passes to every optimizer "
+            f"that takes extra arguments: {error}. Give its update **extra_args; one of Optax's, "
+            f"such as optax.contrib.sam, wrap as optax.GradientTransformation(tx.init, tx.update)."
+        ) from error
+
+
+def _check_same_structure(new: Any, given: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(given):
+        paths, others = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (new, given)
+        )
+        differing = min(paths ^ others, default="the types of its nodes")
+        raise ValueError(
+            f"the optimizer's update returns a state of another structure than init: they differ "
+            f"in {differing}. A step is compiled, and a checkpoint restored, for one structure: "
+            f"let init make all of it. In place of optax.monitor take optax.snapshot."
+        )
 
 
 def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
@@ -104,6 +173,19 @@ def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
             f"optax.partition in every branch that exchanges nothing. optax.masked passes other "
             f"parameters' gradients through as they are: take optax.partition in its place."
         )
+
+
+def _states(opt_state: Any) -> set[str]:
+    """The names of all states in a state that are of a type of their own."""
+    names = set()
+
+    def note(node: Any) -> bool:
+        if hasattr(node, "_fields"):
+            names.add(type(node).__name__)
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=note)
+    return names
 
 
 def _argument(axes: tuple[str, ...]) -> str:

@@ -121,7 +121,7 @@ class TrainStep:
             program = self._program(placed, phase)
             results, metrics, outlook = program(*_by_donation(placed), np.bool(measured))
         if not traced:
-            self._phases.observe(opt_state, outlook, phase)
+            self._phases.observe(results[1], outlook, phase)
             self._calls += 1
         if every is not None and not measured:
             del metrics["grad_norm"]
@@ -183,7 +183,11 @@ class TrainStep:
             placement.is_placed(x, sharding) for x, sharding in state
         ):
             self._check(given)
-        return placement.place(given, shardings)
+        rng = (
+            given.rng if given.rng is None else placement.place_random_key(given.rng, shardings.rng)
+        )
+        placed = placement.place(given._replace(rng=None), shardings._replace(rng=None))
+        return placed._replace(rng=rng)
 
     def _check(self, given: _Arguments) -> None:
         """Checks what a user may have got wrong, by shapes and types alone."""

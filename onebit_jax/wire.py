@@ -61,7 +61,7 @@ def collectives(
 
     A computation that is called from several places counts once a call; an asynchronous pair counts
     once. What a worker sends, for an operand of B bytes in groups of n, is what bandwidth-optimal
-    algorithms send, rounded up to whole bytes:
+    algorithms send, rounded up to whole bytes::
 
         all-to-all, reduce-scatter                  (n - 1) / n B
         all-gather                                  (n - 1) B
@@ -172,16 +172,21 @@ def by_phase(
     *args: Any,
     mesh: Mesh | None = None,
     phases: Sequence[str] = ("warmup", "compression"),
+    **named: Any,
 ) -> dict[str, list[Collective]]:
     """The collectives of each phase of a training step, each compiled for itself.
 
     Args:
         step: what `onebit_jax.train_step` returned.
-        *args: the arguments of `step`: arrays, or `jax.ShapeDtypeStruct`s with their shardings.
+        *args: the arguments of `step`: arrays, or `jax.ShapeDtypeStruct` with shardings.
         mesh: the mesh that `step` runs on, for the names of axes.
         phases: the optimizer's phases; 1-bit Adam's by default.
+        **named: what `step` takes by keyword: `rng`, `model_state`, an optimizer's extra arguments.
     """
-    return {phase: collectives(step.lower(*args, phase=phase).compile(), mesh) for phase in phases}
+    return {
+        phase: collectives(step.lower(*args, phase=phase, **named).compile(), mesh)
+        for phase in phases
+    }
 
 
 def _most(collectives: Iterable[Collective]) -> int:

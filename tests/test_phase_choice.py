@@ -171,7 +171,9 @@ class Loop:
 
     def make(self, phase: Phase | None = None) -> Any:
         """Makes a step; its metrics."""
-        self.params, self.opt_state, metrics = self.step(self.params, self.opt_state, BATCH, phase)
+        self.params, self.opt_state, metrics = self.step(
+            self.params, self.opt_state, BATCH, phase=phase
+        )
         return jax.device_get(metrics)
 
     def held(self) -> Any:
@@ -192,9 +194,23 @@ def assert_untouched(after, before):
     jax.tree.map(np.testing.assert_array_equal, forget(after), forget(before))
 
 
-def test_multi_steps_change_phase_with_the_update():
-    loop = Loop(optax.MultiSteps(counting(2), 2))  # pyright: ignore[reportArgumentType]
-    # The inner update is made in every second step: -1 stands for none yet.
+def in_every_second_step(inner: optax.GradientTransformationExtraArgs) -> Any:
+    """As wrappers do that skip updates: makes them all, and keeps every second one."""
+
+    def update(updates, state, params=None, **extra_args):
+        made = inner.update(updates, state[1], params, **extra_args)
+        skipped = jax.tree.map(jnp.zeros_like, updates), state[1]
+        updates, new = jax.tree.map(lambda x, y: jnp.where(state[0] % 2 == 1, x, y), made, skipped)
+        return updates, (state[0] + 1, new)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: (jnp.int32(0), inner.init(params)), update
+    )
+
+
+def test_phases_change_with_the_updates_that_a_wrapper_does_not_skip():
+    loop = Loop(in_every_second_step(counting(2)))
+    # -1 stands for none yet.
     assert [loop.make()["phase"] for _ in range(8)] == [-1, 0, 0, 0, 0, 1, 1, 1]
     np.testing.assert_allclose(loop.params["a"], 1 - 4.0)
 

@@ -251,6 +251,39 @@ def test_calibration_in_which_compression_is_dear_turns_the_advice(tmp_path):
     assert plan.plan(setting).advice.startswith("Do not use it")
 
 
+def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, capsys):
+    seconds = {"seconds": [0.5]}
+    kinds = ("Adam, no exchange", "Adam with pmean", "1-bit Adam", "1-bit Adam, warm-up")
+    path = write_calibration(tmp_path / "step.json", kinds=dict.fromkeys(kinds, seconds))
+    calibration = plan.read_calibration(path)
+    result = plan.plan(SETTING._replace(calibration=calibration))
+    assert [p.optimizer for p in result.onebit] == [FLAT, HIERARCHICAL]
+    assert result.left_out == plan.ONEBIT[2:]
+    assert result.thresholds.keys() == {FLAT.name, HIERARCHICAL.name}
+    command.main(["plan", *ARGUMENTS, "--calibration", str(path)])
+    printed = capsys.readouterr().out
+    measured = [line.split("  ")[-1].strip() for line in printed.splitlines()[2:8]]
+    dense, onebit = ["Adam with pmean"] * 2, ["1-bit Adam"] * 2
+    assert measured == ["work measured as", *dense, *onebit, ""]
+    names = "1-bit LAMB, 0/1 Adam, Birder, Signum, Distributed Lion, EF sign SGD"
+    assert f"\nLeft out, since the calibration does not have them: {names}.\n" in printed
+
+
+def test_an_optimizer_without_its_warm_up_in_the_calibration_is_left_out(tmp_path):
+    calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
+    del calibration["1-bit LAMB, warm-up"]
+    result = plan.plan(SETTING._replace(calibration=calibration))
+    assert result.left_out == (plan.ONEBIT_LAMB,)
+    assert "work measured as" in plan.table(result)
+
+
+def test_without_a_calibration_nothing_is_left_out():
+    result = plan.plan(SETTING)
+    assert not result.left_out
+    assert "Left out" not in plan.table(result)
+    assert "work measured" not in plan.table(result)
+
+
 @pytest.mark.parametrize(
     "changes", [{"elements": 0}, {"kinds": []}, {"kinds": {"Adam with pmean": {"seconds": []}}}]
 )
@@ -281,7 +314,10 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ({"warmup": 15}, r"warmup=15 must be in \[0, 1\]"),
         ({"efficiency": 0.0}, r"efficiency=0\.0 must be in \(0, 1\]"),
         ({"host_bandwidth": 0.0}, r"host_bandwidth=0\.0 must be above 0"),
-        ({"calibration": {"Adam with pmean": 1e-9}}, r"calibration has the kinds .* but needs"),
+        (
+            {"calibration": {"Adam with pmean": 1e-9}},
+            r"calibration has the kinds .* but needs \['1-bit Adam', '1-bit Adam, warm-up', ",
+        ),
         (
             {"calibration": dict.fromkeys(plan.CALIBRATED_KINDS, 1.0) | {"1-bit Adam": 0.0}},
             r"calibration\['1-bit Adam'\]=0\.0 must be above 0",
@@ -300,9 +336,23 @@ def test_rates_that_could_mean_two_things_are_refused(text):
         plan.parse_rate("bandwidth", text)
 
 
+@pytest.mark.parametrize("text", ["10", "0", "999999", "2.5e3"])
+def test_a_rate_whose_unit_was_forgotten_is_refused(text):
+    with pytest.raises(ValueError, match=r"='.*' means .*bit/s.*as in 10Gbit.*as in 10e9"):
+        plan.parse_rate("bandwidth", text)
+
+
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("4.1Gbit", 4.1e9), ("100 Mbit/s", 1e8), ("1e10", 1e10), ("25GB", 2e11), ("1.5Tbit", 1.5e12)],
+    [
+        ("1000000", 1e6),
+        ("56kbit", 5.6e4),
+        ("4.1Gbit", 4.1e9),
+        ("100 Mbit/s", 1e8),
+        ("1e10", 1e10),
+        ("25GB", 2e11),
+        ("1.5Tbit", 1.5e12),
+    ],
 )
 def test_rates(text, rate):
     assert plan.parse_rate("bandwidth", text) == pytest.approx(rate)
@@ -327,6 +377,7 @@ def test_command_prints_the_table_and_ends_with_the_advice(capsys):
     [
         (["--warmup", "15"], "warmup=15.0 must be in [0, 1]"),
         (["--bandwidth", "10Gb"], "bandwidth='10Gb' must be a rate"),
+        (["--bandwidth", "10"], "bandwidth='10' means 10 bit/s"),
         (["--parameters", "0.5"], "parameters=0.5 must be an int"),
         (["--calibration", "absent.json"], "calibration='absent.json' cannot be read"),
     ],

@@ -74,9 +74,9 @@ def find_state(kind: type, opt_state: Any) -> Any:
 
 
 def residuals(state: ScaleByOnebitAdamState) -> tuple[Any, Any]:
-    """The workers' residuals and the servers', two trees like the parameters with a row a worker.
+    """The workers' residuals and the servers', trees like the parameters with one row per worker.
 
-    `state` has a row a worker too, or is in the mesh view.
+    `state` has one row per worker too, or is in the mesh view.
     """
     if not state.progress.count.ndim:
         state = _with_rows(state, len(state.exchange.residual_ratio.value))
@@ -85,7 +85,7 @@ def residuals(state: ScaleByOnebitAdamState) -> tuple[Any, Any]:
 
 
 def exchange_residuals(state: ExchangeState, like: Any, fused: bool = False) -> tuple[Any, Any]:
-    """The workers' residuals and the servers', of a state with a row a worker.
+    """The workers' residuals and the servers', of a state with one row per worker.
 
     Args:
       state: of an exchange over a tree, flat or hierarchical.
@@ -93,7 +93,7 @@ def exchange_residuals(state: ExchangeState, like: Any, fused: bool = False) -> 
       fused: as for the exchange.
 
     Returns:
-      Two trees like it with a row a worker: what the worker, or its node, has not sent yet; and
+      Two trees like it with one row per worker: what the worker, or its node, has not sent yet; and
       the same of all servers, in which all rows are equal.
     """
     workers, nodes = state.packed.shape[0], state.packed.shape[-2]
@@ -152,7 +152,7 @@ def _of_all_shards(exchange: BoundExchange, part: jax.Array) -> jax.Array:
 
 
 def _with_rows(state: Any, workers: int) -> Any:
-    """The worker view, with a row a worker, of a state in the mesh view."""
+    """The worker view, with one row per worker, of a state in the mesh view."""
     return jax.tree.map(
         lambda node: (
             jax.tree.map(lambda x: x[:, None], node)
@@ -180,7 +180,7 @@ def draw(seed: int, *leading: int, shapes: Any) -> Any:
 
 
 class Run(NamedTuple):
-    """What came of a run; every leaf with a row a worker, updates and parameters by update."""
+    """What came of a run; every leaf with one row per worker, updates and parameters by update."""
 
     updates: Any
     params: Any

@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "with each of them"
     )
     curves = [compare(name, options, task, mesh, folder) for name in options.optimizers]
-    text = _text(options, task, curves)
+    title = _task_line(options, task)
+    text = f"{title}\n\n{table(curves)}\n"
     (folder.path / "comparison.md").write_text(text, encoding="utf-8")
     figures = [
         dataclasses.asdict(curve)
@@ -116,20 +117,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     record.write(folder.path / "comparison.json", options, figures, "flax")
     picture = folder.path / "comparison.png"
-    draw(curves, picture)
+    draw(curves, title.rstrip("."), picture)
     print(text, picture, sep="\n")
     return 0
 
 
-def _text(options: Options, task: Task, curves: list[Curve]) -> str:
+def _task_line(options: Options, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(task.params))
     where = "a device each" if options.devices else "simulated on one device"
-    task_line = (
+    return (
         f"BERT {options.size}, {parameters:,} parameters; {options.workers} workers, {where}; "
         f"{options.steps:,} steps of {options.batch_size} sequences of {options.sequence_length} "
         f"tokens; {options.warmup} dense steps where there is a warm-up."
     )
-    return f"{task_line}\n\n{table(curves)}\n"
 
 
 if __name__ == "__main__":

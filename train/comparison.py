@@ -6,11 +6,8 @@ import pathlib
 from collections.abc import Mapping
 
 import numpy as np
-from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, told apart by every kind of colour vision, but for its yellow.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_SMOOTHED_FRACTION = 1 / 40
+from train.pictures import LossCurve, draw_losses, window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Curve:
         sent: bytes that a worker has sent by the end of every step.
         rounds: the number of steps with any exchange.
         state_bytes: bytes of optimizer state a parameter, on each worker.
-        seconds: median seconds a step, by phase; a phase of one step has none.
+        seconds: median seconds per step, by phase; a phase of one step has none.
         bytes_a_step: bytes that a worker sends in a step, by phase.
     """
 
@@ -42,10 +39,6 @@ class Curve:
     bytes_a_step: Mapping[str, int]
 
 
-def _window(curve: Curve) -> int:
-    return max(1, round(len(curve.losses) * _SMOOTHED_FRACTION))
-
-
 def _floats(curve: Curve) -> np.ndarray:
     return np.array(curve.losses, dtype=np.float64)
 
@@ -53,16 +46,16 @@ def _floats(curve: Curve) -> np.ndarray:
 def table(curves: list[Curve]) -> str:
     """A Markdown table; percentages are to the first curve."""
     first = curves[0]
-    window = _window(first)
+    last = window(len(first.losses))
     header = [
         "",
         "held-out loss",
-        f"training loss, last {window} steps",
+        f"training loss, last {last} steps",
         "best learning rate (held-out loss at each tried)",
         "MB sent",
         "rounds",
-        "state, bytes a parameter",
-        "ms a step",
+        "state, bytes per parameter",
+        "ms per step",
     ]
     rows = [header, ["---"] * len(header)]
     for curve in curves:
@@ -70,7 +63,7 @@ def table(curves: list[Curve]) -> str:
             [
                 curve.label,
                 _beside(curve.heldout, first.heldout, "{:.4f}"),
-                f"{np.mean(_floats(curve)[-window:]):.4f}",
+                f"{np.mean(_floats(curve)[-last:]):.4f}",
                 _sweep(curve),
                 _beside(curve.sent[-1] / 1e6, first.sent[-1] / 1e6, "{:,.1f}"),
                 f"{curve.rounds:,}",
@@ -95,29 +88,19 @@ def _sweep(curve: Curve) -> str:
     return f"{curve.learning_rate:g}{at_end} ({losses})"
 
 
-def draw(curves: list[Curve], path: pathlib.Path) -> None:
+def draw(curves: list[Curve], title: str, path: pathlib.Path) -> None:
     """Draws the training losses, smoothed, against steps and against bytes sent."""
-    # Made without pyplot, it needs no display.
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
-    for index, curve in enumerate(curves):
-        window = _window(curve)
-        loss = np.convolve(_floats(curve), np.full(window, 1 / window), mode="valid")
-        steps = np.arange(window, len(curve.losses) + 1)
-        sent = np.array(curve.sent[window - 1 :]) / 1e6
-        dashes, colour = divmod(index, len(COLOURS))
-        style = {"color": COLOURS[colour], "linestyle": ("-", "--", ":")[dashes % 3]}
-        label = f"{curve.label} ({curve.heldout:.3f} at {curve.learning_rate:g})"
-        by_step.plot(steps, loss, label=label, **style)
-        by_bytes.plot(sent, loss, **style)
-    # Those at the very start would hide the differences at the end.
-    shown = [loss[len(loss) // 10 :] for loss in map(_floats, curves) if np.isfinite(loss).all()]
-    if shown:
-        by_step.set_ylim(min(map(np.min, shown)), max(map(np.max, shown)))
-    by_step.set(xlabel="step", ylabel=f"training loss, mean over {_window(curves[0])} steps")
-    by_step.legend(frameon=False, fontsize=9, title="held-out loss at the best learning rate")
-    by_bytes.set(xlabel="MB that a worker has sent", xscale="log")
-    for axes in (by_step, by_bytes):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    draw_losses(
+        [
+            LossCurve(
+                curve.label,
+                curve.heldout,
+                np.arange(1, len(curve.losses) + 1),
+                _floats(curve),
+                np.array(curve.sent),
+            )
+            for curve in curves
+        ],
+        title,
+        path,
+    )

@@ -89,7 +89,7 @@ def compressed(label: str, learning_rate: float, make: Callable[[Setting], Any])
 
 
 def compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
-    """One of Optax's, on gradients averaged with one bit an element."""
+    """One of Optax's, on gradients averaged with one bit per element."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
         return optax.chain(onebit_jax.compressed_mean(setting.axis_name), make(setting))

@@ -20,6 +20,7 @@ from train.bert.model import BertConfig, decay_mask, init_params, pretraining_lo
 from train.bert.training import heldout_losses
 from train.compare_options import Options
 from train.optimizers import OPTIMIZERS, Setting
+from train.progress import StepBar
 from train.workers import (
     AXIS,
     OnDevices,
@@ -90,11 +91,11 @@ class Trainer:
         name: the optimizer.
         options: the comparison's.
         task: what to train.
-        mesh: a device a worker: what is sent is read from programs compiled for them.
+        mesh: one device per worker: what is sent is read from programs compiled for them.
     """
 
     def __init__(self, name: str, options: Options, task: Task, mesh: Mesh):
-        self._optimizer = OPTIMIZERS[name]
+        self._name, self._optimizer = name, OPTIMIZERS[name]
         self._options, self._task, self._mesh = options, task, mesh
 
         def make(peak: float) -> optax.GradientTransformation:
@@ -114,6 +115,7 @@ class Trainer:
         self._tx = optax.inject_hyperparams(make)(peak=0.0)
         self._init = jax.jit(task.workers.map(self._tx.init))
         self._updates = {phase: self._update(task.workers, phase) for phase in set(self.phases())}
+        self._compiled: set[Phase] = set()
 
     def _update(self, on: Workers, phase: Phase) -> Any:
         worker = worker_update(self._tx, phase)
@@ -130,12 +132,19 @@ class Trainer:
         task, phases = self._task, self.phases()
         params, opt_state = self._begin(learning_rate)
         losses, ends = [], []
-        for batch, phase in zip(task.batches, phases, strict=True):
-            loss, grads = task.gradients(params, batch)
-            params, opt_state = self._updates[phase](params, opt_state, grads)
-            jax.block_until_ready(params)
-            losses.append(float(loss))
-            ends.append(time.perf_counter())
+        title = f"{self._name}, learning rate {learning_rate:g}"
+        with StepBar(title, len(phases), leave=False) as bar:
+            for batch, phase in zip(task.batches, phases, strict=True):
+                if phase not in self._compiled:
+                    bar.compiling(phase)
+                    self._compiled.add(phase)
+                loss, grads = task.gradients(params, batch)
+                params, opt_state = self._updates[phase](params, opt_state, grads)
+                jax.block_until_ready(params)
+                losses.append(float(loss))
+                ends.append(time.perf_counter())
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
+                bar.update()
         seconds: dict[Phase, list[float]] = {}
         for phase, before, took in zip(phases[1:], phases, np.diff(ends), strict=False):
             # The first step of a phase compiles it.
@@ -159,7 +168,7 @@ class Trainer:
         return on.place((jax.tree.map(jax.numpy.copy, params), opt_state))
 
     def _state_bytes(self, opt_state: Any) -> float:
-        """Bytes a parameter that a worker holds."""
+        """Bytes per parameter that a worker holds."""
 
         def of_a_worker(node: Any) -> int:
             total = sum(x.nbytes for x in jax.tree.leaves(node))

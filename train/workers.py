@@ -10,7 +10,7 @@
 The gradients are a program of their own, compiled once for all optimizers that are compared.
 
 What workers share is a plain tree; what each has for itself stands in a `PerWorker`, as in an
-optimizer's state: with a row a worker here, and a first axis of length 1 inside a worker. That may
+optimizer's state: with one row per worker here, and a first axis of length 1 inside one. That may
 be the parameters too, for an optimizer that takes local steps.
 """
 
@@ -34,7 +34,7 @@ LossFn = Callable[[Any, Any], tuple[jax.Array, Any]]
 
 
 class OnDevices(NamedTuple):
-    """A device a worker: those of a mesh with the one axis `AXIS`."""
+    """One device per worker: those of a mesh with the one axis `AXIS`."""
 
     mesh: Mesh
 

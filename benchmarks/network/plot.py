@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.network.hosts import UNSHAPED, bits_per_second
+from train import pictures
 
 
 def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
@@ -23,26 +24,34 @@ def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     order = sorted({table["bandwidth"] for table in tables}, key=place.__getitem__)
     kinds = list(dict.fromkeys(kind for table in tables for kind in table["kinds"]))
     counts = sorted({table["hosts"] for table in tables})
+    rows = pictures.split(kinds)
     # Made without pyplot, it needs no display.
-    figure = Figure(figsize=(2 + 5 * len(counts), 5.5), layout="constrained")
-    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)
-    for count, panel in zip(counts, panels[0], strict=True):
-        for index, kind in enumerate(kinds):
-            points = sorted(
-                (place[table["bandwidth"]], statistics.median(table["kinds"][kind]["seconds"]))
-                for table in tables
-                if table["hosts"] == count and table["kinds"].get(kind, {}).get("seconds")
-            )
-            if points:
-                panel.plot(*zip(*points, strict=True), marker="osD^vPX*"[index % 8], label=kind)
-        panel.set(xscale="log", yscale="log", xlabel="bandwidth", title=f"{count} hosts")
-        panel.set_xticks([place[name] for name in order], order)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("seconds a step")
-    fullest = max(panels[0], key=lambda panel: len(panel.lines))
-    if fullest.lines:
-        handles, labels = fullest.get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize="small", loc="outside lower center", ncols=3)
+    figure = Figure(figsize=(2 + 5 * len(counts), 5.5 * len(rows)), layout="constrained")
+    parts = figure.subfigures(len(rows), squeeze=False)[:, 0]
+    times = [s for table in tables for kind in table["kinds"].values() for s in kind["seconds"]]
+    for part, row in zip(parts, rows, strict=True):
+        panels = part.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+        for count, panel in zip(counts, panels, strict=True):
+            for kind in row:
+                points = sorted(
+                    (place[table["bandwidth"]], statistics.median(table["kinds"][kind]["seconds"]))
+                    for table in tables
+                    if table["hosts"] == count and table["kinds"].get(kind, {}).get("seconds")
+                )
+                if points:
+                    index = row.index(kind)
+                    style = {"color": pictures.COLOURS[index], "marker": "osD^vP"[index]}
+                    panel.plot(*zip(*points, strict=True), label=kind, **style)
+            panel.set(xscale="log", yscale="log", xlabel="bandwidth", title=f"{count} hosts")
+            if times:
+                # The same in all rows.
+                panel.set_ylim(min(times) / 1.5, 1.5 * max(times))
+            pictures.finish(panel)
+            panel.set_xticks([place[name] for name in order], order)
+            panel.minorticks_off()
+        panels[0].set_ylabel("seconds per step")
+        fullest = max(panels, key=lambda panel: len(panel.lines))
+        if fullest.lines:
+            pictures.legend_below(part, fullest, fontsize="small", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -31,7 +31,7 @@ def predictions(
     calibration: Mapping[str, float],
     host_bandwidth: float,
 ) -> dict[str, float]:
-    """Seconds a step of each kind that is planned and calibrated; none without a limit."""
+    """Seconds per step of each kind that is planned and calibrated; none without a limit."""
     limit = bits_per_second(bandwidth)
     if limit is None:
         return {}

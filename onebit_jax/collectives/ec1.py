@@ -5,11 +5,11 @@ With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i
 
 .. math::
 
-    \begin{align*}
+    \begin{aligned}
       c_i &= z_i + e_i, \quad s_i = s(c_i), \quad e_i \leftarrow c_i - s_i \, \mathrm{sgn}(c_i) \\
       a_j &= \tfrac1n \textstyle\sum_i s_i \, \mathrm{sgn}(c_i)[j] + E_j, \quad S_j = s(a_j), \quad
         E_j \leftarrow a_j - S_j \, \mathrm{sgn}(a_j)
-    \end{align*}
+    \end{aligned}
 
 and the result is the concatenation over :math:`j` of :math:`S_j \, \mathrm{sgn}(a_j)`, bit for bit
 the same on every worker. What is lost in one call is in the residuals and is made up for in later

@@ -1,4 +1,4 @@
-"""The exchange beneath every optimizer with error feedback: one bit an element, flat or by nodes.
+"""The exchange beneath every optimizer with error feedback: one bit per element, flat or by nodes.
 
 An :class:`Exchange` says how, and is made where an optimizer is made. :meth:`Exchange.over` binds
 it to a tree and to the axes that the program runs along, wherever those are bound (inside
@@ -45,7 +45,7 @@ class Active(NamedTuple):
     """Which elements count: neither padding nor dead. The same on all workers.
 
     Attributes:
-      bits: one bit an element, laid out as in the rows that travel; uint8 ``[n, bytes]``, in the
+      bits: one bit per element, laid out as in the rows that travel; uint8 ``[n, bytes]``, in the
         hierarchical form ``[L, N, bytes]``.
       counts: how many of each chunk of each tensor are set; float32 ``[n, tensors]``, in the
         hierarchical form ``[L, N, tensors]``. Counting bits takes as long as packing them.
@@ -217,7 +217,7 @@ class BoundExchange(Parts):
         residual_decay: jax.typing.ArrayLike = 1.0,
         when: jax.typing.ArrayLike = True,
     ) -> ExchangeState:
-        """Averages values with one bit an element each way; :meth:`mean` reads what came of it.
+        """Averages values with one bit per element each way; :meth:`mean` reads what came of it.
 
         What comes back for an element that is not active means nothing.
 

@@ -1,4 +1,4 @@
-r"""Hierarchical exchange: full precision within a node, one bit an element between nodes.
+r"""Hierarchical exchange: full precision within a node, one bit per element between nodes.
 
 A mesh has the axes (node, local): :math:`N` nodes of :math:`L` devices each. Every tensor is cut
 into :math:`L` *shards*, and device :math:`l` of each node stands for its node in shard :math:`l`:
@@ -40,7 +40,7 @@ LocalDtype = Literal["float32", "bfloat16"]
 
 
 def shard_shapes(shapes: Sequence[Shape], axes: Axes) -> list[Shape]:
-    """The shapes of the tensors' shards, padded to whole bytes a chunk; those of equal size.
+    """The shapes of the tensors' shards, padded to whole bytes per chunk; those of equal size.
 
     Where the first axis of a tensor can be cut into ``8 n`` pieces, the others are left alone.
 
@@ -79,7 +79,7 @@ def reduce_scatter(
         summed = lax.psum_scatter(whole, axes.local, tiled=True)
         return summed.astype(jnp.float32) / axes.per_node
 
-    # A collective a tensor: joining them would cost a pass over memory, and XLA for GPUs joins the
+    # One per tensor: joining them would cost a pass over memory, and XLA for GPUs joins the
     # small ones by itself.
     return [mean(x, shape) for x, shape in zip(values, shapes, strict=True)]
 

@@ -1,7 +1,7 @@
-"""Votes on signs: every worker sends one bit an element, and the majority, or the mean, comes back.
+"""Votes on signs: each worker sends one bit per element, and the majority, or the mean, comes back.
 
 Worker ``j`` serves chunk ``j`` of every block: it receives all workers' signs of the chunk, counts
-them, and sends to all either the majority's sign, one bit an element, or the count itself, which
+them, and sends to all either the majority's sign, one bit per element, or the count itself, which
 takes ``bit_length(n)`` bits. No scales travel and nothing is kept from call to call. A call is one
 ``all_to_all`` and one ``all_gather`` of uint8, however many tensors and workers there are, and its
 result the same on all workers, bit for bit; :mod:`onebit_jax.collectives.votes` counts in one

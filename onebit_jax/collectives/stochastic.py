@@ -6,7 +6,7 @@ else -1, so that :math:`\mathrm{E}\, Q(z) = z`. What workers draw is averaged by
 
 Random bits:
   A draw takes 16 of them, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
-  none may cost a pass over memory. JAX's generators take 1 to 20 nanoseconds an element on two CPU
+  none may cost a pass over memory. JAX's generators take 1 to 20 nanoseconds per element on two CPU
   cores; drawing *and* packing from a hash of a counter takes what packing alone does, 0.2
   (``benchmarks/random_bits.py``, figures in ``docs/performance.md``). So bits come from a hash,
   which XLA computes inside the loop that draws. Its keys, one a worker and step, are drawn by

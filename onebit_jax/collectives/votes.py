@@ -4,14 +4,14 @@ Bits cannot be summed, counts can. Every vote of a worker, 0 or 1, stands in a f
 bits, the narrowest that holds the number of workers ``n``, so that no sum carries from one field
 into the next: one ``psum`` of uint8 yields how many of the workers voted 1, for every element.
 
-========  =============  ===============
-workers   bits a field   elements a byte
-========  =============  ===============
-1         1              8
-2, 3      2              4
-4 to 15   4              2
-16 to 255 8              1
-========  =============  ===============
+=========  =============  ===============
+workers    bits a field   elements a byte
+=========  =============  ===============
+1          1              8
+2, 3       2              4
+4 to 15    4              2
+16 to 255  8              1
+=========  =============  ===============
 
 A ring sends ``2 (n-1)/n`` times the buffer. So the sum costs as much as the two phases of
 :mod:`onebit_jax.collectives.sign_exchange` times the bits a field, and is one collective in place

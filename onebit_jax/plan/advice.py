@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from onebit_jax.plan.calibration import covers
 from onebit_jax.plan.model import Prediction, Setting, check, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer
 from onebit_jax.plan.quantities import format_rate
@@ -17,7 +18,8 @@ class Plan(NamedTuple):
     Attributes:
       setting: what was asked.
       dense: predictions for float32 and bfloat16, in this order.
-      onebit: predictions for each of :data:`~onebit_jax.plan.optimizers.ONEBIT`.
+      onebit: predictions for each of :data:`ONEBIT`, but those left out.
+      left_out: those of :data:`ONEBIT` whose kinds the setting's calibration does not have.
       thresholds: for each one-bit optimizer's name, the bandwidths in bit/s below which a run ends
         sooner than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
       advice: one or more sentences.
@@ -26,6 +28,7 @@ class Plan(NamedTuple):
     setting: Setting
     dense: tuple[Prediction, ...]
     onebit: tuple[Prediction, ...]
+    left_out: tuple[Optimizer, ...]
     thresholds: dict[str, tuple[float, float]]
     advice: str
 
@@ -37,7 +40,8 @@ def plan(setting: Setting) -> Plan:
       setting: the run and the machines.
 
     Raises:
-      ValueError: for a field outside its range, or a calibration without a kind that is needed.
+      ValueError: for a field outside its range, or a calibration without dense Adam or 1-bit Adam,
+        which the advice compares.
 
     >>> setting = Setting(
     ...     parameters=340_000_000,
@@ -52,16 +56,18 @@ def plan(setting: Setting) -> Plan:
     """
     check(setting)
     dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
-    onebit = tuple(predict(optimizer, setting) for optimizer in ONEBIT)
+    covered = [optimizer for optimizer in ONEBIT if covers(setting.calibration, optimizer)]
+    left_out = tuple(optimizer for optimizer in ONEBIT if optimizer not in covered)
+    onebit = tuple(predict(optimizer, setting) for optimizer in covered)
     thresholds = {
         optimizer.name: (
             _threshold(optimizer, FLOAT32, setting),
             _threshold(optimizer, BFLOAT16, setting),
         )
-        for optimizer in ONEBIT
+        for optimizer in covered
     }
     advice = _advice(setting, dense[1], onebit, thresholds)
-    return Plan(setting, dense, onebit, thresholds, advice)
+    return Plan(setting, dense, onebit, left_out, thresholds, advice)
 
 
 def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> float:

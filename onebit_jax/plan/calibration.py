@@ -4,16 +4,20 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer
 
 ADAM_ALONE = "Adam, no exchange"
-CALIBRATED_KINDS = frozenset(
-    {ADAM_ALONE}
-    | {row.benchmark for row in (FLOAT32, BFLOAT16, *ONEBIT)}
-    | {f"{row.benchmark}, warm-up" for row in ONEBIT if row.warmup}
-)
+
+
+def _kinds(optimizers: Iterable[Optimizer]) -> frozenset[str]:
+    return frozenset({ADAM_ALONE}.union(*(optimizer.kinds for optimizer in optimizers)))
+
+
+CALIBRATED_KINDS = _kinds((FLOAT32, BFLOAT16, *ONEBIT))
+# What the advice compares.
+_NEEDED_KINDS = _kinds((FLOAT32, BFLOAT16, *(row for row in ONEBIT if row.advised)))
 
 
 def read_calibration(path: pathlib.Path) -> dict[str, float]:
@@ -47,14 +51,19 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
         ) from None
 
 
+def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer) -> bool:
+    """Whether a calibration has an optimizer's kinds; None, which is no calibration, covers all."""
+    return calibration is None or calibration.keys() >= set(optimizer.kinds)
+
+
 def check(calibration: Mapping[str, float]) -> None:
-    """Raises ``ValueError`` for a calibration that lacks a kind, or has one that takes no time."""
-    if missing := sorted(CALIBRATED_KINDS - calibration.keys()):
+    """Raises ``ValueError`` where a kind that the advice needs is missing, or one takes no time."""
+    if missing := sorted(_NEEDED_KINDS - calibration.keys()):
         raise ValueError(
             f"calibration has the kinds {sorted(calibration)}, but needs {missing} too. Make a new "
             f"one with: python -m benchmarks.step --json FILE."
         )
-    for kind in sorted(CALIBRATED_KINDS):
+    for kind in sorted(CALIBRATED_KINDS & calibration.keys()):
         value = calibration[kind]
         if not 0 < value < math.inf:
             raise ValueError(

@@ -11,16 +11,16 @@ another, and a collective takes as long as the busier of two links, plus its mes
         + \frac{\text{bytes through a node's card}}{\text{host bandwidth}}
         + \text{messages} \cdot \text{latency}
 
-===================  ===========================  =======================  =============
-collective           through a card               inside, a device         messages
-===================  ===========================  =======================  =============
-dense all-reduce     :math:`2 (N-1)/N \; b d`     :math:`2 (L-1)/L \; bd`  :math:`2(N-1)`
-flat all-to-all      :math:`L (n-L)/n \; b d`     :math:`(L-1)/n \; b d`   :math:`n-L`
-flat all-gather      :math:`(n-1)/n \; b d`       :math:`(n-1)/n \; b d`   :math:`N-1`
-local reduce-scatter                              :math:`(L-1)/L \; 4 d`
-EC1 between nodes    :math:`2 (N-1)/N \; b d`                              :math:`2(N-1)`
-local all-gather                                  :math:`(L-1)/L \; b d`
-===================  ===========================  =======================  =============
+====================  ===========================  =======================  =============
+collective            through a card               inside, a device         messages
+====================  ===========================  =======================  =============
+dense all-reduce      :math:`2 (N-1)/N \; b d`     :math:`2 (L-1)/L \; bd`  :math:`2(N-1)`
+flat all-to-all       :math:`L (n-L)/n \; b d`     :math:`(L-1)/n \; b d`   :math:`n-L`
+flat all-gather       :math:`(n-1)/n \; b d`       :math:`(n-1)/n \; b d`   :math:`N-1`
+local reduce-scatter                               :math:`(L-1)/L \; 4 d`
+EC1 between nodes     :math:`2 (N-1)/N \; b d`                              :math:`2(N-1)`
+local all-gather                                   :math:`(L-1)/L \; b d`
+====================  ===========================  =======================  =============
 
 The last three are the hierarchical exchange, which with one device a node is the flat one, and on
 one node the dense one in float32. Inside one node nothing crosses a card and latency is left out.
@@ -58,7 +58,7 @@ class Setting(NamedTuple):
         copies and system calls of sockets, which come on top of the wire. Infinite where the
         card reads memory by itself, as RDMA does.
       calibration: seconds an element of each kind of step, from
-        :func:`~onebit_jax.plan.calibration.read_calibration`.
+        :func:`~onebit_jax.plan.read_calibration`.
     """
 
     parameters: int
@@ -109,7 +109,7 @@ class _Collective(NamedTuple):
 
 
 def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
-    """Predicts a run with one optimizer; the setting is not checked (:func:`check`)."""
+    """Predicts a run with one optimizer; :func:`plan` checks the setting, this does not."""
     collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     exchange = _seconds(collectives, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
@@ -120,9 +120,7 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
         return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
     dense = _collectives("dense", FLOAT32_BYTES, setting)
     warmup_step = (
-        setting.step_time
-        + _seconds(dense, setting)
-        + _work(f"{optimizer.benchmark}, warm-up", 0.0, setting)
+        setting.step_time + _seconds(dense, setting) + _work(optimizer.kinds[-1], 0.0, setting)
     )
     share, steps = setting.warmup, setting.steps
     run = steps * (share * warmup_step + (1 - share) * step)
@@ -179,7 +177,7 @@ def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
 
 
 def check(setting: Setting) -> None:
-    """Raises ``ValueError`` for a field outside its range, or a calibration that lacks a kind."""
+    """Raises ``ValueError`` for a field outside its range, or a calibration unfit for advice."""
 
     def number(field: str, holds: Callable[[float], bool], expected: str) -> None:
         value = getattr(setting, field)

@@ -13,8 +13,7 @@ class Optimizer(NamedTuple):
       exchange: the collectives it uses; :mod:`~onebit_jax.plan.model` says what they
         send.
       bytes_per_parameter: on the wire, after the warm-up if it has one.
-      benchmark: the kind of ``benchmarks.step`` that calibrates it. Its warm-up is calibrated by
-        the kind of that name with ``", warm-up"`` after it.
+      benchmark: the kind of ``benchmarks.step`` that calibrates it, :attr:`kinds` with its warm-up.
       rounds: share of the steps after the warm-up in which it exchanges anything.
       warmup: whether a run begins with dense steps in float32.
       encoding_bytes: bytes an element that encoding and decoding read and write beyond what Adam's
@@ -31,6 +30,11 @@ class Optimizer(NamedTuple):
     warmup: bool = False
     encoding_bytes: float = 0.0
     advised: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
+        return (self.benchmark, f"{self.benchmark}, warm-up") if self.warmup else (self.benchmark,)
 
 
 FLOAT32 = Optimizer("dense float32", "dense", FLOAT32_BYTES, "Adam with pmean")

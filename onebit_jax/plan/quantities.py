@@ -36,6 +36,8 @@ def format_time(seconds: float) -> str:
 _BITS = {"": 1, "bit": 1, "B": 8}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+# Below it a number without a unit is one whose unit was forgotten: no card or memory is so slow.
+_LEAST_BARE_RATE = 1e6
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)"
 
 
@@ -44,7 +46,8 @@ def parse_rate(field: str, text: str) -> float:
 
     Args:
       field: its name, for the error.
-      text: such as ``10Gbit``, ``100 Mbit/s``, ``25GB`` (bytes) or a plain number of bit/s.
+      text: such as ``10Gbit``, ``100 Mbit/s``, ``25GB`` (bytes) or a plain number of bit/s, of
+        at least 1 Mbit/s.
 
     >>> parse_rate("bandwidth", "10Gbit"), parse_rate("local_bandwidth", "25GB/s")
     (10000000000.0, 200000000000.0)
@@ -55,7 +58,13 @@ def parse_rate(field: str, text: str) -> float:
             f"{field}={text!r} must be a rate such as 10Gbit or 100Mbit, or 25GB for bytes; a "
             f"plain number is in bit/s. Write the unit out as bit or B."
         )
-    return float(match[1]) * _PREFIXES[match[2]] * _BITS[match[3]]
+    rate = float(match[1]) * _PREFIXES[match[2]] * _BITS[match[3]]
+    if not match[3] and rate < _LEAST_BARE_RATE:
+        raise ValueError(
+            f"{field}={text!r} means {format_rate(rate)}, which is too slow to be meant: write the "
+            f"unit, as in 10Gbit, or the number of bit/s in full, as in 10e9."
+        )
+    return rate
 
 
 def parse_seconds(field: str, text: str) -> float:

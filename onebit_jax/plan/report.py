@@ -7,14 +7,20 @@ from onebit_jax.plan.quantities import format_rate, format_size, format_time
 
 
 def table(plan: Plan) -> str:
-    """Plain text: the predictions, the bandwidths from which one bit pays, and the advice."""
+    """Plain text: the predictions, the bandwidths from which one bit pays, and the advice.
+
+    With a calibration each row says from which of its kinds the work is, and a line below names the
+    optimizers that it does not have.
+    """
     setting = plan.setting
+    calibrated = setting.calibration is not None
     header = ["", "exchange", "work", "a step", "warm-up step", "run", "a node sends", "in all"]
-    rows = [header]
+    rows = [header + calibrated * ["work measured as"]]
     for p in (*plan.dense, *plan.onebit):
         seconds = (p.exchange, p.work, p.step, p.warmup_step, p.run)
         times = ["" if x is None else format_time(x) for x in seconds]
-        rows.append([p.optimizer.name, *times, format_size(p.step_bytes), format_size(p.run_bytes)])
+        sizes = [format_size(p.step_bytes), format_size(p.run_bytes)]
+        rows.append([p.optimizer.name, *times, *sizes, *calibrated * [p.optimizer.benchmark]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{setting.parameters:,} parameters, {setting.workers} workers, {setting.per_node} a node, "
@@ -26,6 +32,9 @@ def table(plan: Plan) -> str:
             for row in rows
         ),
     ]
+    if plan.left_out:
+        names = ", ".join(optimizer.name for optimizer in plan.left_out)
+        lines += ["", f"Left out, since the calibration does not have them: {names}."]
     lines.append("")
     for name, (float32, bfloat16) in plan.thresholds.items():
         lines.append(

@@ -1,4 +1,4 @@
-"""Birder, first called BinSGDM: one random bit a parameter, with no warm-up and no scales."""
+"""Birder, first called BinSGDM: one random bit per parameter, with no warm-up and no scales."""
 
 import functools
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class ScaleByBirderState(NamedTuple):
       key: the key that all random bits come from, with the number of updates; uint32 ``[2]``.
       m: the worker's own average of gradients ``m_i``; float32, a tree like the parameters,
         ``[1, *shape]``. In the hierarchical form a worker is a node, and a device has its own shard
-        of it, ``8/L`` bytes a parameter with ``a``; on a single node all, of the mean gradient.
+        of it, ``8/L`` bytes per parameter with ``a``; on a single node all, of the mean gradient.
       a: the worker's own average of their absolute values ``a_i``, at least ``abs(m)``; as ``m``.
         0 where no worker has had a gradient yet, on all workers alike: coordinates at rest. On
         others, the active ones, at least ``2**-100``.
@@ -197,17 +197,17 @@ def birder(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Birder, first called BinSGDM: one random bit a parameter, from the first update on.
+    r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
 
     With worker :math:`i`'s own gradient :math:`g_i`, and with :math:`m_i = a_i = 0` to begin with,
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           m_i &\leftarrow b \, m_i + (1-b) \, g_i, \quad a_i \leftarrow b \, a_i + (1-b) \, |g_i| \\
           u &= Q(\tfrac1n \textstyle\sum_i Q(m_i / a_i)) \\
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
-        \end{align*}
+        \end{aligned}
 
     where :math:`Q(z)` is +1 with probability :math:`(1+z)/2` and -1 otherwise
     (:mod:`onebit_jax.collectives.stochastic`). One decay for both averages, which are each worker's
@@ -238,8 +238,8 @@ def birder(
       axis_name: as for :func:`onebit_jax.onebit_adam`. In the hierarchical form a worker is a node,
         with the mean gradient of its devices, each of which draws the bits of its shard; a single
         node draws none: there :math:`u = m / a` of the mean gradient.
-      transport: ``"bits"``, an ``all_to_all`` and an ``all_gather`` of one bit a parameter each; or
-        ``"votes"``, one ``psum`` of 1, 2, 4 or 8 bits a parameter, for at most 1, 3, 15 and 255
+      transport: ``"bits"``, an ``all_to_all`` and an ``all_gather``, one bit per parameter each; or
+        ``"votes"``, one ``psum`` of 1, 2, 4 or 8 bits per parameter, for at most 1, 3, 15 and 255
         workers (or nodes). Results are the same, bit for bit. Votes are one collective in place of
         two, for up to 8 times the bytes: they pay where latency is what an exchange costs.
       requantize: whether to take the second :math:`Q`. Without it :math:`u` is a mean of signs,
@@ -263,7 +263,7 @@ def birder(
       ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
-      >>> params = jnp.zeros((4, 2))  # a row a worker; all on one device
+      >>> params = jnp.zeros((4, 2))  # one row per worker; all on one device
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> targets = jnp.array([[1.0, 2.0], [3.0, 2.0], [0.0, 4.0], [4.0, 0.0]])
       >>> for _ in range(300):

@@ -14,7 +14,7 @@ from onebit_jax.transforms.phases import PHASES
 
 
 class CompressedMeanState(NamedTuple):
-    """What :func:`compressed_mean` keeps for ``n`` workers: ``4.3 + 4/n`` bytes a parameter.
+    """What :func:`compressed_mean` keeps for ``n`` workers: ``4.3 + 4/n`` bytes per parameter.
 
     Attributes:
       exchange: residuals, and the last mean as it was received.
@@ -54,21 +54,21 @@ def compressed_mean(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages gradients over the workers with one bit an element each way.
+    r"""Averages gradients over the workers with one bit per element each way.
 
     The sibling of :func:`onebit_jax.mean_gradients`: put it in front of any Optax optimizer. Of
-    worker :math:`i`'s own gradient :math:`g_i` and its residual :math:`e_i`, a block a tensor, it
+    worker :math:`i`'s own gradient :math:`g_i` and residual :math:`e_i`, one block per tensor, it
     sends signs and a scale; worker :math:`j` averages chunk :math:`j` of what was sent, with a
     residual :math:`E_j` of its own, and sends signs and a scale back:
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           c_i &= g_i + e_i, & e_i &\leftarrow c_i - s(c_i) \, \mathrm{sgn}(c_i) \\
           a_j &= \tfrac1n \textstyle\sum_i s(c_i) \, \mathrm{sgn}(c_i)[j] + E_j, &
             E_j &\leftarrow a_j - s(a_j) \, \mathrm{sgn}(a_j) \\
           u[j] &= s(a_j) \, \mathrm{sgn}(a_j)
-        \end{align*}
+        \end{aligned}
 
     The updates :math:`u` are the same on all workers, bit for bit. What one of them leaves out,
     later ones make up for: the sum of all updates and of the residuals is the sum of the exact
@@ -97,7 +97,7 @@ def compressed_mean(
       scale: the compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"`` (mean
         absolute value, which leaves the smallest residual).
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
-        which takes ``2 + 2/n`` bytes a parameter less and loses what it rounds off.
+        which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
       local_dtype: in the hierarchical form, what gradients are averaged in within a node:
         ``"float32"``, or ``"bfloat16"`` for half the bytes there.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
@@ -122,7 +122,7 @@ def compressed_mean(
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> params = jnp.zeros((4, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(300):

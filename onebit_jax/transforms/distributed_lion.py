@@ -19,7 +19,7 @@ Aggregation = Literal["majority", "mean"]
 
 
 class ScaleByDistributedLionState(NamedTuple):
-    """State of Distributed Lion: half of Adam's, four bytes a parameter.
+    """State of Distributed Lion: half of Adam's, four bytes per parameter.
 
     Attributes:
       count: number of updates made, equal on all workers; int32 ``[]``.
@@ -105,13 +105,13 @@ def distributed_lion(
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           \delta_i &= \mathrm{sgn}(\beta_1 m_i + (1-\beta_1) g_i), \quad
             m_i \leftarrow \beta_2 m_i + (1-\beta_2) g_i \\
           u &= \mathrm{sgn} \textstyle\sum_i \delta_i \quad \text{(majority)} \quad\text{or}\quad
             u = \tfrac1n \textstyle\sum_i \delta_i \quad \text{(mean)} \\
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
-        \end{align*}
+        \end{aligned}
 
     When to choose it: where you would train with Lion anyway, or where memory counts, since its
     state is half of Adam's. As for Lion the learning rate is a third to a tenth of Adam's and the
@@ -127,7 +127,7 @@ def distributed_lion(
       weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.lion`.
       mask: which tensors are decayed, as in :func:`optax.lion`. All by default.
       axis_name: the axis that the workers run along.
-      aggregation: ``"majority"`` sends one bit a parameter back, ``"mean"`` the number of votes,
+      aggregation: ``"majority"`` sends one bit per parameter back, ``"mean"`` the number of votes,
         ``bit_length(n)`` bits: steps are smaller where workers do not agree.
 
     Returns:
@@ -143,7 +143,7 @@ def distributed_lion(
       >>> def step(params, state, target):
       ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker; all on one device
+      >>> params = jnp.zeros((4, 2))  # one row per worker; all on one device
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(100):

@@ -17,7 +17,7 @@ from onebit_jax.transforms.compressed_mean import CompressedMeanState, compresse
 
 
 class EfSignsgdState(NamedTuple):
-    """State of error-feedback sign SGD for ``n`` workers: ``8.3 + 4/n`` bytes a parameter.
+    """State of error-feedback sign SGD for ``n`` workers: ``8.3 + 4/n`` bytes per parameter.
 
     Attributes:
       count: number of updates made; int32 ``[]``, equal on all workers.
@@ -103,7 +103,7 @@ def ef_signsgd(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformation:
-    r"""Error-feedback sign SGD: SGD with momentum that sends one bit a parameter each way.
+    r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 
     Every worker :math:`i` keeps a Nesterov momentum of its own gradients, and what the workers
     would step is averaged by :func:`onebit_jax.compressed_mean`, whose scale is the mean absolute
@@ -111,11 +111,11 @@ def ef_signsgd(
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           m_i &\leftarrow \mu m_i + g_i \\
           \Delta &= \mathrm{EC1}(\alpha_t (\mu m_1 + g_1), \dots, \alpha_t (\mu m_n + g_n)) \\
           p &\leftarrow p - \Delta - \alpha_t \lambda p
-        \end{align*}
+        \end{aligned}
 
     The learning rate is inside the error feedback, so that a residual counts for what it was when
     it arose, whatever the learning rate is when it is sent. This is why there is no form without a
@@ -161,7 +161,7 @@ def ef_signsgd(
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> params = jnp.zeros((4, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(300):

@@ -74,28 +74,28 @@ def onebit_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""1-bit Adam: after a dense warm-up it sends one bit a parameter instead of 32.
+    r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
     With worker :math:`i`'s own gradient :math:`g_i`, and with :math:`m_0 = v_0 = 0`, an update in
     warm-up is Adam's on the mean gradient,
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           g &= \tfrac1n \textstyle\sum_i g_i \\
           m &\leftarrow \beta_1 m + (1-\beta_1) g \\
           v &\leftarrow \beta_2 v + (1-\beta_2) g^2
-        \end{align*}
+        \end{aligned}
 
     and then, with :math:`v` frozen, the workers' momenta are averaged by the error-compensated
-    one-bit all-reduce (:mod:`onebit_jax.collectives.ec1`), a block a parameter tensor:
+    one-bit all-reduce (:mod:`onebit_jax.collectives.ec1`), one block per parameter tensor:
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           m_i &= \beta_1 m + (1-\beta_1) g_i \\
           m &\leftarrow \mathrm{EC1}(m_1, \dots, m_n)
-        \end{align*}
+        \end{aligned}
 
     In both phases
     :math:`p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)`, with both
@@ -131,7 +131,7 @@ def onebit_adam(
         DeepSpeed's form, whose steps are too long while v fills up: 1.26x after a freeze at 1,000.
       scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
       residual_dtype: of the arrays that hold the residuals, and in warm-up the momentum:
-        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes a parameter less. What is
+        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. What is
         rounded off there is lost: up to one part in 256 of a value, each step.
       local_dtype: what compressed steps average gradients in within a node: ``"float32"``, or
         ``"bfloat16"`` for half the bytes there.
@@ -158,7 +158,7 @@ def onebit_adam(
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> params = jnp.zeros((4, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(300):

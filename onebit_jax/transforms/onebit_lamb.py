@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit a parameter on the wire."""
+"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -95,14 +95,14 @@ def onebit_lamb(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""1-bit LAMB: layerwise step sizes for large batches, at one bit a parameter after a warm-up.
+    r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 
     With worker :math:`i`'s own gradient :math:`g_i`, and for each parameter tensor :math:`l` with
     :math:`m_0 = v_0 = \tilde c = 0`, an update in warm-up is LAMB's on the mean gradient,
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           g &= \tfrac1n \textstyle\sum_i g_i, \quad
           m \leftarrow \beta_1 m + (1-\beta_1) g, \quad
           v \leftarrow \beta_2 v + (1-\beta_2) g^2 \\
@@ -110,7 +110,7 @@ def onebit_lamb(
           c = \mathrm{clip}(\|p\| / \|u\|, c_{\min}, c_{\max}) \\
           \tilde c &\leftarrow \beta_3 \tilde c + (1-\beta_3) c, \quad
           p \leftarrow p - \alpha_t \, c \, u
-        \end{align*}
+        \end{aligned}
 
     where :math:`c` is 1, and :math:`\tilde c` stays, if either norm is 0. Then :math:`v` and
     :math:`\tilde c` freeze, and a fresh variance :math:`\tilde v`, at first :math:`v`, goes on. The
@@ -120,7 +120,7 @@ def onebit_lamb(
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           k_l &= \mathrm{mean}_{l'}(\sigma_{l'}) / \sigma_l, \quad
           F = \mathrm{EC1}_i(k_l (\beta_1 m_l + (1-\beta_1) g_{i,l})), \quad
           m_l' = F_l / k_l \\
@@ -132,7 +132,7 @@ def onebit_lamb(
           r \leftarrow \mathrm{clip}(\mathrm{clip}(f, r_{\min}, r_{\max}),
             r (1-\delta), r (1+\delta)) \\
           p &\leftarrow p - \alpha_t \, \tilde c \, r \, u
-        \end{align*}
+        \end{aligned}
 
     A coordinate whose :math:`v` is exactly 0 when it freezes is *dead*, as in
     :func:`onebit_jax.onebit_adam`: it does not move any more (but for weight decay), and neither
@@ -186,7 +186,7 @@ def onebit_lamb(
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.ones((4, 2))  # a row a worker
+      >>> params = jnp.ones((4, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(300):

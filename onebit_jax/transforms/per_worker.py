@@ -28,7 +28,7 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
         it already.
 
     Example:
-      Momentum on each worker, then one bit a parameter of it:
+      Momentum on each worker, then one bit per parameter of it:
 
       >>> import onebit_jax, optax
       >>> tx = optax.chain(

@@ -16,8 +16,9 @@ OUTLOOK = 2
 class Progress(NamedTuple):
     """Where an optimizer is; equal on all workers. Phases are given by their place in ``PHASES``.
 
-    ``"warmup"`` updates exchange at full precision, ``"compression"`` ones a bit an element,
-    ``"local"`` ones nothing, and ``"sync"`` ones, a bit an element, what local ones gathered.
+    ``"warmup"`` updates exchange at full precision, ``"compression"`` ones at one bit
+    per element, ``"local"`` ones nothing, and ``"sync"`` ones, at one bit per element, what local
+    ones gathered.
 
     Attributes:
       count: number of updates made; int32 ``[]``.

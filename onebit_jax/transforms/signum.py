@@ -21,18 +21,18 @@ def signum(
     r"""Signum: sign SGD with momentum, whose workers take a majority vote.
 
     Every worker :math:`i` keeps a momentum of its own gradients and sends its signs; the majority's
-    sign comes back, one bit a parameter each way. It is :func:`onebit_jax.distributed_lion` with
+    sign comes back, one bit per parameter each way. It is :func:`onebit_jax.distributed_lion` with
     one decay for the vote and for the momentum:
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           m_i &\leftarrow \beta_1 m_i + (1-\beta_1) g_i \\
           u &= \mathrm{sgn} \textstyle\sum_i \mathrm{sgn}(m_i) \\
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
-        \end{align*}
+        \end{aligned}
 
-    When to choose it: as the simplest method with one bit a parameter from the first step on;
+    When to choose it: as the simplest method with one bit per parameter from the first step on;
     where some workers may be wrong or hostile, since each has one vote; and as the baseline that
     anything with error feedback must beat. Without that, what a sign leaves out is lost, and
     workers whose gradients disagree are heard only by their number. What
@@ -59,7 +59,7 @@ def signum(
       >>> def step(params, state, target):
       ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((3, 2))  # a row a worker
+      >>> params = jnp.zeros((3, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(100):

@@ -1,4 +1,4 @@
-"""0/1 Adam: one bit a parameter from the start, and after a while only every few steps."""
+"""0/1 Adam: one bit per parameter from the start, and after a while only every few steps."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -47,7 +47,7 @@ def zero_one_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""0/1 Adam: sends one bit a parameter or nothing at all, but for a few dense updates.
+    r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 
     There are two sets of updates. In those of :math:`T_v` the variance is refreshed from gradients
     that are averaged at full precision; their gaps double, and after ``variance_freeze`` updates
@@ -59,14 +59,14 @@ def zero_one_adam(
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           \text{in } T_v: \quad g &= \tfrac1n \textstyle\sum_i g_i, \quad
             m \leftarrow \beta_1 m + (1-\beta_1) g, \quad
             v \leftarrow \beta_2 v + (1-\beta_2) g^2 \\
           \text{else:} \quad G &= \mathrm{EC1}(g_1, \dots, g_n), \quad
             m \leftarrow \beta_1 m + (1-\beta_1) G \\
           p &\leftarrow p - \gamma \, (m / (\sqrt{v} + \varepsilon) + \lambda p)
-        \end{align*}
+        \end{aligned}
 
     with the error-compensated one-bit all-reduce of :mod:`onebit_jax.collectives.ec1`, a block a
     parameter tensor. At the freeze residuals restart at zero, since from there on they measure
@@ -74,7 +74,7 @@ def zero_one_adam(
 
     .. math::
 
-        \begin{align*}
+        \begin{aligned}
           m_i &\leftarrow \beta_1 m_i + (1-\beta_1) g_i, \quad
             B_i \leftarrow B_i + \gamma m_i, \quad G \leftarrow G + \gamma \\
           y &\leftarrow y - \gamma \lambda y, \quad
@@ -82,7 +82,7 @@ def zero_one_adam(
           \text{in } T_u: \quad B &= \mathrm{EC1}(B_1, \dots, B_n), \quad
             y \leftarrow y - B / (\sqrt{v} + \varepsilon), \quad p_i = y \\
             m_i &\leftarrow B / G, \quad B_i, G \leftarrow 0
-        \end{align*}
+        \end{aligned}
 
     A coordinate whose :math:`v` is exactly 0 is *dead*: it does not move (but for weight decay)
     until a refresh finds a gradient there. A window whose learning rates add up to 0 leaves m = 0.
@@ -143,7 +143,7 @@ def zero_one_adam(
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
       the gradients; the state and the arithmetic are float32 whatever the parameters' dtype, and
-      take ``20.3 + 4/n`` bytes a parameter.
+      take ``20.3 + 4/n`` bytes per parameter.
 
     Raises:
       ValueError: for a hyperparameter outside its range and for step sets that are no functions to
@@ -164,7 +164,7 @@ def zero_one_adam(
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
-      >>> params = jnp.zeros((4, 2))  # a row a worker
+      >>> params = jnp.zeros((4, 2))  # one row per worker
       >>> state = jax.vmap(tx.init, axis_name="workers")(params)
       >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
       >>> for _ in range(300):

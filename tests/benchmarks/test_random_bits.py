@@ -1,4 +1,4 @@
-"""What `benchmarks.random_bits` times: that every source makes 16 bits an element."""
+"""What `benchmarks.random_bits` times: that every source makes 16 bits per element."""
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ TREE = {"a": (9,), "b": [(), (0,), (1,)], "c": (64, 3)}
 
 
 class Exchanging:
-    """An exchange of trees with a row a worker, compiled, and its state from call to call."""
+    """An exchange of trees with one row per worker, compiled, and its state from call to call."""
 
     def __init__(
         self, shapes: Any, sizes: int | tuple[int, int], binding: Binding = "vmap", **options: Any
@@ -104,7 +104,7 @@ class Exchanging:
         return np.full(self.workers, decay, np.float32), np.full(self.workers, when)
 
     def residuals(self):
-        """Two trees like the values with a row a worker: its node's `e`, and all servers' `E`."""
+        """Two trees like the values, one row per worker: its node's `e`, and all servers' `E`."""
         return exchange_residuals(self.state, self.like, self.how.fused)
 
 
@@ -133,7 +133,7 @@ class Numpy:
         return mean
 
     def residuals(self):
-        """`e` with a row a node, and `E`."""
+        """`e` with one row per node, and `E`."""
         nodes, shards = range(self.hierarchy.nodes), self.hierarchy.residuals
         e = [np.concatenate([shard.e[node] for shard in shards]) for node in nodes]
         return np.stack(e), np.concatenate([E for shard in shards for E in shard.E])
@@ -151,7 +151,7 @@ class Numpy:
 
 
 def blocks(tree, fused=False):
-    """A tree with a row a worker as its blocks, `[workers, size]`; the empty ones left out."""
+    """A tree with one row per worker as its blocks, `[workers, size]`; the empty ones left out."""
     flat = [np.asarray(x, np.float32).reshape(len(x), -1) for x in leaves(tree)]
     return [np.concatenate(flat, 1)] if fused else [x for x in flat if x.size]
 

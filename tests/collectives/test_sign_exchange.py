@@ -22,7 +22,7 @@ KEY = jax.random.key(7)
 
 
 def exchange(workers, form=("bits", True), binding: Binding = "vmap", bucket_bytes: Any = None):
-    """Of tensors ``z`` with a row a worker, where ``active``, the means; and what is told."""
+    """Of tensors ``z`` with one row per worker, where ``active``, the means; and what is told."""
     transport, requantize = form
 
     def call(z, active, key):

@@ -1,8 +1,10 @@
 """The pre-training program: its options, a whole small run, resuming, and bad input."""
 
+import io
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -58,13 +60,15 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of both optimizers that nothing interrupted: its folder and what it printed."""
+    """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
+    bars = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         printed = []
+        patch.setattr("sys.stderr", bars)
         patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
         assert pretrain.main([*RUN, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed))
+    return out, "\n".join(map(str, printed)), bars.getvalue()
 
 
 def metrics(folder):
@@ -98,7 +102,7 @@ def assert_identical(one, other):
 
 
 def test_both_optimizers_run_from_the_same_start(finished):
-    out, _ = finished
+    out, *_ = finished
     adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
     for rows in (adam, onebit):
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
@@ -115,7 +119,7 @@ def test_both_optimizers_run_from_the_same_start(finished):
 
 
 def test_bytes_and_phases_are_exact(finished):
-    out, _ = finished
+    out, *_ = finished
     adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
     assert {row["phase"] for row in adam} == {"warmup"}
     assert [row["phase"] for row in onebit] == ["warmup"] * 6 + ["compression"] * (STEPS - 6)
@@ -131,7 +135,7 @@ def test_bytes_and_phases_are_exact(finished):
 
 
 def test_report(finished):
-    out, printed = finished
+    out, printed, _ = finished
     assert printed.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
@@ -145,8 +149,19 @@ def test_report(finished):
     assert (out / "vocab.txt").read_text().startswith("[PAD]\n")
 
 
+def test_bars_count_steps_and_say_what_is_compiled(finished):
+    """Bars know of no step before it is over, so one that is under way is not counted."""
+    *_, bars = finished
+    said = re.findall(r"(\w+): .* (\d+)/(\d+) .*, compiling the (.+?)\]", bars.replace("\r", "\n"))
+    assert list(dict.fromkeys(said)) == [
+        ("adam", "0", str(STEPS), "step"),
+        ("onebit_adam", "0", str(STEPS), "warm-up step"),
+        ("onebit_adam", "5", str(STEPS), "compressed step"),
+    ]
+
+
 def test_a_finished_run_is_not_repeated(finished, capsys):
-    out, _ = finished
+    out, *_ = finished
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()}
     (out / "loss.png").unlink()
     assert pretrain.main([*RUN, "--out", str(out)]) == 0
@@ -301,7 +316,7 @@ def test_two_processes_train_like_one(tmp_path):
     ],
 )
 def test_folder_of_another_configuration(finished, options, complaint, capsys):
-    out, _ = finished
+    out, *_ = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
     assert f"error: --out {out}: {complaint}; give the same, or another --out" in (
@@ -318,7 +333,7 @@ def test_folder_of_something_else(tmp_path, capsys):
 
 def test_checkpoint_of_another_model(finished, tmp_path, capsys):
     """The configuration is the same, yet somebody has put other checkpoints there."""
-    out, _ = finished
+    out, *_ = finished
     (tmp_path / "run" / "adam").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text((out / "config.json").read_text())
     with ocp.training.Checkpointer(str(tmp_path / "run" / "adam" / "checkpoints")) as checkpointer:

@@ -279,7 +279,7 @@ def test_masks_schedules_and_injected_hyperparameters():
 
 
 def on_devices(tree):
-    """What every device holds of arrays that are declared replicated, a row a device."""
+    """What every device holds of arrays that are declared replicated, one row per device."""
     return jax.tree.map(
         lambda x: np.stack([np.asarray(shard.data) for shard in x.addressable_shards]), tree
     )

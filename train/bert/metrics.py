@@ -10,11 +10,11 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 import tensorboardX
-from tqdm import tqdm
 
 from onebit_jax.transforms.phases import PHASES, Phase
 from train.bert.checkpoint import Progress
 from train.bert.config import Config
+from train.progress import StepBar
 
 
 class MetricsLog:
@@ -43,15 +43,7 @@ class MetricsLog:
             folder = config.folder / name
             self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
             self._events = tensorboardX.SummaryWriter(str(folder), purge_step=progress.step + 1)
-        self._bar = tqdm(
-            desc=name,
-            total=config.steps * config.batch_size,
-            initial=progress.step * config.batch_size,
-            unit=" samples",
-            unit_scale=True,
-            dynamic_ncols=True,
-            disable=not self._writes,
-        )
+        self._bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -61,6 +53,10 @@ class MetricsLog:
         if self._writes:
             self._lines.close()
             self._events.close()
+
+    def compiling(self, phase: Phase | None) -> None:
+        """Says what the next step waits for; None for a step without phases, or with them all."""
+        self._bar.compiling(phase)
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of step `step`, which may still be running, and lands the one before.
@@ -101,10 +97,9 @@ class MetricsLog:
 
     def _show(self, phase: Phase, loss: float, sent: int) -> None:
         self._bar.set_postfix_str(
-            f"step {self.progress.step}, loss {loss:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step",
-            refresh=False,
+            f"loss {loss:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step", refresh=False
         )
-        self._bar.update(self._config.batch_size)
+        self._bar.update()
 
     def _write(self, values: dict[str, Any]) -> None:
         step = self.progress.step

@@ -13,14 +13,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 
-from train.comparison import COLOURS
 from train.optimizers import OPTIMIZERS
-
-_SMOOTHED_FRACTION = 1 / 40
+from train.pictures import LossCurve, draw_losses, window
 
 
 class Run(NamedTuple):
@@ -80,14 +77,15 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
     # What a worker sends in a step that averages gradients at full precision.
     workers = config["workers"]
     dense = 8 * (workers - 1) / workers * runs[0].result["parameters"]
+    last = window(len(runs[0].rows))
     phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
     table: dict[str, Callable[[Run], str]] = {
         "held-out MLM loss, nats a masked token": lambda run: _beside_first(
             run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
         ),
         "held-out NSP loss": lambda run: f"{run.result['heldout_nsp_loss']:.4f}",
-        f"training loss, mean of the last {_window(runs[0])} logged steps": lambda run: (
-            f"{np.mean(run.column('loss')[-_window(run) :]):.4f}"
+        f"training loss, mean of the last {last} logged steps": lambda run: (
+            f"{np.mean(run.column('loss')[-last:]):.4f}"
         ),
         "steps": lambda run: f"{run.result['steps']:,}",
         "warm-up ended": lambda run: _warmup_end(run, config),
@@ -99,7 +97,7 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
         },
         "MB a worker sent in all": lambda run: _total_cell(run, dense),
         **{
-            f"seconds a step, {phase} (median)": lambda run, phase=phase: (
+            f"seconds per step, {phase} (median)": lambda run, phase=phase: (
                 f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
             )
             for phase in phases
@@ -158,53 +156,23 @@ def _total_cell(run: Run, dense: float) -> str:
     return f"{cell} ({sent / of_dense:.1%} of dense)" if sent < of_dense else cell
 
 
-def _window(run: Run) -> int:
-    return max(1, round(len(run.rows) * _SMOOTHED_FRACTION))
-
-
 def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
-    figure, (by_step, by_bytes) = plt.subplots(
-        1, 2, figsize=(11, 4.4), sharey=True, layout="constrained"
+    curves = [
+        LossCurve(
+            run.label,
+            run.result["heldout_mlm_loss"],
+            run.column("step"),
+            run.column("loss"),
+            run.column("bytes_sent"),
+            run.result["frozen_at"],
+        )
+        for run in runs
+    ]
+    title = (
+        f"BERT {config['size']} on {config['workers']} workers, {runs[0].result['steps']:,} steps "
+        f"of {config['batch_size']} sequences of {config['sequence_length']} tokens"
     )
-    for index, run in enumerate(runs):
-        window = _window(run)
-        loss = np.convolve(run.column("loss"), np.full(window, 1 / window), mode="valid")
-        centres = slice((window - 1) // 2, (window - 1) // 2 + len(loss))
-        colour = COLOURS[index % len(COLOURS)]
-        # Curves are one until a warm-up ends: the first stays visible below the others.
-        width = 1.5 if index else 3.5
-        heldout = run.result["heldout_mlm_loss"]
-        label = f"{run.label} (held-out MLM loss {heldout:.3f})"
-        frozen_at = run.result["frozen_at"]
-        for axes, key, scale in ((by_step, "step", 1), (by_bytes, "bytes_sent", 1e-6)):
-            x = run.column(key) * scale
-            axes.plot(x, run.column("loss"), color=colour, alpha=0.15, linewidth=0.8)
-            axes.plot(x[centres], loss, color=colour, linewidth=width, label=label)
-            if frozen_at >= 0:
-                end = np.searchsorted(run.column("step"), frozen_at)
-                axes.axvline(
-                    x[min(end, len(x) - 1)],
-                    color=colour,
-                    linestyle="--",
-                    linewidth=1,
-                    zorder=1,
-                    label=f"{run.label}: warm-up ends, step {frozen_at:,}",
-                )
-    by_step.set(xlabel="step", ylabel="training loss, MLM + NSP (nats)")
-    by_step.legend(frameon=False, fontsize=9)
-    by_bytes.set(xlabel="MB sent by a worker", xscale="log")
-    by_bytes.xaxis.set_major_formatter("{x:,.0f}")
-    for axes in (by_step, by_bytes):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"BERT {config['size']} on {config['workers']} workers, "
-        f"{config['batch_size']} sequences of {config['sequence_length']} tokens a step; "
-        f"lines: mean over {_window(runs[0])} logged steps",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    draw_losses(curves, title, path)
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
 from train.bert import data
 from train.bert.checkpoint import Checkpoints, Progress, abstract
@@ -22,6 +23,7 @@ from train.bert.metrics import MetricsLog
 from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
 from train.bert.stop import Stopped, StopRequest
 from train.optimizers import OPTIMIZERS, Setting
+from train.progress import announced
 
 AXIS = "data"
 
@@ -71,13 +73,17 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
         return
 
-    train_step, params, opt_state = _start(name, config, task)
+    train_step, params, opt_state = _start(name, config, task, lambda phase: log.compiling(phase))
     batches = _batches(config, task)
     shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
 
+    phased = bool(progress_of(opt_state))
+
     @functools.cache
     def collectives(phase: Phase) -> list[wire.Collective]:
-        return wire.collectives(train_step.lower(*shapes, phase=phase).compile(), task.mesh)
+        # The very program that a step runs, so that it is compiled once.
+        lowered = train_step.lower(*shapes, phase=phase if phased else None)
+        return wire.collectives(lowered.compile(), task.mesh)
 
     def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))
@@ -123,22 +129,29 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
         result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _start(name: str, config: Config, task: Task) -> tuple[onebit_jax.TrainStep, Any, Any]:
-    """The training step, and parameters and optimizer state before the first one."""
+def _start(
+    name: str, config: Config, task: Task, compiling: Callable[[Phase | None], None]
+) -> tuple[onebit_jax.TrainStep, Any, Any]:
+    """The training step, and parameters and optimizer state before the first one.
+
+    `compiling` is told for which phase the step is compiled, when it is.
+    """
     optimizer = make_optimizer(name, config)
     init = jax.jit(
         functools.partial(init_params, task.model, config.seed),
         out_shardings=NamedSharding(task.mesh, P()),
     )
     params = init()
+    opt_state = onebit_jax.init(optimizer, params, task.mesh)
+    loss_fn, optimizer = announced(pretraining_loss(task.model), optimizer, compiling)
     train_step = onebit_jax.train_step(
-        pretraining_loss(task.model),
+        loss_fn,
         optimizer,
         task.mesh,
         accumulation=config.accumulation,
         max_grad_norm=config.max_grad_norm,
     )
-    return train_step, params, onebit_jax.init(optimizer, params, task.mesh)
+    return train_step, params, opt_state
 
 
 def _takes_local_steps(name: str, config: Config, step: int) -> bool:

@@ -1,0 +1,48 @@
+"""Runs a worker module in several processes of this machine."""
+
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECONDS = 600  # a loaded machine starts four interpreters slowly
+
+
+def run_processes(folder, processes, worker="tests.process_worker"):
+    """Runs the processes to their end; what their devices held, by name.
+
+    Each is `python -m WORKER FOLDER PROCESSES RANK PORT`, and leaves `FOLDER/PROCESSES-RANK.npz`.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    logs = [folder / f"{processes}-{rank}.log" for rank in range(processes)]
+    children = []
+    try:
+        for rank, log in enumerate(logs):
+            arguments = [str(folder), str(processes), str(rank), str(port)]
+            command = [sys.executable, "-m", worker, *arguments]
+            with log.open("w") as file:
+                children.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file))
+        deadline = time.monotonic() + SECONDS
+        # Those that are left wait for one that has failed, so nobody waits for them.
+        while None in (codes := [child.poll() for child in children]):
+            if any(codes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    output = "\n".join(f"--- {log.stem}:\n{log.read_text()[-4000:]}" for log in logs)
+    assert codes == [0] * processes, f"exit codes {codes} (None: still running)\n{output}"
+
+    held = {}
+    for rank in range(processes):
+        with np.load(folder / f"{processes}-{rank}.npz") as file:
+            held.update(file)
+    return held

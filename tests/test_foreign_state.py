@@ -1,0 +1,220 @@
+"""A state that is not the step's own is refused in words, or put where it belongs."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as ocp
+
+import onebit_jax
+from onebit_jax.markers import is_per_worker
+from tests.small_task import (
+    MESH,
+    WARMUP,
+    WORKERS,
+    assert_equal,
+    loss_fn,
+    make_batches,
+    make_mesh,
+    make_params,
+    onebit,
+    train,
+)
+from tests.workers import PAIR
+from train.bert.checkpoint import abstract
+
+KINDS = AxisType.Auto, AxisType.Explicit
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def mesh(request):
+    return make_mesh(kind=request.param)
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def other_kind(request):
+    """The kind of the mesh that the state comes from."""
+    return request.param
+
+
+def refused(mesh, opt_state, words, tx=None, params=None):
+    """Refused in every call, and before anything is compiled or donated."""
+    step = onebit_jax.train_step(loss_fn, onebit() if tx is None else tx, mesh)
+    params = make_params() if params is None else params
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.compile(words, re.DOTALL)):
+            step(params, opt_state, make_batches(1)[0])
+    for leaf in jax.tree.leaves((params, opt_state)):
+        assert not (isinstance(leaf, jax.Array) and leaf.is_deleted())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of a run in the middle, one where compression has begun, and of a dense one."""
+    folder = tmp_path_factory.mktemp("saved")
+    step = onebit_jax.train_step(loss_fn, onebit(), MESH)
+    start = make_params(), onebit_jax.init(onebit(), make_params(), MESH)
+    state = train(step, *start, make_batches(WARMUP + 2))
+    ocp.save(folder / "onebit", state)
+    dense = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
+    ocp.save(folder / "dense", onebit_jax.init(dense, make_params(), MESH))
+    last = make_batches(WARMUP + 3)[-1:]
+    return folder, step, jax.device_get(train(step, *state, last)), last
+
+
+def without_target(folder):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sharding info not provided")
+        return ocp.load(folder)
+
+
+# Checkpoints
+
+
+def test_restored_without_a_target(mesh, saved):
+    """Orbax then gives dicts and lists for named tuples, and the marks are lost."""
+    _, opt_state = without_target(saved[0] / "onebit")
+    assert isinstance(opt_state, list)
+    refused(
+        mesh,
+        opt_state,
+        r"^opt_state is not a state of this optimizer.* is missing.*restored without a target.*"
+        r"lost its PerWorker nodes.*silently diverge.*target=onebit_jax.init\(tx, params, mesh\)",
+    )
+
+
+def test_a_dense_one_restored_without_a_target(mesh, saved):
+    """It had no marks to lose."""
+    tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
+    with pytest.raises(ValueError, match="restored without a target") as error:
+        onebit_jax.train_step(loss_fn, tx, mesh)(
+            make_params(), without_target(saved[0] / "dense"), make_batches(1)[0]
+        )
+    assert "PerWorker" not in str(error.value)
+
+
+def test_restored_with_a_target_of_another_kind_of_mesh(mesh, other_kind, saved):
+    """The advice: a run restored onto either kind of mesh goes on as it would have."""
+    folder, _, expected, batches = saved
+    start = make_mesh(kind=other_kind)
+    target = jax.device_put(make_params(), NamedSharding(start, P()))
+    restored = ocp.load(
+        folder / "onebit", abstract((target, onebit_jax.init(onebit(), target, start)))
+    )
+    step = onebit_jax.train_step(loss_fn, onebit(), mesh)
+    assert_equal(train(step, *restored, batches), expected)
+
+
+def test_restored_as_numpy(saved):
+    folder, step, expected, batches = saved
+    opt_state = onebit_jax.init(onebit(), make_params(), MESH)
+    values = jax.tree.leaves(ocp.load(folder / "onebit", abstract((opt_state_params(), opt_state))))
+    structure = jax.tree.structure((make_params(), opt_state))
+    assert_equal(train(step, *structure.unflatten(map(np.asarray, values)), batches), expected)
+
+
+def opt_state_params():
+    return jax.device_put(make_params(), NamedSharding(MESH, P()))
+
+
+# Another's state
+
+
+def test_that_lost_its_marks_alone(mesh):
+    opt_state = onebit_jax.init(onebit(), make_params(), mesh)
+    unmarked = jax.tree.map(
+        lambda node: (node.value,) if is_per_worker(node) else node,
+        opt_state,
+        is_leaf=is_per_worker,
+    )
+    refused(mesh, unmarked, r"value.* is missing.*lost its PerWorker nodes.*beside nnx.split")
+    plain = jax.tree.map(lambda x: x, opt_state[0]._asdict())
+    refused(mesh, (plain, *opt_state[1:]), r"in nodes of other types")
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3)),
+        onebit_jax.ef_signsgd(1e-2, axis_name="data"),
+        optax.chain(onebit(), optax.ema(0.9)),
+    ],
+    ids=["dense", "ef_signsgd", "more of it"],
+)
+def test_of_another_optimizer(mesh, tx):
+    opt_state = onebit_jax.init(tx, make_params(), mesh)
+    words = r"^opt_state is not a state of this optimizer.* is (missing|too much)\. Call .*init"
+    refused(mesh, opt_state, words)
+
+
+def test_of_the_same_with_other_options(mesh):
+    opt_state = onebit_jax.init(onebit(residual_dtype="bfloat16"), make_params(), mesh)
+    refused(mesh, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
+
+
+def test_of_other_parameters(mesh):
+    other = {"layer": {"kernel": np.ones((9, 6), np.float32), "bias": np.ones(6, np.float32)}}
+    refused(
+        mesh,
+        onebit_jax.init(onebit(), other, mesh),
+        r"^opt_state\[0\].*has shape \(6,\).*\(5,\) and float32 is needed.*the parameters' shapes",
+    )
+    renamed = {"head": make_params()["layer"]}
+    refused(mesh, onebit_jax.init(onebit(), renamed, mesh), r"\['layer'\]\['bias'\] is missing")
+
+
+# Other meshes
+
+
+def test_of_another_number_of_workers(mesh, other_kind):
+    devices = jax.devices()[: WORKERS // 2]
+    half = jax.make_mesh((WORKERS // 2,), ("data",), devices=devices, axis_types=(other_kind,))
+    opt_state = onebit_jax.init(onebit(), make_params(), half)
+    words = r"has shape \(.* on this mesh of 4 workers, .* belongs to its number of workers"
+    refused(mesh, opt_state, words)
+    refused(mesh, jax.device_get(opt_state), words)
+
+
+def test_on_other_devices(mesh, other_kind):
+    devices = jax.devices()[-WORKERS:]
+    others = jax.make_mesh((WORKERS,), ("data",), devices=devices, axis_types=(other_kind,))
+    opt_state = onebit_jax.init(onebit(), make_params(), others)
+    refused(mesh, opt_state, r"on a mesh of the axes .* or of other devices.*jax.device_get first")
+
+
+@pytest.mark.parametrize("made", [((WORKERS,), ("workers",)), ((2, 2), PAIR)], ids=["name", "pair"])
+def test_on_other_axes(mesh, other_kind, made):
+    sizes, axes = made
+    axis_name = axes if len(axes) == 2 else axes[0]
+    tx = optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(1e-3))
+    opt_state = onebit_jax.init(tx, make_params(), make_mesh(sizes, axes, other_kind))
+    dense = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
+    refused(mesh, opt_state, rf"on a mesh of the axes .*{axes[0]}.*the same mesh", tx=dense)
+
+
+def test_moved_as_the_advice_says(saved):
+    """Fetched from other devices, a state goes on bit for bit."""
+    folder, step, expected, batches = saved
+    others = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[-WORKERS:])
+    params = jax.device_put(make_params(), NamedSharding(others, P()))
+    there = ocp.load(
+        folder / "onebit", abstract((params, onebit_jax.init(onebit(), params, others)))
+    )
+    assert_equal(train(step, *jax.device_get(there), batches), expected)
+
+
+def test_sharded_parameters(mesh):
+    opt_state = onebit_jax.init(onebit(), make_params(), mesh)
+    whole = {"kernel": jnp.ones((8, 5)), "bias": jnp.ones(5)}
+    split = NamedSharding(mesh, P("data"))
+    params = {"layer": whole | {"kernel": jax.device_put(whole["kernel"], split)}}
+    words = r"^parameter \['layer'\]\['kernel'\] is sharded.*jax.device_put\(params"
+    refused(mesh, opt_state, words, params=params)
+    with pytest.raises(ValueError, match=words):
+        onebit_jax.init(onebit(), params, mesh)

@@ -1,0 +1,248 @@
+"""docs/flax.md with Flax Linen and NNX, Equinox and Haiku: its code, executed, and what it says."""
+
+import functools
+import pathlib
+import re
+from typing import Any
+from unittest import mock
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax.sharding import AxisType
+
+import onebit_jax
+from onebit_jax.markers import is_per_worker
+from tests import flax_process_worker
+from tests.processes import run_processes
+from tests.small_task import MESH, WORKERS, assert_close, make_batches
+from tests.small_task import onebit as onebit_adam
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "flax.md"
+FRAMEWORKS = "Flax Linen", "Flax NNX", "Equinox", "Haiku"
+ALLOWED = 0.02  # of accuracy, on 400 digits
+
+
+def blocks(heading):
+    """The blocks of code under a heading, up to the next: pairs of language and code."""
+    parts = re.split(r"^#+ (.*)$", PAGE.read_text(), flags=re.MULTILINE)
+    text = parts[parts.index(heading) + 1]
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def side(diff, sign):
+    """What stands on one side of a diff."""
+    lines = [line for line in diff.splitlines() if not line or line[0] in (" ", sign)]
+    return "\n".join(line[1:] for line in lines)
+
+
+def execute(code, names, kind=AxisType.Explicit):
+    """Runs code of the page, on four workers."""
+    four = functools.partial(jax.make_mesh, devices=jax.devices()[:WORKERS], axis_types=(kind,))
+    with (
+        mock.patch.object(jax, "device_count", return_value=WORKERS),
+        mock.patch.object(jax, "make_mesh", four),
+    ):
+        exec(code, names)
+
+
+@functools.cache
+def trained(framework, sign, kind=AxisType.Explicit) -> dict[str, Any]:
+    """The names that a framework's code leaves, of either side of its diff."""
+    names: dict[str, Any] = {"__name__": __name__}
+    [(_, data)] = blocks("With Flax, Equinox and Haiku")
+    execute(data, names)
+    for language, code in blocks(framework):
+        execute(side(code, sign) if language == "diff" else code, names, kind)
+    return names
+
+
+def marks(tree):
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_per_worker) if is_per_worker(x)]
+
+
+def assert_workers_differ_within_marks(tree):
+    rows = [np.asarray(x) for mark in marks(tree) for x in jax.tree.leaves(mark)]
+    assert all(len(x) == WORKERS for x in rows)
+    assert any(len(np.unique(x, axis=0)) == WORKERS for x in rows)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_one_bit_ends_at_the_accuracy_of_the_plain_loop(framework, kind):
+    plain, onebit = trained(framework, "-"), trained(framework, "+", kind)
+    assert onebit["mesh"].axis_types == (kind,)
+    assert onebit["metrics"]["phase"] == 1
+    print(plain["accuracy"], onebit["accuracy"])
+    assert plain["accuracy"] > 0.95
+    assert abs(plain["accuracy"] - onebit["accuracy"]) < ALLOWED
+    for leaf in jax.tree.leaves((onebit["params"], onebit["model_state"])):
+        assert leaf.sharding.is_fully_replicated
+
+
+def test_the_lines_that_differ_are_counted():
+    rows = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(FRAMEWORKS)
+    for framework, *counts in rows:
+        [diff] = [code for language, code in blocks(framework) if language == "diff"]
+        found = [len(re.findall(rf"^\{sign}.", diff, re.MULTILINE)) for sign in "-+"]
+        assert found == [int(count) for count in counts], framework
+
+
+# The containers of Flax
+
+
+def test_a_train_state_goes_through_a_shard_map():
+    names = dict(trained("Flax Linen", "+"))
+    params = jax.device_get(names["params"])
+    with pytest.raises(ValueError, match=r"^axis_name='data' is not bound.*onebit_jax.init"):
+        train_state.TrainState.create(
+            apply_fn=names["net"].apply, params=names["params"], tx=names["tx"]
+        )
+    for _, code in blocks("TrainState"):
+        execute(code, names)
+    state = names["state"]
+    assert state.step == 100
+    assert_workers_differ_within_marks(state.opt_state)
+    assert len(marks(names["specs"])) == len(marks(state.opt_state)) > 0
+    assert names["loss"] < 0.1
+    assert_whole(state.params)
+    assert_whole(state.model_state)
+    assert_close(jax.device_get(names["params"]), params)  # not donated
+
+    step = onebit_jax.train_step(names["loss_fn"], names["tx"], names["mesh"])
+    key = jax.random.key(0)
+    result = step(
+        state.params, state.opt_state, names["batches"][0], rng=key, model_state=state.model_state
+    )
+    assert result[-1]["phase"] == 1
+
+
+def assert_whole(tree):
+    """All devices hold the same."""
+    for leaf in jax.tree.leaves(tree):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(shards) == WORKERS
+        for shard in shards[1:]:
+            np.testing.assert_array_equal(shard, shards[0])
+
+
+def test_an_optimizer_of_nnx_goes_through_a_shard_map():
+    names = dict(trained("Flax NNX", "+"))
+    with pytest.raises(ValueError, match=r"^axis_name='data' is not bound.*onebit_jax.init"):
+        nnx.Optimizer(names["model"], names["tx"], wrt=nnx.Param)
+    for _, code in blocks("nnx.Optimizer"):
+        execute(code, names)
+    model, optimizer = names["model"], names["optimizer"]
+    assert optimizer.step[...] == 100
+    state = nnx.as_pure(optimizer.opt_state)
+    assert_workers_differ_within_marks(state)
+    assert len(marks(names["specs"])) == len(marks(state)) > 0
+    assert names["loss"] < 0.1
+    assert_whole(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+
+
+def test_a_state_that_nnx_split_is_refused():
+    tx = onebit_adam()
+    model = nnx.Linear(9, 5, rngs=nnx.Rngs(0))
+    on_mesh = optax.GradientTransformation(lambda p: onebit_jax.init(tx, p, MESH), tx.update)
+    optimizer = nnx.Optimizer(model, on_mesh, wrt=nnx.Param)
+    count = len(marks(onebit_jax.init(tx, nnx.state(model), MESH)))
+    assert len(marks(optimizer.opt_state)) == len(marks(nnx.as_pure(optimizer.opt_state))) == count
+
+    graphdef, split = nnx.split(optimizer)
+    assert not marks(split)
+    assert len(marks(nnx.merge(graphdef, split).opt_state)) == count
+    graphdef, params = nnx.split(model)
+    step = onebit_jax.train_step(
+        lambda params, batch: jnp.mean((nnx.merge(graphdef, params)(batch["x"]) - batch["y"]) ** 2),
+        tx,
+        MESH,
+    )
+    [batch] = make_batches(1)
+    for lost in (split, split["opt_state"], nnx.to_pure_dict(split)["opt_state"]):
+        with pytest.raises(ValueError, match=r"has lost its PerWorker nodes.*nnx\.split"):
+            step(params, lost, batch)
+    opt_state = onebit_jax.init(tx, params, MESH)
+    assert step(params, opt_state, batch)[2]["phase"] == 0
+
+
+# What the page says besides
+
+
+def test_two_processes_train_a_model_of_nnx_as_one_does(tmp_path):
+    worker = flax_process_worker
+    apart = run_processes(tmp_path, 2, worker.__name__)
+    together = worker.train(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
+    assert apart.keys() == together.keys()
+    assert together["['metrics']['phase']"] == 1
+    for name, expected in together.items():
+        allowed = 1e-5 * np.abs(np.float64(expected)).max()
+        np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
+
+
+def test_a_model_is_evaluated_on_the_mesh_and_on_one_device():
+    names = dict(trained("Flax Linen", "+"))
+    execute("from jax.sharding import NamedSharding, PartitionSpec as P", names)
+    for _, code in blocks("Evaluation"):
+        execute(code, names)
+    np.testing.assert_allclose(names["alone"], names["logits"], atol=1e-4)
+    np.testing.assert_allclose(names["shared"], names["logits"], atol=1e-4)
+    assert len(names["alone"].devices()) == 1
+    assert names["shared"].sharding.spec[0] == "data"
+
+    names = dict(trained("Flax NNX", "+"))
+    code = re.search(r"`(nnx\.update\(model, \*jax.*?)`\.", PAGE.read_text())
+    model = names["model"] = nnx.clone(names["model"])
+    assert code
+    execute(code[1], {**names, "nnx": nnx})
+    logits = model(names["test_images"])
+    assert len(logits.devices()) == 1
+    np.testing.assert_allclose(logits, names["logits"], atol=1e-4)
+
+
+class Normalized(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(nn.Dense(8)(x))
+        return nn.Dense(5)(nn.relu(x))
+
+
+def test_with_an_axis_batch_norm_is_that_of_the_whole_batch():
+    batches = make_batches(4)
+    variables = Normalized().init(jax.random.key(0), batches[0]["x"], train=False)
+
+    def loss_of(net):
+        def loss_fn(params, batch, model_state):
+            y, model_state = net.apply(
+                {"params": params, **model_state}, batch["x"], mutable=["batch_stats"]
+            )
+            return jnp.mean((y - batch["y"]) ** 2), {}, model_state
+
+        return loss_fn
+
+    def train(net, mesh):
+        tx = optax.chain(onebit_jax.mean_gradients("data"), optax.sgd(0.1))
+        model_state = jax.tree.map(jnp.copy, variables)
+        params = model_state.pop("params")
+        opt_state = onebit_jax.init(tx, params, mesh)
+        step = onebit_jax.train_step(loss_of(net), tx, mesh)
+        for batch in batches:
+            params, opt_state, model_state, _ = step(
+                params, opt_state, batch, model_state=model_state
+            )
+        return jax.device_get((params, model_state))
+
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    expected = train(Normalized(), one)
+    assert_close(train(Normalized("data"), MESH), expected)
+    own = train(Normalized(), MESH)
+    kernel = lambda trained: trained[0]["Dense_0"]["kernel"]  # noqa: E731
+    assert np.abs(kernel(own) - kernel(expected)).max() > 1e-4

@@ -1,0 +1,282 @@
+"""`check_replicas`: what passes, and the words in which the rest is refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import onebit_jax
+from onebit_jax import placement
+from onebit_jax.replica_check import check_replicas
+from tests.small_task import MESH, NODES_MESH, dense, make_params, onebit
+from tests.workers import PAIR
+
+MESHES = {"data": MESH, PAIR: NODES_MESH}
+
+
+def check(tx, axis_name: Any = "data", params=None, extra_args=None):
+    """By shapes alone: nothing is compiled."""
+    mesh = MESHES[axis_name]
+    params = make_params() if params is None else params
+    shapes = placement.state_shapes(tx, params, mesh)
+    specs = placement.state_specs(shapes, mesh.axis_names)
+    check_replicas(tx, params, shapes, specs, mesh, extra_args)
+
+
+def of_updates(function):
+    return optax.stateless(lambda updates, _: jax.tree.map(function, updates))
+
+
+def labels(params):
+    return jax.tree.map(lambda p: "vectors" if p.ndim < 2 else "matrices", params)
+
+
+# What passes
+
+LR = 1e-2
+OPTIMIZERS = {
+    "onebit_adam": onebit,
+    "onebit_adam, one collective": functools.partial(onebit, bucket_bytes=None),
+    "onebit_adam, bfloat16": functools.partial(onebit, residual_dtype="bfloat16"),
+    "onebit_adam, by variance": lambda axis_name: onebit_jax.onebit_adam(
+        LR, warmup=onebit_jax.variance_stable(min_steps=2), axis_name=axis_name
+    ),
+    "onebit_lamb": lambda axis_name: onebit_jax.onebit_lamb(LR, warmup=3, axis_name=axis_name),
+    "zero_one_adam": lambda axis_name: onebit_jax.zero_one_adam(
+        LR, variance_freeze=3, axis_name=axis_name
+    ),
+    "birder": lambda axis_name: onebit_jax.birder(LR, axis_name=axis_name, seed=0),
+    "birder, not requantized": lambda axis_name: onebit_jax.birder(
+        LR, axis_name=axis_name, seed=0, requantize=False
+    ),
+    "birder, amsgrad": lambda axis_name: onebit_jax.birder(
+        LR, axis_name=axis_name, seed=0, amsgrad=True
+    ),
+    "ef_signsgd": lambda axis_name: onebit_jax.ef_signsgd(LR, axis_name=axis_name),
+    "compressed_mean": lambda axis_name: optax.chain(
+        onebit_jax.compressed_mean(axis_name), optax.sgd(LR)
+    ),
+    "mean_gradients": dense,
+}
+FLAT_OPTIMIZERS = {
+    "birder, votes": lambda axis_name: onebit_jax.birder(
+        LR, axis_name=axis_name, seed=0, transport="votes"
+    ),
+    "signum": lambda axis_name: onebit_jax.signum(LR, axis_name=axis_name),
+    "distributed_lion": lambda axis_name: onebit_jax.distributed_lion(LR, axis_name=axis_name),
+    "distributed_lion, mean": lambda axis_name: onebit_jax.distributed_lion(
+        LR, axis_name=axis_name, aggregation="mean"
+    ),
+}
+
+
+@pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_librarys_optimizers_pass(name, axis_name):
+    check(OPTIMIZERS[name](axis_name), axis_name)
+
+
+@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
+def test_those_of_one_axis_pass(name):
+    check(FLAT_OPTIMIZERS[name]("data"))
+
+
+@pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "birder", "ef_signsgd"])
+def test_wrappers_that_keep_the_phase_from_them_pass(name, axis_name):
+    """As `optax.lookahead` does: the update then has the programs of all phases."""
+    tx = OPTIMIZERS[name](axis_name)
+    check(optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p)), axis_name)
+
+
+@pytest.mark.parametrize("other", ["onebit_adam", "birder", "mean_gradients"])
+def test_a_partition_of_zero_one_adam_and_another_passes(other):
+    check(
+        optax.partition(
+            {
+                "matrices": OPTIMIZERS["zero_one_adam"]("data"),
+                "vectors": OPTIMIZERS[other]("data"),
+            },
+            labels,
+        )
+    )
+
+
+@pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
+def test_an_exchange_of_the_users_own_passes(axis_name):
+    gathered = lambda g: jnp.mean(lax.all_gather(g, axis_name), axis=0)  # noqa: E731
+    check(optax.chain(of_updates(gathered), optax.adam(LR)), axis_name)
+    check(optax.chain(of_updates(lambda g: lax.pmax(g, axis_name)), optax.adam(LR)), axis_name)
+
+
+# Updates
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "tx", "words"),
+    [
+        ("data", optax.sgd(LR), r"mean_gradients\('data'\) before"),
+        (PAIR, optax.sgd(LR), r"over \('node', 'local'\).*mean_gradients\(\('node', 'local'\)\)"),
+        (PAIR, of_updates(lambda g: lax.pmean(g, "node")), r"over \('node', 'local'\)"),
+        (PAIR, of_updates(lambda g: lax.pmean(g, "local")), r"over \('node', 'local'\)"),
+        ("data", of_updates(lambda g: lax.ppermute(g, "data", [(0, 1), (1, 0)])), "nothing"),
+        ("data", of_updates(lambda g: lax.psum_scatter(jnp.ones(4), "data") + g), "nothing"),
+        ("data", of_updates(lambda g: lax.pmean(g, "data") + lax.axis_index("data")), "nothing"),
+    ],
+    ids=["dense", "dense on nodes", "between nodes", "in nodes", "ppermute", "scatter", "index"],
+)
+def test_updates_that_differ_are_counted_and_named(axis_name, tx, words):
+    message = rf"^the updates of 2 parameters, the first of them \['layer'\]\['bias'\].*{words}"
+    with pytest.raises(ValueError, match=message):
+        check(tx, axis_name)
+
+
+def test_only_the_branch_that_exchanges_nothing_is_named():
+    tx = optax.partition({"matrices": onebit(), "vectors": optax.sgd(LR)}, labels)
+    message = r"^the updates of 1 parameters, .*\['bias'\].*in every branch that exchanges nothing"
+    with pytest.raises(ValueError, match=message):
+        check(tx)
+
+
+# State
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "tx", "words"),
+    [
+        (
+            "data",
+            optax.chain(optax.trace(0.9), onebit()),
+            r"opt_state\[0\]\.trace\['layer'\]\['bias'\], of TraceState.*per_worker\(optax.trace"
+            r"\(0.9\)\).*mean_gradients\('data'\)",
+        ),
+        (
+            PAIR,
+            optax.chain(optax.ema(0.9), onebit(PAIR)),
+            r"opt_state\[0\]\.ema\['layer'\]\['bias'\], of EmaState.*\(\('node', 'local'\)\)",
+        ),
+        ("data", optax.MultiSteps(onebit(), 2), r"of MultiStepsState.*accumulation=k"),
+        (
+            "data",
+            optax.apply_if_finite(optax.adamw(LR), 3),
+            r"of ApplyIfFiniteState.*Behind a dense exchange all workers decide alike",
+        ),
+        (
+            "data",
+            optax.named_chain(("first", optax.trace(0.9)), ("second", onebit())),
+            r"opt_state\['first'\]\.trace.*, of TraceState",
+        ),
+        (
+            "data",
+            optax.GradientTransformation(
+                lambda params: {"last": params},
+                lambda updates, state, params=None: (
+                    optax.tree.zeros_like(updates),
+                    {"last": updates},
+                ),
+            ),
+            r"opt_state\['last'\]\['layer'\]\['bias'\], of dict, would differ",
+        ),
+    ],
+    ids=["trace", "nodes", "MultiSteps", "apply_if_finite", "named", "dict"],
+)
+def test_state_that_differs_unmarked_is_named_with_its_owner(axis_name, tx, words):
+    with pytest.raises(ValueError, match=words):
+        check(tx, axis_name)
+
+
+def test_a_condition_that_workers_do_not_share_is_refused():
+    with pytest.raises(ValueError, match=r"wait for each other for ?ever"):
+        check(optax.apply_if_finite(onebit(), 3))
+
+
+def test_a_state_of_another_structure_is_named():
+    tx = optax.chain(onebit(), optax.monitor({"norm": optax.tree.norm}))
+    message = r"another structure than init: they differ in \[1\].measurements\['norm'\].*snapshot"
+    with pytest.raises(ValueError, match=message):
+        check(tx)
+    lists = optax.GradientTransformation(
+        lambda params: [jnp.zeros(())], lambda updates, state, params=None: (updates, tuple(state))
+    )
+    with pytest.raises(ValueError, match="they differ in the types of its nodes"):
+        check(lists)
+
+
+# Extra arguments
+
+
+def scaled_by(*names, before):
+    """An optimizer whose update needs numbers of these names."""
+
+    def update(updates, state, params=None, *, phase=None, **given):
+        if missing := [name for name in names if name not in given]:
+            raise TypeError(f"missing {missing}")
+        updates, state = before.update(updates, state, params)
+        return jax.tree.map(lambda g: given[names[0]] * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(before.init, update)
+
+
+def test_one_that_needs_a_value_is_checked():
+    check(scaled_by("value", before=dense()))
+    with pytest.raises(ValueError, match="nothing averages"):
+        check(scaled_by("value", before=optax.sgd(LR)))
+
+
+def test_one_that_needs_more_is_checked_once_it_is_known():
+    check(scaled_by("temperature", before=optax.sgd(LR)))
+    given = {"temperature": jnp.float32(2)}
+    check(scaled_by("temperature", before=dense()), extra_args=given)
+    with pytest.raises(ValueError, match="nothing averages"):
+        check(scaled_by("temperature", before=optax.sgd(LR)), extra_args=given)
+    with pytest.raises(TypeError, match="missing"):
+        check(scaled_by("temperature", before=dense()), extra_args={})
+
+
+def test_one_that_takes_no_other_argument_than_the_phase_is_checked():
+    sgd = optax.sgd(LR)
+    with pytest.raises(ValueError, match="nothing averages"):
+        check(
+            optax.GradientTransformationExtraArgs(
+                sgd.init,
+                lambda updates, state, params=None, *, phase=None: sgd.update(updates, state),
+            )
+        )
+
+
+def test_one_that_does_not_take_the_phase_is_told_how_to():
+    sam = optax.contrib.sam(optax.sgd(LR), optax.sgd(LR))
+    behind = lambda tx: optax.chain(onebit_jax.mean_gradients("data"), tx)  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"does not take 'phase'.*\*\*extra_args.*Transformation\("
+    ):
+        check(behind(sam))
+    check(behind(optax.GradientTransformation(sam.init, sam.update)))
+
+
+# Lookahead
+
+
+def test_lookahead_is_told_how_to():
+    fast = onebit()
+    lookahead = optax.lookahead(fast, 5, 0.5)
+    pair = optax.LookaheadParams.init_synced(make_params())
+    for params in (pair, make_params()):
+        with pytest.raises(ValueError, match=r"^optax.lookahead takes.*params\.fast.*init_synced"):
+            check(lookahead, params=params)
+    on_fast = optax.GradientTransformation(
+        lookahead.init, lambda grads, state, params: lookahead.update(grads.fast, state, params)
+    )
+    check(on_fast, params=pair)
+
+
+def test_other_errors_stay_as_they_are():
+    def update(updates, state, params=None):
+        raise ValueError("one of the optimizer's own")
+
+    with pytest.raises(ValueError, match=r"^one of the optimizer's own"):
+        check(optax.GradientTransformation(optax.identity().init, update))

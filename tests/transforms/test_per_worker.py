@@ -1,0 +1,83 @@
+"""`per_worker`: state of each worker's own, before an exchange."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import onebit_jax
+from onebit_jax.markers import PerWorker
+from tests.small_task import (
+    LEARNING_RATE,
+    MESH,
+    WORKERS,
+    assert_close,
+    assert_equal,
+    loss_fn,
+    make_batches,
+    make_params,
+    start,
+    train,
+)
+
+DECAY = 0.5
+
+
+def make_tx(inner):
+    return optax.chain(
+        onebit_jax.per_worker(inner),
+        onebit_jax.mean_gradients("data"),
+        optax.scale_by_learning_rate(LEARNING_RATE),
+    )
+
+
+def own_gradients(params, batch):
+    rows = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+    return jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(params, rows)
+
+
+def test_every_worker_keeps_its_own_momentum():
+    batches = make_batches(3)
+    step, state = start(make_tx(optax.trace(DECAY)))
+    params, opt_state = train(step, *state, batches)
+    expected, trace = make_params(), None
+    for batch in batches:
+        grads = own_gradients(expected, batch)
+        trace = grads if trace is None else jax.tree.map(lambda m, g: DECAY * m + g, trace, grads)
+        expected = jax.tree.map(lambda p, m: p - LEARNING_RATE * m.mean(0), expected, trace)
+    assert_close(params, expected)
+    assert isinstance(opt_state[0], PerWorker)
+    assert_close(opt_state[0].value.trace, trace)
+    rows = jax.device_get(opt_state[0].value.trace["layer"]["bias"])
+    assert not np.any(np.all(rows[0] == rows[1:], axis=1))
+
+
+def test_all_rows_are_saved_and_restored():
+    batches = make_batches(6)
+    step, state = start(make_tx(optax.ema(DECAY)))
+    middle = train(step, *state, batches[:3])
+    saved = jax.device_get(middle)
+    assert_equal(train(step, *saved, batches[3:]), train(step, *middle, batches[3:]))
+
+
+def test_without_it_init_refuses_the_state_by_name():
+    tx = optax.chain(optax.trace(DECAY), onebit_jax.mean_gradients("data"), optax.sgd(1e-2))
+    with pytest.raises(ValueError, match=r"trace.*, of TraceState, .*onebit_jax.per_worker"):
+        onebit_jax.init(tx, make_params(), MESH)
+
+
+def test_extra_arguments_reach_the_inner_transformation():
+    def update(updates, state, params=None, *, factor, **_):
+        return jax.tree.map(lambda g: factor * g, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    updates, _ = onebit_jax.per_worker(inner).update(
+        {"a": np.ones(2)}, PerWorker(optax.EmptyState()), factor=3.0
+    )
+    np.testing.assert_array_equal(updates["a"], [3.0, 3.0])
+
+
+def test_an_optimizer_that_marks_its_state_itself_is_refused():
+    tx = onebit_jax.per_worker(onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data"))
+    with pytest.raises(ValueError, match="marks each worker's state itself"):
+        onebit_jax.init(tx, make_params(), MESH)

@@ -1,0 +1,203 @@
+"""What pictures of trainings and measurements have in common: colours, panels, ticks, legends."""
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    NullLocator,
+    ScalarFormatter,
+    StrMethodFormatter,
+)
+
+# Okabe and Ito's palette without its yellow, told apart by every kind of colour vision.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# More curves in one panel nobody tells apart.
+MOST_CURVES = 6
+_SMOOTHED_FRACTION = 1 / 40
+
+Item = TypeVar("Item")
+
+
+class LossCurve(NamedTuple):
+    """One training, as a picture shows it.
+
+    Attributes:
+        label: the optimizer's name.
+        heldout: the held-out loss at its end.
+        steps: the number of steps made; ``[points]``.
+        losses: the training loss of each of them, NaN where it was not finite; ``[points]``.
+        sent: bytes that a worker had sent by then; ``[points]``.
+        frozen_at: the number of dense steps of its warm-up; -1 without one.
+    """
+
+    label: str
+    heldout: float
+    steps: np.ndarray
+    losses: np.ndarray
+    sent: np.ndarray
+    frozen_at: int = -1
+
+
+def window(points: int) -> int:
+    """Over how many points a curve of that many is averaged."""
+    return max(1, round(points * _SMOOTHED_FRACTION))
+
+
+def split(items: Sequence[Item]) -> list[list[Item]]:
+    """Splits what is to be drawn over as few panels as hold it, about evenly.
+
+    The first, which the others are compared with, is in all of them.
+
+    >>> split(["Adam", "1-bit Adam"])
+    [['Adam', '1-bit Adam']]
+    >>> split(range(8))
+    [[0, 1, 2, 3, 4], [0, 5, 6, 7]]
+    """
+    first, *others = items
+    count = max(1, -(-len(others) // (MOST_CURVES - 1)))
+    parts = np.array_split(np.arange(len(others)), count)
+    return [[first, *(others[i] for i in part)] for part in parts]
+
+
+def finish(axes: Axes) -> None:
+    """Gives axes whose curves are drawn plain numbers at all ticks and a light grid."""
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if axis.get_scale() == "log":
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+            axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+        elif high >= 1000:
+            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        else:
+            formatter = ScalarFormatter(useOffset=False)
+            formatter.set_scientific(False)
+            axis.set_major_formatter(formatter)
+        axis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend_below(figure: Any, axes: Axes, **options: Any) -> None:
+    """Puts the legend of `axes` below all panels of a figure, where no curve crosses it."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, **options)
+
+
+def compared(curve: LossCurve, first: LossCurve) -> str:
+    """What a training saved to another, and what that cost.
+
+    >>> sent = np.array([54e6])
+    >>> adam = LossCurve("Adam", 5.0, np.array([1]), np.array([5.1]), sent)
+    >>> compared(adam._replace(heldout=5.005, sent=sent / 5.4), adam)
+    '5.4x fewer bytes over the whole run, 0.1 % higher held-out loss'
+    """
+    change = curve.heldout / first.heldout - 1
+    if not math.isfinite(change):
+        cost = "diverged"
+    elif abs(change) < 5e-4:
+        cost = "the same held-out loss"
+    else:
+        cost = f"{100 * abs(change):.1f} % {'higher' if change > 0 else 'lower'} held-out loss"
+    return f"{_saving(curve, first)} over the whole run, {cost}"
+
+
+def _saving(curve: LossCurve, first: LossCurve) -> str:
+    factor = first.sent[-1] / curve.sent[-1]
+    return f"{factor:.1f}x fewer bytes" if factor >= 1.05 else "as many bytes"
+
+
+def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> None:
+    """Draws training losses, smoothed, against steps and against bytes sent.
+
+    Args:
+        curves: the trainings; the others are compared with the first.
+        title: above the picture.
+        path: the picture.
+    """
+    rows, only_two = split(curves), len(curves) == 2
+    # Made without pyplot, it needs no display.
+    figure = Figure(figsize=(12, 4.8 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    limits = _loss_limits(curves)
+    for part, row in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows, strict=True):
+        by_step, by_bytes = part.subplots(1, 2, sharey=True)
+        unit, scale = _bytes_axis(by_bytes, curves)
+        for index, curve in enumerate(row):
+            style = {"color": COLOURS[index], "linewidth": 1.5 if index else 3.5}
+            steps, sent, losses = _smoothed(curve)
+            label = f"{curve.label}: held-out loss {curve.heldout:.3f}"
+            if index and not only_two:
+                label = f"{label}, {_saving(curve, curves[0])} in all"
+            by_step.plot(steps, losses, label=label, **style)
+            by_bytes.plot(sent / scale, losses, **style)
+            if steps[0] <= curve.frozen_at < steps[-1]:
+                end = np.searchsorted(steps, curve.frozen_at)
+                for axes, x in ((by_step, steps), (by_bytes, sent / scale)):
+                    axes.plot(x[end], losses[end], "o", color=style["color"], markersize=7)
+        if any(curve.frozen_at >= 0 for curve in row):
+            by_step.plot([], [], "o", color="grey", label="end of the dense warm-up")
+        by_step.set(
+            xlabel="step",
+            ylabel=f"training loss, mean over {window(len(curves[0].losses))} steps",
+            ylim=limits,
+        )
+        by_bytes.set(xlabel=f"{unit} sent by a worker")
+        finish(by_step)
+        finish(by_bytes)
+        if only_two:
+            _mark_saving(by_bytes, curves, scale)
+        legend_below(part, by_step, ncols=3 if len(row) <= 3 else 2, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, bytes and losses of means over a window, each at the end of it."""
+    size = window(len(curve.losses))
+    losses = np.convolve(curve.losses, np.full(size, 1 / size), mode="valid")
+    return curve.steps[size - 1 :], curve.sent[size - 1 :], losses
+
+
+def _loss_limits(curves: Sequence[LossCurve]) -> tuple[float, float] | None:
+    """From which loss to which to draw: the very start would hide the differences at the end."""
+    losses = [smoothed[-1] for smoothed in map(_smoothed, curves)]
+    # Some fall late: of the others than the first, whatever they come to must be seen.
+    shown = np.concatenate(
+        [losses[0][len(losses[0]) // 10 :], *(x[len(x) // 2 :] for x in losses[1:])]
+    )
+    shown = shown[np.isfinite(shown)]
+    if not len(shown):
+        return None
+    low, high = shown.min(), shown.max()
+    room = max(high - low, 1e-3)
+    # Below two curves stands what was saved.
+    return low - (0.2 if len(curves) == 2 else 0.05) * room, high + 0.05 * room
+
+
+def _bytes_axis(axes: Axes, curves: Sequence[LossCurve]) -> tuple[str, float]:
+    """Prepares an axis of bytes sent; its unit, as name and as a number of bytes."""
+    totals = [curve.sent[-1] for curve in curves]
+    unit, scale = ("GB", 1e9) if max(totals) >= 1e10 else ("MB", 1e6)
+    # Totals further apart are told apart on a logarithmic axis only.
+    if max(totals) > 10 * min(totals):
+        first = min(curve.sent[len(curve.sent) // 10] for curve in curves)
+        axes.set(xscale="log", xlim=(first / scale, 1.2 * max(totals) / scale))
+    return unit, scale
+
+
+def _mark_saving(axes: Axes, curves: Sequence[LossCurve], scale: float) -> None:
+    """Says what the second of two trainings saved, between the ends of their curves."""
+    first, second = curves
+    low, high = axes.get_ylim()
+    y = low + 0.05 * (high - low)
+    ends = second.sent[-1] / scale, first.sent[-1] / scale
+    axes.annotate("", (ends[0], y), (ends[1], y), arrowprops={"arrowstyle": "<->"})
+    middle = math.sqrt(ends[0] * ends[1]) if axes.get_xscale() == "log" else sum(ends) / 2
+    text = compared(second, first).replace(", ", ",\n")
+    axes.text(middle, y + 0.01 * (high - low), text, ha="center", va="bottom")
