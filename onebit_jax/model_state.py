@@ -31,14 +31,17 @@ def check_same_state(new: Any, given: Any) -> None:
       ValueError: for another structure, other shapes or dtypes, and for another random key.
     """
 
-    def described(tree: Any) -> tuple[Any, list[Any]]:
-        leaves, structure = jax.tree.flatten(tree)
-        return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-
-    if described(new) != described(given):
+    got, wanted = _described(new), _described(given)
+    if got != wanted or jax.tree.structure(new) != jax.tree.structure(given):
+        names = [x for x in wanted | got if got.get(x) != wanted.get(x)]
+        difference = (
+            f"{names[0]} is {got.get(names[0], 'missing')}, and was {wanted.get(names[0], 'not there')}"
+            if names
+            else f"it is {type(new).__name__} or has nodes of other types"
+        )
         raise ValueError(
             f"loss_fn returned a model_state of other structure, shapes or dtypes than it was "
-            f"given: {described(new)} for {described(given)}. Return all of it, changed or not."
+            f"given: {difference}. Return all of it, changed or not, and no parameters."
         )
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(new), strict=True
@@ -49,6 +52,14 @@ def check_same_state(new: Any, given: Any) -> None:
                 f"every worker has its own version: it would be lost. Leave it as it is and count "
                 f"what was drawn, as Flax NNX does, or take the key that step(..., rng=key) gives."
             )
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """Shape and dtype of each leaf, by its name."""
+    return {
+        f"model_state{jax.tree_util.keystr(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def check_random_keys(rng: Any, batch: Any) -> None:

@@ -92,3 +92,13 @@ def test_the_programs_of_the_readme_run_from_the_wheel(python, tmp_path):
     [command] = re.findall(r"^    python (-m onebit_jax plan .*)", readme, re.MULTILINE)
     advice = run(python, *shlex.split(command), cwd=tmp_path).splitlines()[-1]
     assert advice.endswith("use it.")
+
+
+def test_links_of_the_readme_work_where_it_stands_alone():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", readme)
+    targets = re.findall(r"^\[[^]]+\]: (.*)", readme, re.MULTILINE)
+    assert targets
+    for target in targets:
+        assert target.startswith("https://github.com/onebit-jax/onebit_jax/blob/main/")
+        assert (ROOT / target.partition("/blob/main/")[2]).is_file()

@@ -171,9 +171,9 @@ def test_thresholds_are_where_the_runs_take_the_same_time(optimizer, per_node):
         if math.isinf(threshold):
             assert not optimizer.warmup
             sides = ((1e12, True), (1e18, True))
-        for bandwidth, sooner in sides:
+        for bandwidth, faster in sides:
             at = setting._replace(bandwidth=bandwidth)
-            assert (plan.predict(optimizer, at).run < plan.predict(dense, at).run) == sooner
+            assert (plan.predict(optimizer, at).run < plan.predict(dense, at).run) == faster
 
 
 def test_threshold_is_the_lowest_where_one_bit_loses_in_between_and_wins_again():
@@ -183,13 +183,13 @@ def test_threshold_is_the_lowest_where_one_bit_loses_in_between_and_wins_again()
     )
     threshold = plan.plan(setting).thresholds[FLAT.name][1]
 
-    def sooner(bandwidth):
+    def faster(bandwidth):
         at = setting._replace(bandwidth=bandwidth)
         return plan.predict(FLAT, at).run < plan.predict(plan.BFLOAT16, at).run
 
-    assert sooner(1e18)
+    assert faster(1e18)
     assert 0 < threshold < 1e12
-    assert not sooner(1.05 * threshold)
+    assert not faster(1.05 * threshold)
 
 
 def test_no_bandwidth_pays_for_a_run_that_is_all_warm_up():
@@ -201,12 +201,12 @@ def test_no_bandwidth_pays_for_a_run_that_is_all_warm_up():
 @pytest.mark.parametrize(
     ("setting", "matches"),
     [
-        (SETTING._replace(bandwidth=1e7), r"1-bit Adam, flat, ends \d+\.\d times sooner .*use it"),
-        (SETTING._replace(bandwidth=2e9), r"Hardly worth it: .* would end \d\.\d % sooner"),
-        (SETTING._replace(bandwidth=1e11), r"Do not use it: .* would end 0\.\d % sooner"),
+        (SETTING._replace(bandwidth=1e7), r"1-bit Adam, flat, is \d+\.\dx as fast .*use it"),
+        (SETTING._replace(bandwidth=2e9), r"Hardly worth it: .* would take \d\.\d % less time"),
+        (SETTING._replace(bandwidth=1e11), r"Do not use it: .* would take 0\.\d % less time"),
         (
             SETTING._replace(bandwidth=1e11, memory_bandwidth=1e10),
-            r"Do not use it: .* \d\.\d % later .* no compression .* It would end sooner below \d",
+            r"Do not use it: .* \d\.\d % more time .* no compression .* It would be faster below \d",
         ),
     ],
     ids=["use", "hardly", "small", "dear"],
@@ -217,9 +217,9 @@ def test_advice(setting, matches):
 
 def test_advice_is_the_form_that_ends_first():
     setting = SETTING._replace(workers=64, per_node=8, bandwidth=1e8, local_bandwidth=2400e9)
-    assert plan.plan(setting).advice.startswith("1-bit Adam, hierarchical, ends")
+    assert plan.plan(setting).advice.startswith("1-bit Adam, hierarchical, is")
     one_device_a_node = setting._replace(per_node=1)
-    assert plan.plan(one_device_a_node).advice.startswith("1-bit Adam, flat, ends")
+    assert plan.plan(one_device_a_node).advice.startswith("1-bit Adam, flat, is")
 
 
 def write_calibration(path, **changes):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
 from onebit_jax.collectives.in_place import overwrite_if
+from tests import small_task
 
 AXES = ("node", "local")
 SIZES = {"node": 2, "local": 4}
@@ -341,6 +342,27 @@ def test_phases_side_by_side(mesh):
     }
     assert cells[-1] == "compression total 4.0 kB 4,039"
     assert wire.bytes_sent(phases["compression"]) == 4039
+
+
+@pytest.mark.parametrize("named", ["rng", "model_state", "value"])
+def test_phases_of_a_step_that_takes_more(named):
+    """Its model's state is averaged over the workers; others cost nothing."""
+    sent = {"rng": jax.random.key(0), "model_state": {"mean": jnp.zeros(300)}, "value": 1.0}
+
+    def loss_with(params, batch, rng=None, model_state=None):
+        noise = 0.0 if rng is None else jax.random.normal(rng, ())
+        loss = small_task.loss_fn(params, batch) + noise * jnp.sum(params["layer"]["bias"])
+        return loss if model_state is None else (loss, {}, model_state)
+
+    step, state = small_task.start(small_task.onebit(), loss_fn=loss_with)
+    [batch] = small_task.make_batches(1)
+    phases = wire.by_phase(
+        step, *state, batch, mesh=small_task.MESH, phases=["compression"], **{named: sent[named]}
+    )
+    [compressed] = phases.values()
+    assert {c.op for c in compressed} == {"all-to-all", "all-gather", "all-reduce"}
+    floats = sum(c.operand_bytes for c in compressed if c.op == "all-reduce")
+    assert (floats > 4 * 300) == (named == "model_state")
 
 
 def test_the_table_adds_up_what_is_alike():

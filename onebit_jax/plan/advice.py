@@ -21,7 +21,7 @@ class Plan(NamedTuple):
       onebit: predictions for each of :data:`ONEBIT`, but those left out.
       left_out: those of :data:`ONEBIT` whose kinds the setting's calibration does not have.
       thresholds: for each one-bit optimizer's name, the bandwidths in bit/s below which a run ends
-        sooner than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
+        faster than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
       advice: one or more sentences.
     """
 
@@ -52,7 +52,7 @@ def plan(setting: Setting) -> Plan:
     ...     steps=150_000,
     ... )
     >>> print(plan(setting).advice)
-    1-bit Adam, hierarchical, ends 1.7 times sooner than dense bfloat16 here: use it.
+    1-bit Adam, hierarchical, is 1.7x as fast as dense bfloat16 here: use it.
     """
     check(setting)
     dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
@@ -71,9 +71,9 @@ def plan(setting: Setting) -> Plan:
 
 
 def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> float:
-    """The bandwidth below which a run ends sooner; ``inf`` if at any, 0 if below none."""
+    """The bandwidth below which a run is faster; ``inf`` if at any, 0 if below none."""
 
-    def sooner(exponent: float) -> bool:
+    def faster(exponent: float) -> bool:
         at = setting._replace(bandwidth=10**exponent)
         return predict(optimizer, at).run < predict(dense, at).run
 
@@ -81,13 +81,13 @@ def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> floa
     # exchange first, one bit may lose in between and win again. From a bit to an exabit a second.
     steps_a_decade = 20
     exponents = (i / steps_a_decade for i in range(18 * steps_a_decade + 1))
-    high = next((exponent for exponent in exponents if not sooner(exponent)), math.inf)
+    high = next((exponent for exponent in exponents if not faster(exponent)), math.inf)
     if high in (0, math.inf):
         return high
     low = high - 1 / steps_a_decade
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sooner(middle) else (low, middle)
+        low, high = (middle, high) if faster(middle) else (low, middle)
     return 10**low
 
 
@@ -101,18 +101,18 @@ def _advice(
     name, gain = best.optimizer.name, dense.run / best.run
     against = dense.optimizer.name
     if gain >= _WORTHWHILE:
-        sentences = [f"{name}, ends {gain:.1f} times sooner than {against} here: use it."]
+        sentences = [f"{name}, is {gain:.1f}x as fast as {against} here: use it."]
     else:
         verdict = "Hardly worth it" if gain > _NONE else "Do not use it"
-        change = f"{abs(1 - 1 / gain):.1%} {'sooner' if gain > 1 else 'later'}"
+        change = f"{abs(1 - 1 / gain):.1%} {'less' if gain > 1 else 'more'} time"
         # A calibration's noise can make an exchange's work seem to take less than nothing.
         most = max(1.0, dense.step / setting.step_time)
         sentences = [
-            f"{verdict}: {name}, would end {change} than {against}.",
-            f"The exchange is {1 - 1 / most:.0%} of a {against} step: no compression could end "
-            f"more than {most:.2f} times sooner.",
+            f"{verdict}: {name}, would take {change} than {against}.",
+            f"The exchange is {1 - 1 / most:.0%} of a {against} step: no compression could be "
+            f"more than {most:.2f}x as fast.",
         ]
         below = thresholds[name][1]
         if gain <= 1 and 0 < below < math.inf:
-            sentences.append(f"It would end sooner below {format_rate(below)}.")
+            sentences.append(f"It would be faster below {format_rate(below)}.")
     return " ".join(sentences).replace("%", " %")

@@ -23,8 +23,8 @@ def table(plan: Plan) -> str:
         rows.append([p.optimizer.name, *times, *sizes, *calibrated * [p.optimizer.benchmark]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{setting.parameters:,} parameters, {setting.workers} workers, {setting.per_node} a node, "
-        f"{format_rate(setting.bandwidth)} a node, {format_time(setting.step_time)} of compute a "
+        f"{setting.parameters:,} parameters, {setting.workers} workers, {setting.per_node} per node, "
+        f"{format_rate(setting.bandwidth)} per node, {format_time(setting.step_time)} of compute per "
         f"step",
         "",
         *(
@@ -38,7 +38,7 @@ def table(plan: Plan) -> str:
     lines.append("")
     for name, (float32, bfloat16) in plan.thresholds.items():
         lines.append(
-            f"{name}, ends sooner than dense float32 {_below(float32)}, "
+            f"{name}: faster than dense float32 {_below(float32)}, "
             f"than dense bfloat16 {_below(bfloat16)}."
         )
     return "\n".join([*lines, "", plan.advice])

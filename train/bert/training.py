@@ -81,9 +81,10 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
 
     @functools.cache
     def collectives(phase: Phase) -> list[wire.Collective]:
-        # The very program that a step runs, so that it is compiled once.
-        lowered = train_step.lower(*shapes, phase=phase if phased else None)
-        return wire.collectives(lowered.compile(), task.mesh)
+        of_step = phase if phased else None
+        # To be read, a program is compiled once more.
+        log.compiling(of_step)
+        return wire.collectives(train_step.lower(*shapes, phase=of_step).compile(), task.mesh)
 
     def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))
