@@ -106,8 +106,8 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
     metrics, new_state = (*others, *({}, None)[len(others) :])
     if not jax.tree_util.all_leaves([loss]):
         raise ValueError(
-            f"loss_fn returned a loss of type {type(loss).__name__}, expected a float scalar; other "
-            f"results come after it: {expected}."
+            f"loss_fn returned a loss of type {type(loss).__name__}, expected a float scalar: it "
+            f"returns {expected}."
         )
     if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ValueError(

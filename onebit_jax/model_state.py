@@ -30,15 +30,13 @@ def check_same_state(new: Any, given: Any) -> None:
     Raises:
       ValueError: for another structure, other shapes or dtypes, and for another random key.
     """
-
     got, wanted = _described(new), _described(given)
     if got != wanted or jax.tree.structure(new) != jax.tree.structure(given):
-        names = [x for x in wanted | got if got.get(x) != wanted.get(x)]
-        difference = (
-            f"{names[0]} is {got.get(names[0], 'missing')}, and was {wanted.get(names[0], 'not there')}"
-            if names
-            else f"it is {type(new).__name__} or has nodes of other types"
-        )
+        name = next((x for x in wanted | got if got.get(x) != wanted.get(x)), None)
+        difference = f"it is a {type(new).__name__}, or has nodes of other types"
+        if name is not None:
+            was = wanted.get(name, "not there")
+            difference = f"{name} is {got.get(name, 'missing')}, and was {was}"
         raise ValueError(
             f"loss_fn returned a model_state of other structure, shapes or dtypes than it was "
             f"given: {difference}. Return all of it, changed or not, and no parameters."

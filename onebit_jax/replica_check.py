@@ -31,7 +31,6 @@ _ADVICE = {
     ),
 }
 
-
 # What wrappers need that they are not given, by the name of their state.
 _NEEDS = {
     "LookaheadState": (
@@ -77,15 +76,14 @@ def check_replicas(
         )
         return jax.make_jaxpr(mapped, return_shape=True)(params, opt_state, extra_args)
 
-    known = extra_args is not None
-    guesses = [extra_args] if extra_args is not None else [{}, {"value": np.float32(0)}]
+    guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
     for guess in guesses:
         try:
             program, results = traced(guess)
             break
         except TypeError as error:
             _check_takes_phase(error)
-            if known:
+            if extra_args is not None:
                 raise
         except (AttributeError, ValueError) as error:
             for name in _states(opt_state) & _NEEDS.keys():

@@ -96,6 +96,13 @@ def check_seed(seed: Any) -> None:
         )
 
 
+def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
+    """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
+        *others, last = map(str, allowed)
+        raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")
+
+
 def check_scale(scale: Any) -> None:
     """Raises ``ValueError`` unless ``scale`` is one that the compressor has."""
     if scale not in ("rms", "mean_abs"):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 
-STEPS, WARMUP, ROWS = 10, 6, 16
+STEPS, WARMUP, ROWS = 6, 3, 16
 
 
 class Net(nnx.Module):
@@ -45,7 +45,7 @@ def train(mesh: Mesh) -> dict[str, Any]:
 
     tx = onebit_jax.onebit_adam(1e-2, warmup=WARMUP, axis_name="data")
     opt_state = onebit_jax.init(tx, params, mesh)
-    step = onebit_jax.train_step(loss_fn, tx, mesh)
+    step = onebit_jax.train_step(loss_fn, tx, mesh, accumulation=2)
 
     rng = np.random.default_rng(0)
     rows = NamedSharding(mesh, P("data"))

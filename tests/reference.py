@@ -301,3 +301,38 @@ class Birder:
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         self.live, self.count = seen, self.count + 1
         return self.p
+
+
+def quantized_means(values, bits):
+    """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
+
+    Args:
+      values: float32 ``[calls, workers, elements]``.
+      bits: per value.
+
+    Returns:
+      The means, a list; the workers' residuals ``[workers, padded]``, and the servers', ``[workers,
+      chunk]``, after the last call.
+    """
+    _, workers, elements = values.shape
+    chunk = -(-elements // (workers * 256)) * 256
+    levels = np.float32(2 ** (bits - 1) - 1)
+
+    def compress(c):
+        blocks = c.reshape(-1, 256)
+        s = np.abs(blocks).max(1, keepdims=True)
+        unit = np.where(s > 0, s, np.float32(1))
+        return (np.round(blocks / unit * levels) * (s / levels)).reshape(c.shape)
+
+    e = np.zeros((workers, workers * chunk), np.float32)
+    E = np.zeros((workers, chunk), np.float32)
+    means = []
+    for call in values:
+        c = np.pad(call, ((0, 0), (0, workers * chunk - elements))) + e
+        sent = np.stack([compress(x) for x in c])
+        e = c - sent
+        a = sent.reshape(workers, workers, chunk).mean(0) + E
+        answers = np.stack([compress(x) for x in a])
+        E = a - answers
+        means.append(answers.reshape(-1)[:elements])
+    return means, e, E

@@ -72,13 +72,15 @@ def assert_workers_differ_within_marks(tree):
     assert any(len(np.unique(x, axis=0)) == WORKERS for x in rows)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [(x, AxisType.Explicit) for x in FRAMEWORKS] + [(x, AxisType.Auto) for x in FRAMEWORKS[:2]],
+    ids=str,
+)
 def test_one_bit_ends_at_the_accuracy_of_the_plain_loop(framework, kind):
     plain, onebit = trained(framework, "-"), trained(framework, "+", kind)
     assert onebit["mesh"].axis_types == (kind,)
     assert onebit["metrics"]["phase"] == 1
-    print(plain["accuracy"], onebit["accuracy"])
     assert plain["accuracy"] > 0.95
     assert abs(plain["accuracy"] - onebit["accuracy"]) < ALLOWED
     for leaf in jax.tree.leaves((onebit["params"], onebit["model_state"])):
@@ -107,20 +109,17 @@ def test_a_train_state_goes_through_a_shard_map():
     for _, code in blocks("TrainState"):
         execute(code, names)
     state = names["state"]
-    assert state.step == 100
+    assert state.step == 60
     assert_workers_differ_within_marks(state.opt_state)
     assert len(marks(names["specs"])) == len(marks(state.opt_state)) > 0
-    assert names["loss"] < 0.1
+    assert names["loss"] < 0.3
     assert_whole(state.params)
     assert_whole(state.model_state)
     assert_close(jax.device_get(names["params"]), params)  # not donated
 
-    step = onebit_jax.train_step(names["loss_fn"], names["tx"], names["mesh"])
-    key = jax.random.key(0)
-    result = step(
-        state.params, state.opt_state, names["batches"][0], rng=key, model_state=state.model_state
-    )
-    assert result[-1]["phase"] == 1
+    given = state.params, state.opt_state, names["batches"][0]
+    *_, metrics = names["step"](*given, rng=jax.random.key(0), model_state=state.model_state)
+    assert metrics["phase"] == 1
 
 
 def assert_whole(tree):
@@ -139,11 +138,11 @@ def test_an_optimizer_of_nnx_goes_through_a_shard_map():
     for _, code in blocks("nnx.Optimizer"):
         execute(code, names)
     model, optimizer = names["model"], names["optimizer"]
-    assert optimizer.step[...] == 100
+    assert optimizer.step[...] == 60
     state = nnx.as_pure(optimizer.opt_state)
     assert_workers_differ_within_marks(state)
     assert len(marks(names["specs"])) == len(marks(state)) > 0
-    assert names["loss"] < 0.1
+    assert names["loss"] < 0.3
     assert_whole(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
@@ -165,7 +164,9 @@ def test_a_state_that_nnx_split_is_refused():
         MESH,
     )
     [batch] = make_batches(1)
-    for lost in (split, split["opt_state"], nnx.to_pure_dict(split)["opt_state"]):
+    with pytest.raises(ValueError, match="is not a state of this optimizer"):
+        step(params, split, batch)
+    for lost in (split["opt_state"], nnx.to_pure_dict(split)["opt_state"]):
         with pytest.raises(ValueError, match=r"has lost its PerWorker nodes.*nnx\.split"):
             step(params, lost, batch)
     opt_state = onebit_jax.init(tx, params, MESH)

@@ -90,7 +90,11 @@ def test_those_of_one_axis_pass(name):
 def test_wrappers_that_keep_the_phase_from_them_pass(name, axis_name):
     """As `optax.lookahead` does: the update then has the programs of all phases."""
     tx = OPTIMIZERS[name](axis_name)
-    check(optax.GradientTransformation(tx.init, lambda g, s, p=None: tx.update(g, s, p)), axis_name)
+
+    def update(updates, state, params=None):
+        return tx.update(updates, state, params)
+
+    check(optax.GradientTransformation(tx.init, update), axis_name)
 
 
 @pytest.mark.parametrize("other", ["onebit_adam", "birder", "mean_gradients"])
@@ -268,10 +272,11 @@ def test_lookahead_is_told_how_to():
     for params in (pair, make_params()):
         with pytest.raises(ValueError, match=r"^optax.lookahead takes.*params\.fast.*init_synced"):
             check(lookahead, params=params)
-    on_fast = optax.GradientTransformation(
-        lookahead.init, lambda grads, state, params: lookahead.update(grads.fast, state, params)
-    )
-    check(on_fast, params=pair)
+
+    def update(updates: Any, state, params=None):
+        return lookahead.update(updates.fast, state, params)
+
+    check(optax.GradientTransformation(lookahead.init, update), params=pair)
 
 
 def test_other_errors_stay_as_they_are():

@@ -136,7 +136,7 @@ SECTIONS = [
             ),
             Works(
                 "optax.chain(onebit_jax.per_worker(optax.ema(0.9)), onebit)",
-                "Smooths before Adam does; it delays the gradients by some ten steps.",
+                "Smooths before Adam does; it delays gradients by some nine steps.",
             ),
             Works("optax.chain(onebit, optax.ema(0.9))", "Smooths the steps."),
             Refused(
@@ -156,7 +156,7 @@ SECTIONS = [
                 r"MultiSteps would keep each worker's own sum.*accumulation=k",
             ),
             Works(
-                "optax.chain(mean, optax.MultiSteps(adamw, 2).gradient_transformation())",
+                "optax.chain(mean, optax.MultiSteps(adamw, 2))",
                 "Works behind the mean; `accumulation=2` exchanges half as often.",
             ),
         ],
@@ -200,8 +200,7 @@ SECTIONS = [
             ),
             Works(
                 "optax.chain(mean, optax.contrib.mechanize(adamw, s_init=0.1))",
-                "All workers learn the same rate. Not behind `bits`: the rate would follow what "
-                "the rounding leaves.",
+                "All workers learn the same rate.",
             ),
         ],
     ),
@@ -252,8 +251,8 @@ SECTIONS = [
             ),
             Works(
                 "optax.flatten(onebit)",
-                "One block, so one scale, for all tensors: coarser than a scale a tensor, and no "
-                "faster; one exchange carries all of them anyway.",
+                "One scale for all tensors, where each had its own; one exchange carries them all "
+                "in either case.",
             ),
         ],
     ),
@@ -296,7 +295,7 @@ SECTIONS = [
             Refused(
                 "optax.lookahead(onebit, 5, 0.5)",
                 "It needs gradients of `params.fast` alone, where a step has those of all "
-                "parameters: write it as below.",
+                "parameters: take `on_fast`, as in the next row.",
                 r"optax.lookahead.*params\.fast",
             ),
             Works(
@@ -327,10 +326,10 @@ SECTIONS = [
         "Composition and what is measured",
         [
             Works(
-                'optax.named_chain(("clip", optax.clip(1.0)), ("onebit", onebit))',
-                "As `chain`.",
+                'optax.named_chain(("clip", optax.clip(1.0)), '
+                '("onebit", optax.with_extra_args_support(onebit)))',
+                "As `chain`; `with_extra_args_support` changes nothing.",
             ),
-            Works("optax.with_extra_args_support(onebit)", "Changes nothing."),
             Refused(
                 'optax.chain(optax.snapshot("norm", optax.tree.norm), onebit)',
                 "A norm of each worker's own gradients: `train_step(..., grad_norm_every=n)` "

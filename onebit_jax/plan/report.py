@@ -23,9 +23,9 @@ def table(plan: Plan) -> str:
         rows.append([p.optimizer.name, *times, *sizes, *calibrated * [p.optimizer.benchmark]])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f"{setting.parameters:,} parameters, {setting.workers} workers, {setting.per_node} per node, "
-        f"{format_rate(setting.bandwidth)} per node, {format_time(setting.step_time)} of compute per "
-        f"step",
+        f"{setting.parameters:,} parameters, {setting.workers} workers, "
+        f"{setting.per_node} per node, {format_rate(setting.bandwidth)} per node, "
+        f"{format_time(setting.step_time)} of compute per step",
         "",
         *(
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()

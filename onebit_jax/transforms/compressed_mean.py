@@ -1,4 +1,4 @@
-"""An error-compensated one-bit exchange before any Optax optimizer."""
+"""An error-compensated exchange at a few bits per value before any Optax optimizer."""
 
 from typing import Any, Literal, NamedTuple, cast
 
@@ -10,6 +10,12 @@ from onebit_jax import validation
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState, ResidualDtype
 from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.quantized import (
+    BoundQuantizedExchange,
+    QuantizedExchange,
+    QuantizedState,
+)
+from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.phases import PHASES
 
 
@@ -17,10 +23,10 @@ class CompressedMeanState(NamedTuple):
     """What :func:`compressed_mean` keeps for ``n`` workers: ``4.3 + 4/n`` bytes per parameter.
 
     Attributes:
-      exchange: residuals, and the last mean as it was received.
+      exchange: residuals; with one bit also the last mean as it was received.
     """
 
-    exchange: ExchangeState
+    exchange: ExchangeState | QuantizedState
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -33,10 +39,18 @@ class CompressedMeanState(NamedTuple):
         return {"phase": jnp.int32(PHASES.index("compression")), **self.exchange.metrics()}
 
 
-def _check_same_layout(exchange: BoundExchange, state: ExchangeState) -> None:
+def _averaged(exchange: BoundExchange | BoundQuantizedExchange, tree: Any, state: Any) -> Any:
+    """The mean over the workers, float32, and the exchange's next state."""
+    if isinstance(exchange, BoundQuantizedExchange):
+        return exchange.mean(tree, state)
+    state = exchange.all_reduce(exchange.local_mean(tree), state)
+    return exchange.mean(state), state
+
+
+def _check_same_layout(exchange: BoundExchange | BoundQuantizedExchange, state: Any) -> None:
     """Raises ``ValueError`` for a state that was made for other tensors, workers or options."""
 
-    def shapes(tree: ExchangeState) -> list[Any]:
+    def shapes(tree: Any) -> list[Any]:
         return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
     if shapes(jax.eval_shape(exchange.init)) != shapes(state):
@@ -48,13 +62,14 @@ def _check_same_layout(exchange: BoundExchange, state: ExchangeState) -> None:
 
 def compressed_mean(
     axis_name: str | tuple[str, str],
+    bits: int = 1,
     *,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages gradients over the workers with one bit per element each way.
+    r"""Averages gradients over the workers with one bit per element each way, or a few.
 
     The sibling of :func:`onebit_jax.mean_gradients`: put it in front of any Optax optimizer. Of
     worker :math:`i`'s own gradient :math:`g_i` and residual :math:`e_i`, one block per tensor, it
@@ -70,7 +85,9 @@ def compressed_mean(
           u[j] &= s(a_j) \, \mathrm{sgn}(a_j)
         \end{aligned}
 
-    The updates :math:`u` are the same on all workers, bit for bit. What one of them leaves out,
+    With ``bits`` 2, 4 or 8 the compressor rounds to levels instead, with a scale per 256 values
+    (:mod:`onebit_jax.collectives.quantized`); 32 is a plain mean. The updates :math:`u` are the
+    same on all workers, bit for bit. What one of them leaves out,
     later ones make up for: the sum of all updates and of the residuals is the sum of the exact
     means.
 
@@ -94,7 +111,8 @@ def compressed_mean(
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
-      scale: the compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"`` (mean
+      bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 serve Adam's variance too.
+      scale: the one-bit compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"`` (mean
         absolute value, which leaves the smallest residual).
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
         which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
@@ -141,13 +159,28 @@ def compressed_mean(
       server sends back. Tang et al. compress momenta. Here any optimizer may follow, so that it is
       gradients that are compressed.
     """
-    over = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes).over
+    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
+    one_bit = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
+    if bits > 1 and (scale, residual_dtype) != ("rms", "float32"):
+        raise ValueError(
+            f"scale={scale!r}, residual_dtype={residual_dtype!r} are options of one bit, but "
+            f"bits={bits}: leave them out."
+        )
+    if bits == 32:
+        return optax.with_extra_args_support(mean_gradients(axis_name))
+    if bits == 1:
+        over = one_bit.over
+    else:
+        over = QuantizedExchange(axis_name, bits, local_dtype, bucket_bytes).over
 
     def init_fn(params: optax.Params) -> CompressedMeanState:
         validation.check_parameters(params)
         exchange = over(params)
-        everywhere = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-        return CompressedMeanState(exchange.activate(exchange.init(), everywhere))
+        state = exchange.init()
+        if isinstance(exchange, BoundExchange):
+            everywhere = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+            state = exchange.activate(cast(ExchangeState, state), everywhere)
+        return CompressedMeanState(state)
 
     def update_fn(
         updates: optax.Updates,
@@ -158,8 +191,8 @@ def compressed_mean(
         del params, extra_args
         exchange, kept = over(updates), cast(CompressedMeanState, state).exchange
         _check_same_layout(exchange, kept)
-        kept = exchange.all_reduce(exchange.local_mean(updates), kept)
-        mean = jax.tree.map(lambda u, g: u.astype(g.dtype), exchange.mean(kept), updates)
+        mean, kept = _averaged(exchange, updates, kept)
+        mean = jax.tree.map(lambda u, g: u.astype(g.dtype), mean, updates)
         return mean, CompressedMeanState(kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

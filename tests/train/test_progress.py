@@ -39,10 +39,10 @@ def stream():
 def test_what_is_compiled_is_said_before_it_is(tx, expected, stream):
     with StepBar("small", 8, file=stream) as bar:
         loss_fn, announcing = announced(small_task.loss_and_metrics, tx, bar.compiling)
-        step, state = small_task.start(announcing, loss_fn=loss_fn)
+        step, (params, opt_state) = small_task.start(announcing, loss_fn=loss_fn)
         for made, batch in enumerate(small_task.make_batches(8)):
             before = len(stream.getvalue())
-            *state, _ = step(*state, batch)
+            params, opt_state, _ = step(params, opt_state, batch)
             shown = stream.getvalue()[before:]
             assert {text for text in SAID if text in shown} == {expected.get(made)} - {None}
             if made in expected:

@@ -241,3 +241,27 @@ def test_what_it_cannot_average_is_named():
     four = jax.tree.map(lambda x: jnp.zeros((4, *x.shape[1:]), x.dtype), (rows, state))
     with pytest.raises(ValueError, match=r"the number of workers.*changed since init"):
         jax.eval_shape(on_workers(tx.update, 4), *four)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_more_bits_are_closer_to_the_mean(bits):
+    """At 32 it is the mean; at fewer every value is within half a level of each stage."""
+    tx = compressed_mean(AXIS, bits)
+    gradients = draw(5, STEPS, WORKERS)
+    made, _ = made_updates(tx, draw(6), gradients, WORKERS)
+    for got, g in zip(jax.tree.leaves(made), jax.tree.leaves(gradients), strict=True):
+        if not g.size:
+            continue
+        exact = np.asarray(g, np.float64).mean(1)
+        error = np.abs(got[0, 0] - exact[0]).max()
+        if bits == 32:
+            assert error < 1e-6
+        else:
+            assert error <= 2 * 0.5 * np.abs(g[0]).max() / (2 ** (bits - 1) - 1) + 1e-6
+
+
+def test_options_of_one_bit_go_with_one_bit():
+    with pytest.raises(ValueError, match=r"^bits=3 must be 1, 2, 4, 8 or 32, bits per value"):
+        compressed_mean(AXIS, 3)
+    with pytest.raises(ValueError, match=r"are options of one bit, but bits=4: leave them out"):
+        compressed_mean(AXIS, 4, scale="mean_abs")
