@@ -100,7 +100,7 @@ def draw(
 ) -> None:
     """Draws time against size, and time and bytes against workers; lines are the models."""
     # Made without pyplot, it needs no display.
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
     axes = figure.subplots(1, 3)
     for panel, runs, over in ((axes[0], sizes, "elements"), (axes[1], counts, "workers")):
         for colour, name in zip(pictures.COLOURS, KINDS, strict=False):
@@ -120,7 +120,11 @@ def draw(
         model = [bits * bound(run["elements"], run["workers"]) / 1e6 for run in counts]
         axes[2].plot(x, model, "-", color=colour)
     axes[2].set(xscale="log", yscale="log", xlabel="workers", ylabel="MB sent per step, per worker")
-    axes[2].set_title("model: 2 (n-1)/n d bits, 32 times that")
+    axes[2].set_title(axes[1].get_title())
+    figure.suptitle(
+        "dots measured; lines: bytes that the program accesses, at the machine's bandwidth; "
+        "2 (n-1)/n bits sent per element, 32 times as many with Adam"
+    )
     for panel in axes:
         pictures.finish(panel)
     for panel in axes[1:]:

@@ -10,8 +10,8 @@ import optax
 
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress
 
-# Stands for -1 in the states that an update is given: an update that a wrapper skips would leave the
-# -1 of a refusal.
+# Stands for -1 in the states that an update is given: one that a wrapper skips would leave the -1
+# of a refusal.
 _NOT_MADE = -2
 
 # The columns of an outlook.

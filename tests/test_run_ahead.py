@@ -55,4 +55,6 @@ def test_a_loop_that_reads_nothing_ends(optimizer, run):
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.startswith(f"phase {int(optimizer == 'phased')} loss ")
+    phase, loss = ended.stdout.split()[1::2]
+    assert int(phase) == (optimizer == "phased")
+    assert 0 < float(loss) < 1

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.signs import unpack_bits
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState

@@ -70,7 +70,7 @@ def finish(axes: Axes) -> None:
     """Gives axes whose curves are drawn plain numbers at all ticks and a light grid."""
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         if axis.get_scale() == "log":
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
             axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
         elif high >= 1000:
             axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -23,7 +23,7 @@ its residual will be (:meth:`BoundExchange.lent`).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,61 +33,14 @@ from onebit_jax import validation
 from onebit_jax.collectives import ec1, hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.buckets import in_buckets
+from onebit_jax.collectives.exchange_state import Active, ExchangeState
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.parts import Parts
+from onebit_jax.collectives.quantized import BoundQuantizedExchange, QuantizedExchange
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
 from onebit_jax.markers import PerWorker
 
 ResidualDtype = Literal["float32", "bfloat16"]
-
-
-class Active(NamedTuple):
-    """Which elements count: neither padding nor dead. The same on all workers.
-
-    Attributes:
-      bits: one bit per element, laid out as in the rows that travel; uint8 ``[n, bytes]``, in the
-        hierarchical form ``[L, N, bytes]``.
-      counts: how many of each chunk of each tensor are set; float32 ``[n, tensors]``, in the
-        hierarchical form ``[L, N, tensors]``. Counting bits takes as long as packing them.
-    """
-
-    bits: jax.Array
-    counts: jax.Array
-
-
-class ExchangeState(NamedTuple):
-    """What an exchange between ``n`` workers, or ``N`` nodes of ``L`` devices, keeps.
-
-    Fields inside a :class:`~onebit_jax.PerWorker` are each worker's own; all others are equal on
-    all workers, bit for bit. A residual is what compression leaves of a value, ``c - s sgn(c)``.
-    The value and its scale are kept instead: the value can be written before its scale is known,
-    the residual could not.
-
-    Attributes:
-      worker_compensated: ``c_i`` of the last call, 0 where not active; or what is lent. For each
-        part ``[1, *shape]``, in the hierarchical form ``[1, L, *shape]``, of which a device's own
-        shard is the exchange's and all are lent. On a single node, the last mean.
-      worker_scales: ``s_i`` of the last call; float32 ``[1, tensors]``.
-      server_compensated: ``a_j`` of the chunk that this worker serves, 0 where not active; for each
-        stack of tensors whose chunks have one shape ``[1, G, 8, *plane]``. Its scale ``S_j`` is
-        that of row ``j`` of ``packed``.
-      active: which elements count.
-      packed: what all workers received last, signs and scales; uint8 ``[n, row_bytes]``, in the
-        hierarchical form ``[L, N, row_bytes]``.
-      residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
-        float32 ``[1]``. Of large tensors some 16,000 elements are looked at, evenly spread.
-    """
-
-    worker_compensated: PerWorker
-    worker_scales: PerWorker
-    server_compensated: PerWorker
-    active: Active
-    packed: jax.Array
-    residual_ratio: PerWorker
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """``residual_ratio``, seen from one worker: a scalar."""
-        return {"residual_ratio": self.residual_ratio.value[0]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +55,7 @@ class Exchange:
       bucket_bytes: the most that one collective carries from a worker to another; None for all in
         one, ``"auto"`` for all in one but between CPU hosts.
       fused: whether the whole tree is one block, with one scale; else every tensor is one.
+      warmup_bits: per value of a warm-up's mean gradients: 32, or 8 or 4 with residuals of its own.
 
     Raises:
       ValueError: for an option that it has not.
@@ -113,8 +67,10 @@ class Exchange:
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
     fused: bool = False
+    warmup_bits: int = 32
 
     def __post_init__(self):
+        validation.check_bits("warmup_bits", self.warmup_bits, (4, 8, 32))
         validation.check_scale(self.scale)
         validation.check_residual_dtype(self.residual_dtype)
         validation.check_local_dtype(self.local_dtype, self.axis_name)
@@ -161,7 +117,16 @@ class BoundExchange(Parts):
             ),
             packed=row if compressed else jnp.zeros((*nodes, 1), jnp.uint8),
             residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
+            warmup=() if self.how.warmup_bits == 32 else self._quantized().init(),
         )
+
+    def _quantized(self) -> BoundQuantizedExchange:
+        how = self.how
+        quantized = QuantizedExchange(
+            how.axis_name, how.warmup_bits, how.local_dtype, how.bucket_bytes
+        )
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self._shapes]
+        return BoundQuantizedExchange(quantized, self.axes, shapes)
 
     # Tensors and parts.
 
@@ -194,14 +159,27 @@ class BoundExchange(Parts):
         """The mean over all workers at full precision, float32."""
         return lax.pmean(jax.tree.map(lambda x: x.astype(jnp.float32), tree), self.axes.names)
 
-    def dense_mean_of(
-        self, own: list[jax.Array], leaves: Sequence[int], places: Sequence[int]
+    def warmup_mean(
+        self, grads: Sequence[jax.Array], state: ExchangeState, when: jax.typing.ArrayLike
+    ) -> tuple[list[jax.Array], ExchangeState]:
+        """The mean of a warm-up's gradients, one for each tensor, at ``warmup_bits``; float32.
+
+        The state, which has the residuals of that, stays as it is where ``when`` is false.
+        """
+        if self.how.warmup_bits == 32:
+            return self.dense_mean(list(grads)), state
+        means, kept = self._quantized().mean(list(grads), state.warmup, when=when)
+        return means, state._replace(warmup=kept)
+
+    def mean_of(
+        self, own: list[jax.Array], leaves: Sequence[int], places: Sequence[int], averaged: bool
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The mean at full precision of some leaves: their parts, at these places, and tensors.
 
-        ``own`` are the leaves, or the block that they are fused to.
+        ``own`` are the leaves, or the block that they are fused to; ``averaged`` says that they are
+        that mean already.
         """
-        means = self.dense_mean(own)
+        means = own if averaged else self.dense_mean(own)
         if self.fused:
             return means, self.fused.cut(means[0])
         g = dict(zip(leaves, means, strict=True))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from onebit_jax.collectives.exchange import BoundExchange
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.in_place import overwrite_if
 
 
@@ -13,11 +14,11 @@ def update_moments(
     exchange: BoundExchange,
     b1: Any,
     b2: Any,
-    m: list[jax.Array],
+    state: ExchangeState,
     v: list[jax.Array],
     grads: list[jax.Array],
     when: jax.Array,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[ExchangeState, list[jax.Array]]:
     """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient ``g``.
 
     A quarter of the tensors, or so, comes after another: XLA would average all gradients into new
@@ -27,22 +28,25 @@ def update_moments(
       exchange: over the tree that the gradients are of.
       b1: decay of ``m``.
       b2: decay of ``v``.
-      m: in the place that the exchange lends, of any of its dtypes.
+      state: the exchange's, with ``m`` in the place that it lends.
       v: one for each tensor, float32.
       grads: the worker's own, one for each tensor.
-      when: where false, ``m`` and ``v`` stay; the same on all workers.
+      when: where false, state and ``v`` stay; the same on all workers.
     """
+    averaged = exchange.how.warmup_bits < 32
+    if averaged:
+        grads, state = exchange.warmup_mean(grads, state, when)
 
     def first_moment(m: jax.Array, g: jax.Array) -> jax.Array:
         mean = jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)
         return mean.astype(m.dtype)
 
-    m, v = list(m), list(v)
+    m, v = list(exchange.lent(state)), list(v)
     for group in exchange.quarters():
         tensors = [i for place in group for i in exchange.leaves_of(place)]
 
         def turn(over: Any, own: Any, group: Any = group, tensors: Any = tensors) -> Any:
-            parts, g = exchange.dense_mean_of(own, tensors, group)
+            parts, g = exchange.mean_of(own, tensors, group, averaged)
             new_m = [first_moment(x, y) for x, y in zip(over[0], parts, strict=True)]
             return new_m, [b2 * x + (1 - b2) * y**2 for x, y in zip(over[1], g, strict=True)]
 
@@ -57,4 +61,4 @@ def update_moments(
             m[place] = new
         for i, new in zip(tensors, new_v, strict=True):
             v[i] = new
-    return m, v
+    return exchange.lend(state, m), v

@@ -8,7 +8,8 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState, ResidualDtype
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ResidualDtype
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.quantized import (
     BoundQuantizedExchange,
@@ -112,8 +113,8 @@ def compressed_mean(
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 serve Adam's variance too.
-      scale: the one-bit compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"`` (mean
-        absolute value, which leaves the smallest residual).
+      scale: the one-bit compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"``
+        (mean absolute value, which leaves the smallest residual).
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
         which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
       local_dtype: in the hierarchical form, what gradients are averaged in within a node:

@@ -36,6 +36,7 @@ def scale_by_onebit_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -43,7 +44,8 @@ def scale_by_onebit_adam(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
     warmup_end.check_warmup(warmup)
-    exchange = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
+    how = (scale, residual_dtype, local_dtype, bucket_bytes)
+    exchange = Exchange(axis_name, *how, warmup_bits=warmup_bits)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
     h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, exchange)
     return warmup_then.warmup_then(
@@ -73,6 +75,7 @@ def onebit_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
@@ -138,6 +141,9 @@ def onebit_adam(
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
         128; None for all in one. ``"auto"`` is what is measured to pay (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
+      warmup_bits: per value of the gradients that a warm-up update averages: 32, float32; 8 or 4,
+        with error feedback and a scale per 256 values (:mod:`onebit_jax.collectives.quantized`),
+        for ``4 + 4/n`` bytes per parameter more of state.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -189,6 +195,7 @@ def onebit_adam(
             residual_dtype=residual_dtype,
             local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
+            warmup_bits=warmup_bits,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

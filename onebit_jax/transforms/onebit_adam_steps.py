@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.adam_moments import update_moments
@@ -96,11 +97,9 @@ def dense_step(
     del params
     exchange = _bound(h, state)
     v, tree = jax.tree.flatten(state.v_then_inverse_root)
-    m, v = update_moments(exchange, h.b1, h.b2, exchange.lent(state.exchange), v, grads, when)
+    kept, v = update_moments(exchange, h.b1, h.b2, state.exchange, v, grads, when)
     state = warmup_end.recorded(h, state, exchange.sum(v), when)
-    return state._replace(
-        v_then_inverse_root=tree.unflatten(v), exchange=exchange.lend(state.exchange, m)
-    )
+    return state._replace(v_then_inverse_root=tree.unflatten(v), exchange=kept)
 
 
 def freeze(

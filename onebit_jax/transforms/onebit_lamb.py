@@ -43,6 +43,7 @@ def scale_by_onebit_lamb(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
@@ -57,7 +58,9 @@ def scale_by_onebit_lamb(
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
     bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
-    exchange = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes, fused=True)
+    exchange = Exchange(
+        axis_name, scale, residual_dtype, local_dtype, bucket_bytes, True, warmup_bits
+    )
     b1, b2, eps = map(validation.float32, (b1, b2, eps))
     h = Hyperparameters(
         b1, b2, eps, weight_decay, mask, warmup, Bounds(*map(validation.float32, bounds)), exchange
@@ -94,6 +97,7 @@ def onebit_lamb(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 
@@ -164,6 +168,7 @@ def onebit_lamb(
       residual_dtype: of the arrays that hold the residuals, and in warm-up the momenta.
       local_dtype: what compressed steps average gradients in within a node.
       bucket_bytes: the most that one collective carries from a worker to another.
+      warmup_bits: per value of a warm-up's gradients: see :func:`onebit_jax.onebit_adam`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -224,6 +229,7 @@ def onebit_lamb(
             residual_dtype=residual_dtype,
             local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
+            warmup_bits=warmup_bits,
         ),
         optax.scale_by_learning_rate(learning_rate),
     )

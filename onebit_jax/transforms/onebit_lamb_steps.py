@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.fused import Fused
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
@@ -144,10 +145,8 @@ def dense_step(
     """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
     exchange, _ = _bound(h, state)
     v, tree = jax.tree.flatten(state.v_then_inverse_root)
-    m, v = update_moments(exchange, h.b1, h.b2, exchange.lent(state.exchange), v, grads, when)
-    state = state._replace(
-        v_then_inverse_root=tree.unflatten(v), exchange=exchange.lend(state.exchange, m)
-    )
+    kept, v = update_moments(exchange, h.b1, h.b2, state.exchange, v, grads, when)
+    state = state._replace(v_then_inverse_root=tree.unflatten(v), exchange=kept)
     rates = lamb_coefficients.decay_rates(h, tree.unflatten(params), state.progress.count)
 
     def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:

@@ -46,6 +46,7 @@ def zero_one_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 
@@ -139,6 +140,7 @@ def zero_one_adam(
       residual_dtype: of the arrays that hold the residuals.
       local_dtype: what gradients are averaged in within a node.
       bucket_bytes: the most that one collective carries from a worker to another.
+      warmup_bits: per value of what refreshes of v average: see :func:`onebit_jax.onebit_adam`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -205,7 +207,14 @@ def zero_one_adam(
         variance_steps=variance_steps or step_sets.published_variance_steps(var_update_scaler),
         sync_steps=sync_steps
         or step_sets.published_sync_steps(variance_freeze, local_step_scaler, local_step_clipper),
-        exchange=Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes),
+        exchange=Exchange(
+            axis_name,
+            scale,
+            residual_dtype,
+            local_dtype,
+            bucket_bytes,
+            warmup_bits=warmup_bits,
+        ),
     )
     return warmup_then(
         h,

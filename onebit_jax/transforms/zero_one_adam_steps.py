@@ -8,7 +8,8 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.in_place import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets
@@ -169,14 +170,15 @@ def dense_step(
     """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
     del params
     exchange = _bound(h, state)
-    g, old = exchange.dense_mean(grads), jax.tree.leaves(state.v_then_y)
+    g, kept = exchange.warmup_mean(grads, state.exchange, when)
+    old = jax.tree.leaves(state.v_then_y)
     v = [h.b2 * x + (1 - h.b2) * y**2 for x, y in zip(old, g, strict=True)]
     roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + h.eps), 0.0) for x in v]
     new = state._replace(
         m=PerWorker(_like(state, momentum(h, state, g))),
         inverse_root=_like(state, roots),
         v_then_y=_like(state, v),
-        exchange=exchange.activate(state.exchange, v),
+        exchange=exchange.activate(kept, v),
     )
     return keep(when, new, state)
 
