@@ -18,6 +18,7 @@ from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
 from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
 from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
+from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.per_worker import per_worker
 from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
@@ -48,6 +49,7 @@ __all__ = [
     "mean_gradients",
     "onebit_adam",
     "onebit_lamb",
+    "onebit_muon",
     "per_worker",
     "plan",
     "scale_by_birder",

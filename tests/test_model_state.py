@@ -89,11 +89,11 @@ def test_keys_in_a_model_state_are_each_workers_own_and_stay():
         key = jax.random.fold_in(model_state["key"], model_state["count"])
         return loss_fn(params, batch), {}, record(batch, model_state, draw(key))
 
-    step, state = start(dense(), loss_fn=noisy, accumulation=2)
+    step, (params, opt_state) = start(dense(), loss_fn=noisy, accumulation=2)
     batch = with_workers(make_batches(1)[0])
     model_state = a_model_state(4, key=jax.random.key(5))
     for _ in range(2):
-        *state, model_state, _ = step(*state, batch, model_state=model_state)
+        params, opt_state, model_state, _ = step(params, opt_state, batch, model_state=model_state)
     assert model_state["count"] == 4
     key = jax.random.key(5)  # the other was donated
     assert_equal(jax.random.key_data(model_state["key"]), jax.random.key_data(key))
@@ -239,13 +239,14 @@ def test_a_model_state_is_donated_and_a_key_is_not():
     def moving(params, batch, rng, model_state):
         return loss_fn(params, batch), {}, {"average": model_state["average"] + draw(rng)}
 
-    step, state = start(dense(), loss_fn=moving)
+    step, (params, opt_state) = start(dense(), loss_fn=moving)
     [batch] = make_batches(1)
-    *state, given, _ = step(
-        *state, batch, rng=jax.random.key(0), model_state={"average": np.zeros(DRAWS, np.float32)}
+    model_state = {"average": jnp.zeros(DRAWS)}
+    params, opt_state, given, _ = step(
+        params, opt_state, batch, rng=jax.random.key(0), model_state=model_state
     )
     key = jax.device_put(jax.random.key(1), NamedSharding(MESH, P()))
-    step(*state, batch, rng=key, model_state=given)
+    step(params, opt_state, batch, rng=key, model_state=given)
     assert given["average"].is_deleted()
     assert not key.is_deleted()
 
@@ -353,13 +354,10 @@ def test_a_step_takes_both_beside_extra_arguments():
     def moving(params, batch, rng, model_state):
         return loss_fn(params, batch), {}, model_state + 0 * jax.random.normal(rng)
 
-    scaled = optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(),
-        lambda updates, state, params=None, *, value, **_: (
-            jax.tree.map(lambda u: u * value, updates),
-            state,
-        ),
-    )
+    def scale(updates, state, params=None, *, value, **_):
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)  # pyright: ignore[reportArgumentType]
     tx = optax.chain(onebit_jax.mean_gradients("data"), scaled, optax.sgd(1.0))
     step, (params, opt_state) = start(tx, loss_fn=moving)
     new, _, model_state, _ = step(

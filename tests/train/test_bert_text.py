@@ -110,7 +110,7 @@ def test_saved_vocabulary_gives_the_trained_tokenizer(tmp_path, tokenizer, docum
 def test_training_gives_the_same_vocabulary_in_every_process():
     # Few words and many ties: the trainer alone differs here from one process to the next.
     program = (
-        "from train.bert.corpus import read_corpus\n"
+        "from train.corpus import read_corpus\n"
         "from train.bert.tokenizer import train_tokenizer\n"
         "print(train_tokenizer(read_corpus(None)[:8], 2000).vocabulary)"
     )

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from train.bert.corpus import read_corpus, split_heldout
+from train.corpus import read_corpus, split_heldout
 from train.bert.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceTokenizer,
@@ -164,7 +164,17 @@ def batches(
         ValueError: an option is out of range, `batch_size` is not divisible by `process_count`, or
             the corpus does not fill one batch.
     """
-    return _stream(corpus, batch_size, sequence_length, seed, process_index, process_count)[0]
+    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
+    make_example = _ExampleMaker(corpus, sequence_length)
+    return stream(
+        make_example,
+        len(make_example.chunks),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        seed=seed,
+        process_index=process_index,
+        process_count=process_count,
+    )
 
 
 def evaluation_batches(
@@ -202,48 +212,6 @@ def evaluation_batches(
         corpus, batch_size, sequence_length, seed, process_index, process_count
     )
     return itertools.islice(stream, min(max_batches, per_epoch))
-
-
-def _stream(
-    corpus: TokenizedCorpus,
-    batch_size: int,
-    sequence_length: int,
-    seed: int,
-    process_index: int,
-    process_count: int,
-) -> tuple[grain.DatasetIterator[dict[str, np.ndarray]], int]:
-    """One process's shares of the endless global batches, and how many of these an epoch fills."""
-    _check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
-    _check(0 <= seed < 2**32, "seed", seed, "0 to 2**32 - 1")
-    _check(process_count >= 1, "process_count", process_count, "at least 1")
-    _check(
-        0 <= process_index < process_count, "process_index", process_index, f"below {process_count}"
-    )
-    _check(
-        batch_size >= 1 and batch_size % process_count == 0,
-        "batch_size",
-        batch_size,
-        f"a positive multiple of process_count, which is {process_count}",
-    )
-    make_example = _ExampleMaker(corpus, sequence_length)
-    per_epoch = len(make_example.chunks) // batch_size
-    if per_epoch == 0:
-        raise ValueError(
-            f"the corpus gives {len(make_example.chunks)} sequences of {sequence_length} tokens, "
-            f"less than one batch: batch_size is {batch_size}; give more text or a smaller batch"
-        )
-    # Batched by shares before slicing, so that share k of process p belongs to global batch k.
-    shares = (
-        grain.MapDataset.range(len(make_example.chunks))
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .random_map(make_example)
-        .batch(batch_size // process_count)
-    )
-    # Arrays in memory: threads would only fight the training loop for the interpreter's lock.
-    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return iter(shares[process_index::process_count].to_iter_dataset(options)), per_epoch
 
 
 class _ExampleMaker:
@@ -365,11 +333,6 @@ class _ExampleMaker:
         kept_or_random = np.where(fate < 0.9, random_ids, input_ids[where])
         input_ids[where] = np.where(fate < 0.8, self.corpus.tokenizer.mask_id, kept_or_random)
         return positions, labels, weights
-
-
-def _check(holds: bool, name: str, value: int, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value}; it must be {expected}")
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -1,0 +1,145 @@
+"""Muon on gradients that travel at one bit per parameter."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax import validation
+from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.transforms.compressed_mean import compressed_mean
+
+
+def onebit_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    beta: jax.typing.ArrayLike = 0.95,
+    weight_decay: jax.typing.ArrayLike = 0.0,
+    *,
+    axis_name: str | tuple[str, str],
+    bits: int = 1,
+    matrices: Any | Callable[[optax.Params], Any] | None = None,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    consistent_rms: float | None = None,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    adam_b1: jax.typing.ArrayLike = 0.9,
+    adam_b2: jax.typing.ArrayLike = 0.999,
+    adam_bits: int = 8,
+    local_dtype: LocalDtype = "float32",
+    bucket_bytes: int | Literal["auto"] | None = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon with one bit per parameter of the matrices, from the first update on.
+
+    Of a matrix, with worker :math:`i`'s own gradient :math:`g_i` and the error-compensated mean
+    :math:`\mathrm{EC}` of :func:`onebit_jax.compressed_mean`,
+
+    .. math::
+
+        \begin{aligned}
+          G &= \mathrm{EC}(g_1, \dots, g_n), \quad m \leftarrow \beta m + G \\
+          p &\leftarrow p - \alpha_t \bigl(s \, \mathrm{orthogonalize}(m) + \lambda p\bigr)
+        \end{aligned}
+
+    as :func:`optax.contrib.muon` has it: with ``nesterov`` :math:`\beta m + G` is orthogonalized,
+    by ``ns_steps`` of Newton and Schulz, and :math:`s` makes up for the shape. All other parameters
+    go through Adam, whose gradients travel at ``adam_bits``.
+
+    Muon has no variance, so nothing has to settle and there is no warm-up. The momentum adds
+    gradients up, and what compression leaves out of one is in a later one: it sees noise smaller by
+    about :math:`1 - \beta`.
+
+    When to choose it: where you would train with Muon. Compared with its dense form it costs loss:
+    by how much is for a comparison on your task to say, and ``bits=4`` costs hardly any.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      beta: decay of the momentum, in [0, 1).
+      weight_decay: decoupled, of the matrices, multiplied with the learning rate.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
+      bits: per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression.
+      matrices: which parameters are matrices: a tree of booleans, or a function of the parameters
+        that gives one. By default all with two axes, embeddings included.
+      nesterov: see above.
+      ns_steps: iterations of Newton and Schulz.
+      consistent_rms: as for :func:`optax.contrib.muon`; 0.2 makes a step about as large as Adam's.
+      adam_learning_rate: of the other parameters; by default ``learning_rate``.
+      adam_b1: decay of Adam's momentum.
+      adam_b2: decay of Adam's variance.
+      adam_bits: per value of the other parameters' gradients: 2, 4, 8 or 32. With one bit all that
+        Adam knows of each coordinate would be lost.
+      local_dtype: what gradients are averaged in within a node.
+      bucket_bytes: the most that one collective carries from a worker to another.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`. Its metrics are those of two
+      :func:`onebit_jax.compressed_mean`, named ``muon/residual_ratio`` and ``adam/residual_ratio``.
+
+    Raises:
+      ValueError: for an option that it has not, before anything is compiled; from ``init`` for a
+        matrix that has not two axes, for parameters that are not real floating-point arrays, or an
+        axis that is not bound.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> tx = onebit_jax.onebit_muon(0.02, axis_name="data")
+      >>> params = {"w": jnp.eye(4), "b": jnp.zeros(4)}
+      >>> opt_state = onebit_jax.init(tx, params, mesh)
+      >>> step = onebit_jax.train_step(
+      ...     lambda p, x: jnp.mean((x @ p["w"] + p["b"] - 1) ** 2), tx, mesh
+      ... )
+      >>> x = jax.random.normal(jax.random.key(0), (64, 4))
+      >>> for _ in range(200):
+      ...     params, opt_state, metrics = step(params, opt_state, x)
+      >>> bool(metrics["loss"] < 0.01)
+      True
+
+    References:
+      Jordan et al., `Muon: An optimizer for hidden layers in neural networks
+      <https://kellerjordan.github.io/posts/muon/>`_, 2024; :func:`optax.contrib.muon`. The
+      compressed mean: Tang et al., ICML 2021, Algorithm 1.
+
+    Differences from the papers:
+      Muon's authors exchange gradients at full precision. Momenta could be compressed in their
+      place; that is worse, since orthogonalizing makes all singular values equal, those of the
+      noise too.
+    """
+    validation.check_learning_rate(learning_rate)
+    validation.check_decay("beta", beta)
+    validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
+    validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
+    options: dict[str, Any] = {"local_dtype": local_dtype, "bucket_bytes": bucket_bytes}
+    muon = optax.contrib.muon(
+        learning_rate,
+        ns_steps=ns_steps,
+        beta=beta,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        consistent_rms=consistent_rms,
+    )
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)
+    parts = {
+        "muon": optax.chain(compressed_mean(axis_name, bits, **options), muon),
+        "adam": optax.chain(compressed_mean(axis_name, adam_bits, **options), adam),
+    }
+
+    def labels(params: optax.Params) -> Any:
+        chosen = matrices(params) if callable(matrices) else matrices
+        if chosen is None:
+            chosen = jax.tree.map(lambda p: jnp.ndim(p) == 2, params)
+
+        def label(path: Any, is_matrix: bool, p: Any) -> str:
+            if is_matrix and jnp.ndim(p) != 2:
+                raise ValueError(
+                    f"parameter {jax.tree_util.keystr(path)} has shape {jnp.shape(p)}, but Muon is "
+                    f"for matrices, of two axes. Leave it out of matrices=, for Adam, or hold it "
+                    f"as a matrix."
+                )
+            return "muon" if is_matrix else "adam"
+
+        return jax.tree_util.tree_map_with_path(label, chosen, params)
+
+    return optax.partition(parts, labels)

@@ -1,0 +1,229 @@
+"""Training with one optimizer, from its latest checkpoint to the held-out loss at its end."""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from onebit_jax.phase_choice import progress_of
+from onebit_jax.transforms.phases import Phase
+from train.bert import data
+from train.bert.checkpoint import Checkpoints, Progress, abstract
+from train.bert.config import Config
+from train.bert.metrics import MetricsLog
+from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
+from train.bert.stop import Stopped, StopRequest
+from train.optimizers import OPTIMIZERS, Setting
+from train.progress import announced
+
+AXIS = "data"
+
+
+class Task(NamedTuple):
+    """What all optimizers of a comparison share."""
+
+    mesh: Mesh
+    model: BertConfig
+    corpus: data.TokenizedCorpus
+    heldout: data.TokenizedCorpus
+
+
+def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
+    """The optimizer that `name` stands for.
+
+    Raises:
+        ValueError: a hyperparameter is out of range.
+    """
+    warmup = config.warmup
+    if warmup == "auto":
+        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup)
+    setting = Setting(
+        learning_rate=config.learning_rate_schedule(),
+        axis_name=AXIS,
+        steps=config.steps,
+        warmup=warmup,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
+    return OPTIMIZERS[name].make(setting)
+
+
+def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
+    """Trains to the last step, unless that was done before, and writes `result.json`.
+
+    Raises:
+        Stopped: `stop` was requested; the run is saved.
+        ValueError: the folder's checkpoint is of another model, or past the last step.
+    """
+    folder = config.folder / name
+    asked = {"steps": config.steps, "eval_batches": config.eval_batches}
+    result_path = folder / "result.json"
+    if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
+        return
+
+    train_step, params, opt_state = _start(name, config, task, lambda phase: log.compiling(phase))
+    batches = _batches(config, task)
+    shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
+
+    phased = bool(progress_of(opt_state))
+
+    @functools.cache
+    def collectives(phase: Phase) -> list[wire.Collective]:
+        of_step = phase if phased else None
+        # To be read, a program is compiled once more.
+        log.compiling(of_step)
+        return wire.collectives(train_step.lower(*shapes, phase=of_step).compile(), task.mesh)
+
+    def bytes_sent(phase: Phase) -> int:
+        return wire.bytes_sent(collectives(phase))
+
+    synced = jax.jit(lambda state, params: state.synced_parameters(params))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        progress, params, opt_state = checkpoints.restore(params, opt_state, batches)
+        if progress.step > config.steps:
+            raise ValueError(
+                f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
+                "as many or more, or give another --out"
+            )
+        with MetricsLog(name, config, progress, bytes_sent) as log:
+            for step in range(progress.step, config.steps):
+                done = step + 1
+                saving = done == config.steps or done % config.checkpoint_every == 0
+                batch = _to_mesh(next(batches), task.mesh)
+                phase = "sync" if saving and _takes_local_steps(name, config, step) else None
+                params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
+                log.dispatched(step, metrics)
+                stopping = stop.requested(step)
+                if stopping or saving:
+                    progress = log.land()
+                    log.flush()
+                    if OPTIMIZERS[name].local_steps:
+                        params = synced(opt_state, params)
+                    checkpoints.save(progress, params, opt_state, batches)
+                if stopping:
+                    raise Stopped(name, done)
+
+    phases = _phases(name, config, progress)
+    loss_fn = jax.jit(pretraining_loss(task.model, train=False))
+    result = asked | {
+        **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
+        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        "frozen_at": progress.frozen_at,
+        "seconds": progress.seconds,
+        "bytes_sent": progress.bytes_sent,
+        "bytes_a_step": {phase: bytes_sent(phase) for phase in phases},
+        "wire": wire.table({phase: collectives(phase) for phase in phases}),
+    }
+    if jax.process_index() == 0:
+        result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _start(
+    name: str, config: Config, task: Task, compiling: Callable[[Phase | None], None]
+) -> tuple[onebit_jax.TrainStep, Any, Any]:
+    """The training step, and parameters and optimizer state before the first one.
+
+    `compiling` is told for which phase the step is compiled, when it is.
+    """
+    optimizer = make_optimizer(name, config)
+    init = jax.jit(
+        functools.partial(init_params, task.model, config.seed),
+        out_shardings=NamedSharding(task.mesh, P()),
+    )
+    params = init()
+    opt_state = onebit_jax.init(optimizer, params, task.mesh)
+    loss_fn, optimizer = announced(pretraining_loss(task.model), optimizer, compiling)
+    train_step = onebit_jax.train_step(
+        loss_fn,
+        optimizer,
+        task.mesh,
+        accumulation=config.accumulation,
+        max_grad_norm=config.max_grad_norm,
+    )
+    return train_step, params, opt_state
+
+
+def _takes_local_steps(name: str, config: Config, step: int) -> bool:
+    """Whether step `step` may be local; where a run can go on from, workers must have met."""
+    warmup = config.warmup
+    return OPTIMIZERS[name].local_steps and warmup != "auto" and step >= warmup
+
+
+def _phases(name: str, config: Config, progress: Progress) -> list[Phase]:
+    """The phases of a finished run, in the order of their first steps."""
+    warmup = config.warmup
+    if warmup == "auto":
+        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
+    phase_of = OPTIMIZERS[name].phase_of
+    return list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
+
+
+def heldout_losses(
+    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
+    params: Any,
+    batches: Iterable[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Mean held-out losses: of a masked token, and of a next-sentence label.
+
+    Args:
+        loss_fn: from `pretraining_loss`, without dropout, jitted.
+        params: the model's parameters.
+        batches: from `data.evaluation_batches`.
+    """
+    mlm_loss, nsp_loss, masked, count = 0.0, 0.0, 0.0, 0
+    for batch in batches:
+        _, losses = loss_fn(params, batch)
+        weight = float(batch["masked_weights"].sum())
+        mlm_loss += weight * float(losses["mlm_loss"])
+        nsp_loss += float(losses["nsp_loss"])
+        masked += weight
+        count += 1
+    return {
+        "heldout_mlm_loss": mlm_loss / masked,
+        "heldout_nsp_loss": nsp_loss / count,
+        "heldout_masked_tokens": int(masked),
+    }
+
+
+def _batches(config: Config, task: Task) -> grain.DatasetIterator[dict[str, np.ndarray]]:
+    return data.batches(
+        task.corpus,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
+def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    sharding = NamedSharding(mesh, P(AXIS))
+    return {
+        name: jax.make_array_from_process_local_data(sharding, array)
+        for name, array in batch.items()
+    }
+
+
+def _heldout_batches(config: Config, task: Task) -> Iterator[dict[str, jax.Array]]:
+    batches = data.evaluation_batches(
+        task.heldout,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        seed=config.seed,
+        max_batches=config.eval_batches,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    return (_to_mesh(batch, task.mesh) for batch in batches)
