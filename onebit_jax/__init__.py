@@ -13,6 +13,7 @@ from onebit_jax.transforms.distributed_lion import (
     scale_by_distributed_lion,
 )
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
+from onebit_jax.transforms.local_steps import LocalStepsState, local_steps
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CompressedMeanState",
     "EfSignsgdState",
+    "LocalStepsState",
     "PerWorker",
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
@@ -46,6 +48,7 @@ __all__ = [
     "distributed_lion",
     "ef_signsgd",
     "init",
+    "local_steps",
     "mean_gradients",
     "onebit_adam",
     "onebit_lamb",

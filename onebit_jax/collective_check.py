@@ -133,7 +133,7 @@ def _carried(
 
 
 def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
-    for eqn in _collectives(programs):
+    for eqn in collectives(programs):
         if shared := predicate & _axes(eqn):
             raise ValueError(
                 f"the {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
@@ -146,13 +146,14 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
             )
 
 
-def _collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+    """The equations that call a collective, wherever they are in programs."""
     for jaxpr in programs:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in _COLLECTIVES:
                 yield eqn
             for value in eqn.params.values():
-                yield from _collectives(_programs(value))
+                yield from collectives(_programs(value))
 
 
 def _open(jaxpr: Any) -> Jaxpr:

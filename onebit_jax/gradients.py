@@ -51,6 +51,13 @@ def loss_and_gradients(
     Raises:
       ValueError: for a ``loss_fn`` that returns something else than it may.
     """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which "
+                f"has no gradient. Pass it as model_state, or hold it as float32 and freeze it by "
+                f"optax.partition with optax.set_to_zero."
+            )
 
     def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
         options = {} if rng is None else {"rng": rng}

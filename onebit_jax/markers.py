@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax
+
 
 class PerWorker(NamedTuple):
     """A part of an optimizer state that every worker has for itself.
@@ -17,6 +19,26 @@ class PerWorker(NamedTuple):
     """
 
     value: Any
+
+
+def own(node: PerWorker) -> Any:
+    """A worker's own values, in the worker view, without the axis of workers.
+
+    Raises:
+      ValueError: for more than one row, which is what a program sees that maps the state as if all
+        workers shared it.
+    """
+
+    def row(path: Any, x: Any) -> Any:
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"a PerWorker's value{jax.tree_util.keystr(path)} has shape {x.shape}, but inside "
+                f"shard_map, pmap or vmap its first axis must be 1, this worker's own row. Map the "
+                f"state by onebit_jax.state_specs(opt_state, axis_name)."
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(row, node.value)
 
 
 def is_per_worker(node: Any) -> bool:

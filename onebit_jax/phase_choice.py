@@ -39,6 +39,19 @@ def _replace_phase(opt_state: optax.OptState, replace: Any) -> optax.OptState:
     )
 
 
+def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The parameters that a worker trains: its own, where the state has those, else ``params``."""
+
+    def has_own(node: Any) -> bool:
+        return hasattr(node, "worker_parameters")
+
+    nodes = filter(has_own, jax.tree.leaves(opt_state, is_leaf=has_own))
+    for node in nodes:
+        if jax.tree.structure(node.own.value) == jax.tree.structure(params):
+            return node.worker_parameters(params)
+    return params
+
+
 class Updated(NamedTuple):
     """What :func:`update` returns.
 
@@ -65,7 +78,7 @@ def update(
     """Updates parameters and state; a phase that is not the state's own changes neither."""
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     updates, new_state = tx.update(grads, marked, params, phase=phase, **extra_args)
-    new_params = optax.apply_updates(params, updates)
+    new_params = worker_parameters(new_state, optax.apply_updates(params, updates))
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:
         refused = jnp.any(jnp.stack(refusals))

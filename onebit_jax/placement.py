@@ -1,5 +1,6 @@
 """Where parameters and optimizer state lie on a mesh."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -200,7 +201,7 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     if missing or besides:
         place = f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is too much"
     what = f"opt_state is not a state of this optimizer for these parameters: {place}."
-    if _arrays(got) != _arrays(wanted):
+    if _arrays(wanted) - _arrays(got):
         return (
             f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
             f"those that the state was made for."
@@ -219,9 +220,9 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     )
 
 
-def _arrays(leaves: list[tuple[Any, Any]]) -> list[str]:
-    """Shapes and dtypes, in no order of the nodes that they are in."""
-    return sorted(f"{jnp.result_type(x)}{jnp.shape(x)}" for _, x in leaves)
+def _arrays(leaves: list[tuple[Any, Any]]) -> collections.Counter[tuple[Any, Any]]:
+    """Shapes and dtypes, and how often there are such."""
+    return collections.Counter((jnp.result_type(x), jnp.shape(x)) for _, x in leaves)
 
 
 def _marks(tree: Any) -> int:

@@ -197,7 +197,7 @@ class TrainStep:
         shapes = placement.state_shapes(self._tx, params, self._mesh)
         placement.check_state(opt_state, shapes, self._mesh)
         specs = placement.state_specs(shapes, self._mesh.axis_names)
-        check_replicas(self._tx, params, shapes, specs, self._mesh)
+        check_replicas(self._tx, params, shapes, specs, self._mesh, given.extra_args)
 
     def _program(self, placed: _Arguments, phase: Phase | None) -> Any:
         """The jitted step for arguments of this structure, which lie where they belong."""
@@ -244,6 +244,7 @@ class TrainStep:
         self, given: _Arguments, measured: jax.Array, phase: Phase | None
     ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array]:
         """The step as one worker makes it, in the worker view, and its outlook."""
+        given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
         axes = self._mesh.axis_names
         rng = given.rng
         if rng is not None:

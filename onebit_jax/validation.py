@@ -41,6 +41,11 @@ def check_decay(name: str, value: Any) -> None:
     _check_number(name, value, lambda x: 0 <= x < 1, expected)
 
 
+def check_share(name: str, value: Any) -> None:
+    """Raises ``ValueError`` unless ``value`` is in [0, 1]."""
+    _check_number(name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]; 1 is usual")
+
+
 def check_positive(name: str, value: Any, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
     expected = f"a finite number above 0; {usual} is usual"
@@ -98,6 +103,11 @@ def check_seed(seed: Any) -> None:
 
 def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
     """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
+    if _is_traced(bits):
+        raise ValueError(
+            f"{name} is traced, but decides what program is compiled: in optax.inject_hyperparams "
+            f"name it among static_args."
+        )
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
         *others, last = map(str, allowed)
         raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")
@@ -150,7 +160,7 @@ def check_parameters(params: Any) -> None:
             raise ValueError(
                 f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, but "
                 f"one-bit exchange needs real floating-point parameters. Leave it out with "
-                f"optax.masked or optax.partition, or hold it as float32."
+                f"optax.partition and optax.set_to_zero, or hold it as float32."
             )
 
 

@@ -354,10 +354,10 @@ def test_a_step_takes_both_beside_extra_arguments():
     def moving(params, batch, rng, model_state):
         return loss_fn(params, batch), {}, model_state + 0 * jax.random.normal(rng)
 
-    def scale(updates, state, params=None, *, value, **_):
+    def scale(updates, state, params=None, value=1.0, **_):
         return jax.tree.map(lambda u: u * value, updates), state
 
-    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)  # pyright: ignore[reportArgumentType]
+    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
     tx = optax.chain(onebit_jax.mean_gradients("data"), scaled, optax.sgd(1.0))
     step, (params, opt_state) = start(tx, loss_fn=moving)
     new, _, model_state, _ = step(

@@ -3,9 +3,10 @@
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import Any, Literal
 
-from train.bert.model import MAX_POSITIONS, SIZES
+from train.bert import model as bert
+from train.lm import model as lm
 from train.optimizers import check_names
 
 _COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
@@ -13,11 +14,13 @@ _COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "e
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Trains one BERT with several optimizers and compares them."""
+    """Trains one model with several optimizers and compares them."""
 
     optimizers: tuple[str, ...] = ("adam", "onebit_adam", "zero_one_adam", "birder", "signum")
     """Which optimizers; the first is what the others are compared with. By default those that about
     five minutes are enough for; `train/optimizers.py` has all names."""
+    task: Literal["bert", "lm"] = "bert"
+    """What is pre-trained: BERT, or a byte-level language model."""
     learning_rates: tuple[float, ...] = ()
     """Peak learning rates to try with every optimizer; without them, a sweep about its own."""
     sweep: int = 3
@@ -33,10 +36,10 @@ class Options:
     """Folder of plain-text files; without it, the language reference that Python carries."""
     heldout: str | None = None
     """Folder of the held-out text; without it, a part of the corpus is held out."""
-    size: str = "tiny"
-    """Size of the model."""
+    size: str | None = None
+    """Size of the model; without it, the smallest: tiny, or a language model's nano."""
     vocab_size: int = 2048
-    """Size of the vocabulary."""
+    """Size of BERT's vocabulary."""
     batch_size: int = 32
     """Sequences in a step, over all workers."""
     sequence_length: int = 32
@@ -52,7 +55,7 @@ class Options:
     max_grad_norm: float | None = 1.0
     """Gradients are clipped by one factor common to all workers, to this norm; None: never."""
     dropout: float = 0.0
-    """Dropout rate."""
+    """BERT's dropout rate."""
     seed: int = 0
     """Of parameters, batches and dropout."""
     eval_batches: int = 64
@@ -74,7 +77,7 @@ class Options:
     def _requirements(self) -> list[tuple[str, bool, str]]:
         names = check_names(self.optimizers)
         at_least_one = "a whole number of at least 1"
-        rates = self.learning_rates
+        rates, sizes = self.learning_rates, self._sizes()
         return [
             ("optimizers", names is None, str(names)),
             (
@@ -84,7 +87,7 @@ class Options:
             ),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
             ("widen", self.widen >= 0, "0 or more"),
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
+            ("size", self.size is None or self.size in sizes, f"one of {', '.join(sizes)}"),
             (
                 "batch_size",
                 self.batch_size % self.workers == 0,
@@ -92,8 +95,8 @@ class Options:
             ),
             (
                 "sequence_length",
-                self.sequence_length <= MAX_POSITIONS,
-                f"at most {MAX_POSITIONS}, the model's positions",
+                self.task != "bert" or self.sequence_length <= bert.MAX_POSITIONS,
+                f"at most {bert.MAX_POSITIONS}, the model's positions",
             ),
             (
                 "schedule_warmup",
@@ -113,6 +116,14 @@ class Options:
             ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
         ]
+
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        return {"bert": bert.SIZES, "lm": lm.SIZES}[self.task]
+
+    @property
+    def model_size(self) -> str:
+        """The size of the model, by its name."""
+        return self.size or next(iter(self._sizes()))
 
     def trajectory(self) -> dict[str, Any]:
         """The options that trainings must share to be compared, as JSON holds them."""

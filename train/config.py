@@ -1,16 +1,16 @@
-"""What a pre-training run is: its options, their checks, and the folder that remembers them."""
+"""What all pre-training runs have: options, their checks, and the folder that remembers them."""
 
 import dataclasses
 import json
 import math
 import os
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import optax
+import tyro
 
-from train.bert import schedules
-from train.bert.model import MAX_POSITIONS, SIZES
+from train import schedules
 from train.optimizers import check_names
 
 # Options that leave the trajectory alone, so a run may go on with others.
@@ -31,24 +31,25 @@ _LOCAL = ("out", "coordinator", "process_id")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Pre-trains BERT with each of several optimizers, from one seed and the same batches.
+class RunConfig:
+    """Options of a run of any model; each program has a subclass with those of its own.
 
-    The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the
-    output folder compare the optimizers.
+    Attributes:
+        MODEL: what output folders are called by.
     """
+
+    MODEL: ClassVar[str]
 
     corpus: str | None = None
     """Folder of plain-text files; without it, the language reference that Python carries."""
     heldout: str | None = None
     """Folder of the held-out text; without it, a part of the corpus is held out."""
-    vocab: str | None = None
-    """WordPiece vocab.txt; without it, one is trained on the corpus."""
-    vocab_size: int = 4096
-    """Size of the vocabulary, where one is trained."""
-    size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
+    size: str = ""
     """Size of the model."""
-    optimizer: tuple[str, ...] = ("adam", "onebit_adam")
+    optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
+        "adam",
+        "onebit_adam",
+    )
     """Optimizers to train with, one after another: names of train/optimizers.py."""
     workers: int = 4
     """Data-parallel workers, a device each; on CPUs the devices are simulated."""
@@ -85,12 +86,10 @@ class Config:
     max_grad_norm: float | None = 1.0
     """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
     logged; None: neither."""
-    dropout: float = 0.1
-    """Dropout rate."""
     seed: int = 0
-    """Of parameters, batches and dropout."""
+    """Of all that is random: parameters, batches, dropout."""
     out: str | None = None
-    """Output folder; without it, runs/bert-SIZE."""
+    """Output folder; without it, one in runs/, named after the model and its size."""
     log_every: int = 1
     """Steps between two lines of metrics."""
     checkpoint_every: int = 200
@@ -111,7 +110,7 @@ class Config:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
-        for option, holds, expected in self._requirements():
+        for option, holds, expected in self.requirements():
             if not holds:
                 value = getattr(self, option)
                 raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
@@ -123,19 +122,14 @@ class Config:
                 f"{self.workers} x {self.accumulation}; take {lower or share} or {lower + share}"
             )
 
-    def _requirements(self) -> list[tuple[str, bool, str]]:
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """Options, whether each is in range, and what it must be; a subclass adds its own."""
         names = check_names(self.optimizer)
         fraction = "a number from 0 to below 1"
         at_least_one = "a whole number of at least 1"
         return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
             ("optimizer", names is None, str(names)),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
-            (
-                "sequence_length",
-                self.sequence_length <= MAX_POSITIONS,
-                f"at most {MAX_POSITIONS}, the model's positions",
-            ),
             ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
             (
                 "schedule_warmup",
@@ -154,7 +148,6 @@ class Config:
                 self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
                 "a finite number above 0, or None",
             ),
-            ("dropout", 0 <= self.dropout < 1, fraction),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
             (
                 "processes",
@@ -176,7 +169,7 @@ class Config:
     @property
     def folder(self) -> pathlib.Path:
         """The output folder."""
-        return pathlib.Path(self.out or f"runs/bert-{self.size}")
+        return pathlib.Path(self.out or f"runs/{self.MODEL}-{self.size}")
 
     def learning_rate_schedule(self) -> optax.Schedule:
         """The learning rate as a function of the update count."""
@@ -192,7 +185,7 @@ class Config:
         )
 
 
-def check_folder(config: Config) -> None:
+def check_folder(config: RunConfig) -> None:
     """Checks that the output folder, where there is one, holds a run of the same trajectory.
 
     Raises:
@@ -217,14 +210,14 @@ def check_folder(config: Config) -> None:
             )
 
 
-def write_config(config: Config) -> None:
+def write_config(config: RunConfig) -> None:
     """Writes `config.json` into the output folder, which is made."""
     config.folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_shared(config), indent=2) + "\n"
     (config.folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _shared(config: Config) -> dict[str, Any]:
+def _shared(config: RunConfig) -> dict[str, Any]:
     """The options that all processes of a run have in common, as JSON holds them."""
     options = json.loads(json.dumps(dataclasses.asdict(config)))
     return {option: value for option, value in options.items() if option not in _LOCAL}

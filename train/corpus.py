@@ -69,6 +69,22 @@ def split_heldout(documents: Sequence[Sequence[str]]) -> tuple[list[list[str]], 
     return train, heldout
 
 
+def read_texts(
+    corpus: str | os.PathLike[str] | None, heldout: str | os.PathLike[str] | None
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Reads the documents to train on and those held out.
+
+    Args:
+        corpus: as for `read_corpus`.
+        heldout: a folder of the held-out text; None to hold out a part of the corpus.
+
+    Raises:
+        ValueError: a text is missing or unfit, or too short to hold a part out.
+    """
+    documents = read_corpus(corpus)
+    return split_heldout(documents) if heldout is None else (documents, read_corpus(heldout))
+
+
 def read_utf8(path: pathlib.Path) -> str:
     """Returns the text of a file; a `ValueError` names the file and the first byte not UTF-8."""
     try:

@@ -12,8 +12,8 @@ import numpy as np
 import tensorboardX
 
 from onebit_jax.transforms.phases import PHASES, Phase
-from train.bert.checkpoint import Progress
-from train.bert.config import Config
+from train.checkpoint import Progress
+from train.config import RunConfig
 from train.progress import StepBar
 
 
@@ -30,7 +30,7 @@ class MetricsLog:
     """
 
     def __init__(
-        self, name: str, config: Config, progress: Progress, bytes_sent: Callable[[Phase], int]
+        self, name: str, config: RunConfig, progress: Progress, bytes_sent: Callable[[Phase], int]
     ):
         self.progress = progress
         self._config = config

@@ -193,6 +193,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "onebit_adam": onebit(
         "1-bit Adam", 2e-3, lambda s: onebit_jax.onebit_adam(**_onebit_options(s))
     ),
+    "onebit_adam_8": onebit(
+        "1-bit Adam, warm-up at 8 bits",
+        2e-3,
+        lambda s: onebit_jax.onebit_adam(**_onebit_options(s), warmup_bits=8),
+    ),
+    "onebit_adam_4": onebit(
+        "1-bit Adam, warm-up at 4 bits",
+        2e-3,
+        lambda s: onebit_jax.onebit_adam(**_onebit_options(s), warmup_bits=4),
+    ),
     "onebit_adam_matrices": onebit("1-bit Adam, norms and biases dense", 2e-3, _onebit_matrices),
     "onebit_lamb": onebit(
         "1-bit LAMB", 1e-2, lambda s: onebit_jax.onebit_lamb(**_onebit_options(s))

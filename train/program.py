@@ -1,48 +1,67 @@
-"""Pre-trains BERT with optimizers of `train.optimizers`, and compares them.
-
-    python -m train.bert.pretrain                              # the main job, in runs/bert-tiny
-    python -m train.bert.pretrain --size mini --corpus TEXTS --vocab-size 8192 --steps 2000
-    python -m train.bert.pretrain --optimizer adam signum --learning-rate 3e-4
-    python -m train.bert.pretrain --help
-
-The same command again goes on where it stopped. Of several processes, each runs the command with a
-`--coordinator`, `--processes` and its own `--process-id`.
-"""
+"""What the pre-training programs do: from a command line to a report of the optimizers."""
 
 import contextlib
 import logging
+import pathlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import tyro
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from train.bert import data
-from train.bert.config import Config, check_folder, write_config
-from train.bert.model import BertConfig
-from train.bert.report import write_report
-from train.bert.stop import Stopped, StopRequest
-from train.bert.training import AXIS, Task, make_optimizer, train
+from train.config import RunConfig, check_folder, write_config
+from train.stop import Stopped, StopRequest
+from train.training import AXIS, Task, make_optimizer, train
+
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
+def run(
+    program: str,
+    config_type: type[AnyConfig],
+    make_task: Callable[[AnyConfig], Task],
+    write_report: Callable[[pathlib.Path], tuple[str, pathlib.Path]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs a program.
+
+    Args:
+        program: its module.
+        config_type: its options.
+        make_task: makes of them what is trained; a `ValueError` says what is wrong with the input.
+        write_report: writes the report of an output folder; its text and its picture's path.
+        arguments: the command line's.
+
+    Returns:
+        The exit code: 0, 2 for bad input, 128 + n for signal n.
+    """
     # Orbax reports every step of a save through it.
     logging.getLogger("absl").setLevel(logging.ERROR)
     try:
-        config = tyro.cli(Config, args=arguments, prog="python -m train.bert.pretrain")
-        task = _prepare(config)
+        config = tyro.cli(config_type, args=arguments, prog=f"python -m {program}")
+        # Everything that can be wrong with the input is found out before anything is written.
+        config.check()
+        mesh = _make_mesh(config)
+        task = make_task(config)
+        for name in config.optimizer:
+            make_optimizer(name, config, task.mask)
+        for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
+            try:
+                batches()
+            except ValueError as error:
+                raise ValueError(f"{part} text: {error}") from error
         check_folder(config)
         if jax.process_index() == 0:
             write_config(config)
-            task.corpus.tokenizer.save_vocab(config.folder)
+            task.write_files(config.folder)
         multihost_utils.sync_global_devices("the output folder is there")
         with StopRequest() as stop:
             for name in config.optimizer:
-                train(name, config, task, stop)
+                train(name, config, task, mesh, stop)
         if jax.process_index() == 0:
             text, picture = write_report(config.folder)
             print(text, picture, sep="\n")
@@ -60,27 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _prepare(config: Config) -> Task:
-    """Everything that can be wrong with the input is found out here; nothing is written."""
-    config.check()
-    for name in config.optimizer:
-        make_optimizer(name, config)
-    mesh = _make_mesh(config)
-    corpora = data.load(
-        config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
-    )
-    for part, corpus in zip(("training", "held-out"), corpora, strict=True):
-        try:
-            data.batches(
-                corpus, batch_size=config.batch_size, sequence_length=config.sequence_length
-            )
-        except ValueError as error:
-            raise ValueError(f"{part} text: {error}") from error
-    model = BertConfig.of_size(config.size, corpora[0].tokenizer.vocab_size, config.dropout)
-    return Task(mesh, model, *corpora)
-
-
-def _make_mesh(config: Config) -> Mesh:
+def _make_mesh(config: RunConfig) -> Mesh:
     """Starts JAX on as many devices as there are workers.
 
     Raises:
@@ -111,7 +110,3 @@ def _make_mesh(config: Config) -> Mesh:
         axis_types=(jax.sharding.AxisType.Auto,),
         devices=devices[: config.workers],
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

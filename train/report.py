@@ -1,20 +1,11 @@
-"""The report of a comparison: held-out losses, bytes sent, and one picture of the loss.
-
-`pretrain` writes it at its end. From what the trainings logged it is written again by
-
-    python -m train.bert.report runs/bert-tiny
-
-(the optimizers that have not finished are left out).
-"""
+"""The report of a run: held-out losses, bytes sent, and one picture of the loss."""
 
 import json
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import tyro
 
 from train.optimizers import OPTIMIZERS
 from train.pictures import LossCurve, draw_losses, window
@@ -44,8 +35,32 @@ class Run(NamedTuple):
         return float(np.median(times)) if len(times) else float("nan")
 
 
-def write_report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+class Wording(NamedTuple):
+    """What the report says of a model and of what it is judged on.
+
+    Attributes:
+        program: the module that trains it.
+        title: its name and size, from the run's options.
+        unit: what a sequence consists of.
+        heldout_loss: the entry of `result.json` that optimizers are compared by.
+        held_out: how much was held out, from `result.json`.
+        rows: titles and cells of the rows on held-out text; a cell is told the run, and the first.
+    """
+
+    program: str
+    title: Callable[[dict[str, Any]], str]
+    unit: str
+    heldout_loss: str
+    held_out: Callable[[dict[str, Any]], str]
+    rows: dict[str, Callable[[Run, Run], str]]
+
+
+def write_report(folder: pathlib.Path, wording: Wording) -> tuple[str, pathlib.Path]:
     """Writes `report.md` and `loss.png` for every optimizer that was trained with in `folder`.
+
+    Args:
+        folder: a run's output folder.
+        wording: of its model.
 
     Returns:
         The report's text and the picture's path.
@@ -56,11 +71,11 @@ def write_report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
     runs = [_read_run(folder / name) for name in OPTIMIZERS if (folder / name).is_dir()]
     runs = [run for run in runs if run is not None]
     if not runs:
-        raise ValueError(f"{folder} holds no finished training; run python -m train.bert.pretrain")
+        raise ValueError(f"{folder} holds no finished training; run python -m {wording.program}")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     picture = folder / "loss.png"
-    _draw(runs, config, picture)
-    text = _text(runs, config)
+    _draw(runs, config, wording, picture)
+    text = _text(runs, config, wording)
     (folder / "report.md").write_text(f"{text}\n![loss]({picture.name})\n", encoding="utf-8")
     return text, picture
 
@@ -73,17 +88,16 @@ def _read_run(folder: pathlib.Path) -> Run | None:
     return Run(folder.name, result, [json.loads(line) for line in lines])
 
 
-def _text(runs: list[Run], config: dict[str, Any]) -> str:
+def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
     # What a worker sends in a step that averages gradients at full precision.
     workers = config["workers"]
     dense = 8 * (workers - 1) / workers * runs[0].result["parameters"]
     last = window(len(runs[0].rows))
     phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
     table: dict[str, Callable[[Run], str]] = {
-        "held-out MLM loss, nats a masked token": lambda run: _beside_first(
-            run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
-        ),
-        "held-out NSP loss": lambda run: f"{run.result['heldout_nsp_loss']:.4f}",
+        **{
+            title: lambda run, cell=cell: cell(run, runs[0]) for title, cell in wording.rows.items()
+        },
         f"training loss, mean of the last {last} logged steps": lambda run: (
             f"{np.mean(run.column('loss')[-last:]):.4f}"
         ),
@@ -104,13 +118,13 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
         },
     }
     lines = [
-        f"# BERT {config['size']}, {config['workers']} workers, "
+        f"# {wording.title(config)}, {config['workers']} workers, "
         f"{runs[0].result['parameters']:,} parameters",
         "",
-        f"{config['batch_size']} sequences of {config['sequence_length']} tokens a step, seed "
-        f"{config['seed']}, the same batches for each optimizer. Corpus: "
+        f"{config['batch_size']} sequences of {config['sequence_length']} {wording.unit} a step, "
+        f"seed {config['seed']}, the same batches for each optimizer. Corpus: "
         f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
-        f"{runs[0].result['heldout_masked_tokens']:,} masked tokens.",
+        f"{wording.held_out(runs[0].result)}.",
         "",
         "| | " + " | ".join(run.label for run in runs) + " |",
         "|---" * (len(runs) + 1) + "|",
@@ -125,7 +139,8 @@ def _text(runs: list[Run], config: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _beside_first(value: float, first: float) -> str:
+def beside_first(value: float, first: float) -> str:
+    """A loss, and by how much it differs from the first optimizer's."""
     return f"{value:.4f}" if value == first else f"{value:.4f} ({value / first - 1:+.2%})"
 
 
@@ -156,11 +171,11 @@ def _total_cell(run: Run, dense: float) -> str:
     return f"{cell} ({sent / of_dense:.1%} of dense)" if sent < of_dense else cell
 
 
-def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
+def _draw(runs: list[Run], config: dict[str, Any], wording: Wording, path: pathlib.Path) -> None:
     curves = [
         LossCurve(
             run.label,
-            run.result["heldout_mlm_loss"],
+            run.result[wording.heldout_loss],
             run.column("step"),
             run.column("loss"),
             run.column("bytes_sent"),
@@ -169,24 +184,7 @@ def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
         for run in runs
     ]
     title = (
-        f"BERT {config['size']} on {config['workers']} workers, {runs[0].result['steps']:,} steps "
-        f"of {config['batch_size']} sequences of {config['sequence_length']} tokens"
+        f"{wording.title(config)} on {config['workers']} workers, {runs[0].result['steps']:,} "
+        f"steps of {config['batch_size']} sequences of {config['sequence_length']} {wording.unit}"
     )
     draw_losses(curves, title, path)
-
-
-def main() -> int:
-    """Writes the report of a folder again; exit code 2 if there is nothing to report."""
-    folder = tyro.cli(tyro.conf.Positional[pathlib.Path], prog="python -m train.bert.report")
-    try:
-        text, picture = write_report(folder)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(text)
-    print(picture)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,33 +2,44 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import grain
 import numpy as np
 
-Example = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
+
+
+class Examples(NamedTuple):
+    """What there is to train on in an epoch.
+
+    Attributes:
+        make: makes an example from its number and a generator of its own.
+        count: how many there are.
+        sequence_length: tokens in each.
+    """
+
+    make: Callable[[int, np.random.Generator], Arrays]
+    count: int
+    sequence_length: int
 
 
 def stream(
-    make_example: Callable[[int, np.random.Generator], Example],
-    count: int,
+    examples: Examples,
     *,
     batch_size: int,
-    sequence_length: int,
-    seed: int,
-    process_index: int,
-    process_count: int,
-) -> grain.DatasetIterator[Example]:
+    seed: int = 0,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.DatasetIterator[Arrays]:
     """Returns one process's shares of the endless global batches.
 
     Examples are shuffled anew each epoch. The global batch depends on the seed alone: the
     processes' batches, joined in the order of `process_index`, are the batch of a single process.
 
     Args:
-        make_example: makes an example from its number and a generator of its own.
-        count: how many examples an epoch has.
+        examples: what there is.
         batch_size: the global batch's examples; each process yields its equal share of them.
-        sequence_length: tokens in an example.
         seed: of the order and of the generators; 0 to 2**32 - 1.
         process_index: which process this is, from 0.
         process_count: the number of processes.
@@ -48,18 +59,18 @@ def stream(
         batch_size,
         f"a positive multiple of process_count, which is {process_count}",
     )
-    if count < batch_size:
+    if examples.count < batch_size:
         raise ValueError(
-            f"the corpus gives {count} sequences of {sequence_length} tokens, less than one batch: "
-            f"batch_size is {batch_size}; give more text or a smaller batch"
+            f"the corpus gives {examples.count} sequences of {examples.sequence_length} tokens, "
+            f"less than one batch: batch_size is {batch_size}; give more text or a smaller batch"
         )
     # Batched by shares before slicing, so that share k of process p belongs to global batch k.
     shares = (
-        grain.MapDataset.range(count)
+        grain.MapDataset.range(examples.count)
         .seed(seed)
         .shuffle()
         .repeat()
-        .random_map(make_example)
+        .random_map(examples.make)
         .batch(batch_size // process_count)
     )
     # Arrays in memory: threads would only fight the training loop for the interpreter's lock.
@@ -68,15 +79,22 @@ def stream(
 
 
 def first_batches(
-    batches: Iterator[Example], count: int, *, batch_size: int, max_batches: int
-) -> Iterator[Example]:
-    """Returns the first whole batches of a stream, within one epoch of `count` examples.
+    examples: Examples, *, batch_size: int, max_batches: int, **options: int
+) -> Iterator[Arrays]:
+    """Returns at most the first `max_batches` whole batches of a stream, within one epoch.
+
+    Args:
+        examples: what there is.
+        batch_size: as for `stream`.
+        max_batches: how many batches at most, 1 or more.
+        **options: as for `stream`.
 
     Raises:
-        ValueError: `max_batches` is below 1.
+        ValueError: as for `stream`, or `max_batches` is below 1.
     """
     check(max_batches >= 1, "max_batches", max_batches, "at least 1")
-    return itertools.islice(batches, min(max_batches, count // batch_size))
+    batches = stream(examples, batch_size=batch_size, **options)
+    return itertools.islice(batches, min(max_batches, examples.count // batch_size))
 
 
 def check(holds: bool, name: str, value: int, expected: str) -> None:

@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from onebit_jax import wire
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.phases import Phase
-from train.bert import data, schedules
+from train import schedules
+from train.bert import data
 from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
-from train.bert.training import heldout_losses
+from train.bert.evaluation import heldout_losses
 from train.compare_options import Options
 from train.optimizers import OPTIMIZERS, Setting
 from train.progress import StepBar
@@ -71,7 +72,7 @@ def bert(options: Options, workers: Workers) -> Task:
     stream = itertools.islice(data.batches(corpus, **shape), options.steps)
     batches = [shares(batch, options.workers) for batch in stream]
     judged_on = list(data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches))
-    model = BertConfig.of_size(options.size, corpus.tokenizer.vocab_size, options.dropout)
+    model = BertConfig.of_size(options.model_size, corpus.tokenizer.vocab_size, options.dropout)
     gradients = worker_gradients(pretraining_loss(model), options.max_grad_norm)
     judge = jax.jit(pretraining_loss(model, train=False))
     return Task(
@@ -81,6 +82,36 @@ def bert(options: Options, workers: Workers) -> Task:
         batches,
         lambda params: heldout_losses(judge, params, judged_on)["heldout_mlm_loss"],
         decay_mask,
+    )
+
+
+def lm(options: Options, workers: Workers) -> Task:
+    """A byte-level language model's pre-training.
+
+    Raises:
+        ValueError: there is no such text, or not enough of it.
+    """
+    text, heldout = lm_data.load(options.corpus, options.heldout)
+    shape: Any = {
+        "batch_size": options.batch_size,
+        "sequence_length": options.sequence_length,
+        "seed": options.seed,
+    }
+    stream = itertools.islice(lm_data.batches(text, **shape), options.steps)
+    batches = [shares(batch, options.workers) for batch in stream]
+    judged_on = list(
+        lm_data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches)
+    )
+    model = LMConfig.of_size(options.model_size)
+    loss_fn = next_token_loss(model)
+    judge = jax.jit(loss_fn)
+    return Task(
+        lm_model.init_params(model, options.seed),
+        workers,
+        jax.jit(workers.map(worker_gradients(loss_fn, options.max_grad_norm))),
+        batches,
+        lambda params: lm_heldout_losses(judge, params, judged_on)["heldout_loss"],
+        lm_model.decay_mask,
     )
 
 

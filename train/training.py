@@ -2,12 +2,12 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import grain
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,28 +16,42 @@ import onebit_jax
 from onebit_jax import wire
 from onebit_jax.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
-from train.bert import data
-from train.bert.checkpoint import Checkpoints, Progress, abstract
-from train.bert.config import Config
-from train.bert.metrics import MetricsLog
-from train.bert.model import BertConfig, Losses, decay_mask, init_params, pretraining_loss
-from train.bert.stop import Stopped, StopRequest
+from train.checkpoint import Checkpoints, Progress, abstract
+from train.config import RunConfig
+from train.metrics import MetricsLog
 from train.optimizers import OPTIMIZERS, Setting
 from train.progress import announced
+from train.stop import Stopped, StopRequest
+from train.stream import Arrays
 
 AXIS = "data"
 
 
 class Task(NamedTuple):
-    """What all optimizers of a comparison share."""
+    """What all optimizers of a comparison share: a model, and what it is trained and judged on.
 
-    mesh: Mesh
-    model: BertConfig
-    corpus: data.TokenizedCorpus
-    heldout: data.TokenizedCorpus
+    Attributes:
+        init: draws the parameters.
+        loss_fn: as for `onebit_jax.train_step`, with metrics.
+        mask: which parameters are decayed.
+        batches: this process's shares of all batches, without end, from the first.
+        heldout_batches: this process's shares of the held-out batches.
+        judge: what `result.json` says of parameters on these, as arrays on the mesh.
+        write_files: writes what else belongs into the output folder.
+    """
+
+    init: Callable[[], Any]
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, Any]]
+    mask: Callable[[Any], Any]
+    batches: Callable[[], grain.DatasetIterator[Arrays]]
+    heldout_batches: Callable[[], Iterator[Arrays]]
+    judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
+    write_files: Callable[[pathlib.Path], None] = lambda folder: None
 
 
-def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
+def make_optimizer(
+    name: str, config: RunConfig, mask: Callable[[Any], Any]
+) -> optax.GradientTransformation:
     """The optimizer that `name` stands for.
 
     Raises:
@@ -55,12 +69,12 @@ def make_optimizer(name: str, config: Config) -> optax.GradientTransformation:
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=decay_mask,
+        mask=mask,
     )
     return OPTIMIZERS[name].make(setting)
 
 
-def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
+def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopRequest) -> None:
     """Trains to the last step, unless that was done before, and writes `result.json`.
 
     Raises:
@@ -73,9 +87,11 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
     if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
         return
 
-    train_step, params, opt_state = _start(name, config, task, lambda phase: log.compiling(phase))
-    batches = _batches(config, task)
-    shapes = abstract((params, opt_state, next(_heldout_batches(config, task))))
+    train_step, params, opt_state = _start(
+        name, config, task, mesh, lambda phase: log.compiling(phase)
+    )
+    batches = task.batches()
+    shapes = abstract((params, opt_state, next(_heldout_batches(task, mesh))))
 
     phased = bool(progress_of(opt_state))
 
@@ -84,7 +100,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
         of_step = phase if phased else None
         # To be read, a program is compiled once more.
         log.compiling(of_step)
-        return wire.collectives(train_step.lower(*shapes, phase=of_step).compile(), task.mesh)
+        return wire.collectives(train_step.lower(*shapes, phase=of_step).compile(), mesh)
 
     def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))
@@ -101,7 +117,7 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
             for step in range(progress.step, config.steps):
                 done = step + 1
                 saving = done == config.steps or done % config.checkpoint_every == 0
-                batch = _to_mesh(next(batches), task.mesh)
+                batch = _to_mesh(next(batches), mesh)
                 phase = "sync" if saving and _takes_local_steps(name, config, step) else None
                 params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
                 log.dispatched(step, metrics)
@@ -116,9 +132,8 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
                     raise Stopped(name, done)
 
     phases = _phases(name, config, progress)
-    loss_fn = jax.jit(pretraining_loss(task.model, train=False))
     result = asked | {
-        **heldout_losses(loss_fn, params, _heldout_batches(config, task)),
+        **task.judge(params, _heldout_batches(task, mesh)),
         "parameters": sum(x.size for x in jax.tree.leaves(params)),
         "frozen_at": progress.frozen_at,
         "seconds": progress.seconds,
@@ -131,37 +146,37 @@ def train(name: str, config: Config, task: Task, stop: StopRequest) -> None:
 
 
 def _start(
-    name: str, config: Config, task: Task, compiling: Callable[[Phase | None], None]
+    name: str,
+    config: RunConfig,
+    task: Task,
+    mesh: Mesh,
+    compiling: Callable[[Phase | None], None],
 ) -> tuple[onebit_jax.TrainStep, Any, Any]:
     """The training step, and parameters and optimizer state before the first one.
 
     `compiling` is told for which phase the step is compiled, when it is.
     """
-    optimizer = make_optimizer(name, config)
-    init = jax.jit(
-        functools.partial(init_params, task.model, config.seed),
-        out_shardings=NamedSharding(task.mesh, P()),
-    )
-    params = init()
-    opt_state = onebit_jax.init(optimizer, params, task.mesh)
-    loss_fn, optimizer = announced(pretraining_loss(task.model), optimizer, compiling)
+    optimizer = make_optimizer(name, config, task.mask)
+    params = jax.jit(task.init, out_shardings=NamedSharding(mesh, P()))()
+    opt_state = onebit_jax.init(optimizer, params, mesh)
+    loss_fn, optimizer = announced(task.loss_fn, optimizer, compiling)
     train_step = onebit_jax.train_step(
         loss_fn,
         optimizer,
-        task.mesh,
+        mesh,
         accumulation=config.accumulation,
         max_grad_norm=config.max_grad_norm,
     )
     return train_step, params, opt_state
 
 
-def _takes_local_steps(name: str, config: Config, step: int) -> bool:
+def _takes_local_steps(name: str, config: RunConfig, step: int) -> bool:
     """Whether step `step` may be local; where a run can go on from, workers must have met."""
     warmup = config.warmup
     return OPTIMIZERS[name].local_steps and warmup != "auto" and step >= warmup
 
 
-def _phases(name: str, config: Config, progress: Progress) -> list[Phase]:
+def _phases(name: str, config: RunConfig, progress: Progress) -> list[Phase]:
     """The phases of a finished run, in the order of their first steps."""
     warmup = config.warmup
     if warmup == "auto":
@@ -170,45 +185,7 @@ def _phases(name: str, config: Config, progress: Progress) -> list[Phase]:
     return list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
 
 
-def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
-    params: Any,
-    batches: Iterable[Mapping[str, Any]],
-) -> dict[str, float]:
-    """Mean held-out losses: of a masked token, and of a next-sentence label.
-
-    Args:
-        loss_fn: from `pretraining_loss`, without dropout, jitted.
-        params: the model's parameters.
-        batches: from `data.evaluation_batches`.
-    """
-    mlm_loss, nsp_loss, masked, count = 0.0, 0.0, 0.0, 0
-    for batch in batches:
-        _, losses = loss_fn(params, batch)
-        weight = float(batch["masked_weights"].sum())
-        mlm_loss += weight * float(losses["mlm_loss"])
-        nsp_loss += float(losses["nsp_loss"])
-        masked += weight
-        count += 1
-    return {
-        "heldout_mlm_loss": mlm_loss / masked,
-        "heldout_nsp_loss": nsp_loss / count,
-        "heldout_masked_tokens": int(masked),
-    }
-
-
-def _batches(config: Config, task: Task) -> grain.DatasetIterator[dict[str, np.ndarray]]:
-    return data.batches(
-        task.corpus,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-
-
-def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+def _to_mesh(batch: Arrays, mesh: Mesh) -> dict[str, jax.Array]:
     sharding = NamedSharding(mesh, P(AXIS))
     return {
         name: jax.make_array_from_process_local_data(sharding, array)
@@ -216,14 +193,5 @@ def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     }
 
 
-def _heldout_batches(config: Config, task: Task) -> Iterator[dict[str, jax.Array]]:
-    batches = data.evaluation_batches(
-        task.heldout,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        seed=config.seed,
-        max_batches=config.eval_batches,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-    return (_to_mesh(batch, task.mesh) for batch in batches)
+def _heldout_batches(task: Task, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:
+    return (_to_mesh(batch, mesh) for batch in task.heldout_batches())

@@ -23,7 +23,7 @@ its residual will be (:meth:`BoundExchange.lent`).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,8 @@ class Exchange:
       bucket_bytes: the most that one collective carries from a worker to another; None for all in
         one, ``"auto"`` for all in one but between CPU hosts.
       fused: whether the whole tree is one block, with one scale; else every tensor is one.
-      warmup_bits: per value of a warm-up's mean gradients: 32, or 8 or 4 with residuals of its own.
+      warmup_bits: per value of a warm-up's mean gradients: 32 or None for full precision; 8 or 4,
+        with residuals of its own.
 
     Raises:
       ValueError: for an option that it has not.
@@ -67,14 +68,20 @@ class Exchange:
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
     fused: bool = False
-    warmup_bits: int = 32
+    warmup_bits: int | None = None
 
     def __post_init__(self):
-        validation.check_bits("warmup_bits", self.warmup_bits, (4, 8, 32))
+        if self.warmup_bits is not None:
+            validation.check_bits("warmup_bits", self.warmup_bits, (4, 8, 32))
         validation.check_scale(self.scale)
         validation.check_residual_dtype(self.residual_dtype)
         validation.check_local_dtype(self.local_dtype, self.axis_name)
         validation.check_bucket_bytes(self.bucket_bytes)
+
+    @property
+    def quantized_warmup(self) -> bool:
+        """Whether a warm-up's gradients are not averaged at full precision."""
+        return self.warmup_bits not in (None, 32)
 
     def over(self, tree: Any) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.
@@ -117,14 +124,12 @@ class BoundExchange(Parts):
             ),
             packed=row if compressed else jnp.zeros((*nodes, 1), jnp.uint8),
             residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
-            warmup=() if self.how.warmup_bits == 32 else self._quantized().init(),
+            warmup=self._quantized().init() if self.how.quantized_warmup else (),
         )
 
     def _quantized(self) -> BoundQuantizedExchange:
-        how = self.how
-        quantized = QuantizedExchange(
-            how.axis_name, how.warmup_bits, how.local_dtype, how.bucket_bytes
-        )
+        how, bits = self.how, cast(int, self.how.warmup_bits)
+        quantized = QuantizedExchange(how.axis_name, bits, how.local_dtype, how.bucket_bytes)
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self._shapes]
         return BoundQuantizedExchange(quantized, self.axes, shapes)
 
@@ -166,7 +171,7 @@ class BoundExchange(Parts):
 
         The state, which has the residuals of that, stays as it is where ``when`` is false.
         """
-        if self.how.warmup_bits == 32:
+        if not self.how.quantized_warmup:
             return self.dense_mean(list(grads)), state
         means, kept = self._quantized().mean(list(grads), state.warmup, when=when)
         return means, state._replace(warmup=kept)

@@ -168,13 +168,19 @@ class BoundQuantizedExchange:
         )
 
     def mean(
-        self, tree: Any, state: QuantizedState, *, when: jax.typing.ArrayLike = True
+        self,
+        tree: Any,
+        state: QuantizedState,
+        *,
+        residual_decay: jax.typing.ArrayLike = 1.0,
+        when: jax.typing.ArrayLike = True,
     ) -> tuple[Any, QuantizedState]:
         """Averages the workers' trees; the result is the same on all of them, bit for bit.
 
         Args:
           tree: a worker's own values.
-          state: what the last call returned.
+          state: what the last call returned. Its residuals are added to the values.
+          residual_decay: what the workers' are multiplied with before.
           when: where false, the state stays as it is; the same on all workers.
 
         Returns:
@@ -184,7 +190,7 @@ class BoundQuantizedExchange:
             values = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
             return lax.pmean(values, self.axes.names), state
         node = self.axes.node
-        c = self._own_shard(tree) + state.worker_residual.value[0]
+        c = self._own_shard(tree) + residual_decay * state.worker_residual.value[0]
         rows, e = self._compress(c)
         buckets = (self.how.bucket_bytes, node)
         to_serve = in_buckets(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), rows, *buckets)

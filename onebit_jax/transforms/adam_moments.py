@@ -33,7 +33,7 @@ def update_moments(
       grads: the worker's own, one for each tensor.
       when: where false, state and ``v`` stay; the same on all workers.
     """
-    averaged = exchange.how.warmup_bits < 32
+    averaged = exchange.how.quantized_warmup
     if averaged:
         grads, state = exchange.warmup_mean(grads, state, when)
 

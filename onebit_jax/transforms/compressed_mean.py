@@ -40,11 +40,14 @@ class CompressedMeanState(NamedTuple):
         return {"phase": jnp.int32(PHASES.index("compression")), **self.exchange.metrics()}
 
 
-def _averaged(exchange: BoundExchange | BoundQuantizedExchange, tree: Any, state: Any) -> Any:
+def _averaged(
+    exchange: BoundExchange | BoundQuantizedExchange, tree: Any, state: Any, residual_decay: float
+) -> Any:
     """The mean over the workers, float32, and the exchange's next state."""
     if isinstance(exchange, BoundQuantizedExchange):
-        return exchange.mean(tree, state)
-    state = exchange.all_reduce(exchange.local_mean(tree), state)
+        return exchange.mean(tree, state, residual_decay=residual_decay)
+    parts = exchange.local_mean(tree)
+    state = exchange.all_reduce(parts, state, residual_decay=residual_decay)
     return exchange.mean(state), state
 
 
@@ -67,6 +70,7 @@ def compressed_mean(
     *,
     scale: ec1.Scale = "rms",
     residual_dtype: ResidualDtype = "float32",
+    residual_decay: float = 1.0,
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,6 +121,8 @@ def compressed_mean(
         (mean absolute value, which leaves the smallest residual).
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
         which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
+      residual_decay: what a worker's residual is multiplied with before it is added to its next
+        gradient, in [0, 1]; 1 loses nothing of what is left out.
       local_dtype: in the hierarchical form, what gradients are averaged in within a node:
         ``"float32"``, or ``"bfloat16"`` for half the bytes there.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
@@ -161,6 +167,7 @@ def compressed_mean(
       gradients that are compressed.
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
+    validation.check_share("residual_decay", residual_decay)
     one_bit = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
     if bits > 1 and (scale, residual_dtype) != ("rms", "float32"):
         raise ValueError(
@@ -192,7 +199,7 @@ def compressed_mean(
         del params, extra_args
         exchange, kept = over(updates), cast(CompressedMeanState, state).exchange
         _check_same_layout(exchange, kept)
-        mean, kept = _averaged(exchange, updates, kept)
+        mean, kept = _averaged(exchange, updates, kept, residual_decay)
         mean = jax.tree.map(lambda u, g: u.astype(g.dtype), mean, updates)
         return mean, CompressedMeanState(kept)
 

@@ -12,7 +12,7 @@ from onebit_jax.collectives import majority
 from onebit_jax.collectives.axes import bound_axis_size
 from onebit_jax.collectives.in_place import materialize
 from onebit_jax.collectives.layout import Block
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.phases import PHASES
 
 Aggregation = Literal["majority", "mean"]
@@ -63,7 +63,7 @@ def scale_by_distributed_lion(
     ) -> tuple[optax.Updates, ScaleByDistributedLionState]:
         del params
         state = cast(ScaleByDistributedLionState, state)
-        validation.check_same_tree(updates, jax.tree.map(lambda m: m[0], state.momentum.value))
+        validation.check_same_tree(updates, own(state.momentum))
         grads, tree = jax.tree.flatten(updates)
         m = jax.tree.leaves(state.momentum)
         workers = bound_axis_size(axis_name)

@@ -36,7 +36,7 @@ def scale_by_onebit_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
-    warmup_bits: int = 32,
+    warmup_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -75,7 +75,7 @@ def onebit_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
-    warmup_bits: int = 32,
+    warmup_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
@@ -141,9 +141,10 @@ def onebit_adam(
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
         128; None for all in one. ``"auto"`` is what is measured to pay (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
-      warmup_bits: per value of the gradients that a warm-up update averages: 32, float32; 8 or 4,
-        with error feedback and a scale per 256 values (:mod:`onebit_jax.collectives.quantized`),
-        for ``4 + 4/n`` bytes per parameter more of state.
+      warmup_bits: per value of the gradients that a warm-up update averages: 32, float32, the
+        default; 8 or 4, with error feedback and a scale per 256 values
+        (:mod:`onebit_jax.collectives.quantized`), for ``4 + 4/n`` bytes per parameter more of
+        state.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.transforms import phases
@@ -153,7 +154,8 @@ def direction(
     compressed = state.progress.phase == PHASES.index("compression")
 
     def m_in_residuals_place() -> Any:
-        return exchange.scatter([x[0].astype(jnp.float32) for x in exchange.lent(state.exchange)])
+        m = equal_on_all_workers(exchange.lent(state.exchange))
+        return exchange.scatter([x[0].astype(jnp.float32) for x in m])
 
     if phase == "compression":
         m = exchange.mean(state.exchange)

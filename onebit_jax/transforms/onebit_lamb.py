@@ -43,7 +43,7 @@ def scale_by_onebit_lamb(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
-    warmup_bits: int = 32,
+    warmup_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
@@ -97,7 +97,7 @@ def onebit_lamb(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
-    warmup_bits: int = 32,
+    warmup_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from onebit_jax.markers import PerWorker, is_per_worker
+from onebit_jax.markers import PerWorker, is_per_worker, own
 
 
 def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -52,8 +52,7 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
     def update(
         updates: optax.Updates, state: PerWorker, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, PerWorker]:
-        own = jax.tree.map(lambda x: x[0], state.value)
-        updates, own = inner.update(updates, own, params, **extra_args)
-        return updates, PerWorker(jax.tree.map(lambda x: x[None], own))
+        updates, new = inner.update(updates, own(state), params, **extra_args)
+        return updates, PerWorker(jax.tree.map(lambda x: x[None], new))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -46,7 +46,7 @@ def zero_one_adam(
     residual_dtype: ResidualDtype = "float32",
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
-    warmup_bits: int = 32,
+    warmup_bits: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 

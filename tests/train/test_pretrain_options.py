@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from train.bert import pretrain, schedules
-from train.bert.config import Config, check_folder, write_config
+from train import schedules
+from train.bert import pretrain
+from train.bert.config import Config
+from train.config import check_folder, write_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12

@@ -1,230 +1,40 @@
-"""What a pre-training run is: its options, their checks, and the folder that remembers them."""
+"""The options of a pre-training of BERT, and their checks."""
 
 import dataclasses
-import json
-import math
-import os
-import pathlib
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-import optax
-
-from train.bert import schedules
 from train.bert.model import MAX_POSITIONS, SIZES
-from train.optimizers import check_names
-
-# Options that leave the trajectory alone, so a run may go on with others.
-_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches")
-_COUNTS = (
-    "workers",
-    "batch_size",
-    "accumulation",
-    "steps",
-    "decay_every",
-    "log_every",
-    "checkpoint_every",
-    "eval_batches",
-    "processes",
-)
-# Options of one process or one start rather than of the run.
-_LOCAL = ("out", "coordinator", "process_id")
+from train.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(RunConfig):
     """Pre-trains BERT with each of several optimizers, from one seed and the same batches.
 
     The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the
     output folder compare the optimizers.
     """
 
-    corpus: str | None = None
-    """Folder of plain-text files; without it, the language reference that Python carries."""
-    heldout: str | None = None
-    """Folder of the held-out text; without it, a part of the corpus is held out."""
+    MODEL: ClassVar[str] = "bert"
+
+    size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
+    """Size of the model."""
     vocab: str | None = None
     """WordPiece vocab.txt; without it, one is trained on the corpus."""
     vocab_size: int = 4096
     """Size of the vocabulary, where one is trained."""
-    size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
-    """Size of the model."""
-    optimizer: tuple[str, ...] = ("adam", "onebit_adam")
-    """Optimizers to train with, one after another: names of train/optimizers.py."""
-    workers: int = 4
-    """Data-parallel workers, a device each; on CPUs the devices are simulated."""
-    batch_size: int = 32
-    """Sequences in a step, over all workers."""
-    accumulation: int = 1
-    """Microbatches that a worker's share of a step is cut into."""
-    sequence_length: int = 64
-    """Tokens in a sequence."""
-    steps: int = 800
-    """Optimizer steps."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
-    schedule: Literal["exponential", "cosine"] = "cosine"
-    """What follows the learning rate's warm-up: decay-rate every decay-every steps, or a cosine to
-    0 at the last step."""
-    schedule_warmup: int = 80
-    """Steps over which the learning rate rises linearly to its peak."""
-    decay_rate: float = 0.99
-    """Factor of the exponential schedule."""
-    decay_every: int = 520
-    """Steps between two factors of the exponential schedule."""
-    warmup: int | Literal["auto"] = 200
-    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
-    b1: float = 0.9
-    """Decay of the momentum."""
-    b2: float = 0.999
-    """Decay of the variance."""
-    eps: float = 1e-8
-    """Added to the variance's root."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, on all but biases and LayerNorms."""
-    max_grad_norm: float | None = 1.0
-    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
-    logged; None: neither."""
     dropout: float = 0.1
     """Dropout rate."""
-    seed: int = 0
-    """Of parameters, batches and dropout."""
-    out: str | None = None
-    """Output folder; without it, runs/bert-SIZE."""
-    log_every: int = 1
-    """Steps between two lines of metrics."""
-    checkpoint_every: int = 200
-    """Steps between two checkpoints."""
-    eval_batches: int = 64
-    """Held-out batches to evaluate on, at most."""
-    coordinator: str | None = None
-    """For a run of several processes: HOST:PORT of process 0, or auto where JAX finds the cluster
-    itself (Slurm, Open MPI, Cloud TPU)."""
-    processes: int = 1
-    """How many processes, with a coordinator HOST:PORT."""
-    process_id: int = 0
-    """Which of them this one is, from 0."""
 
-    def check(self) -> None:
-        """Checks all options. Not done on construction, where tyro would print its own message.
-
-        Raises:
-            ValueError: one is out of range, or the batch does not divide among the workers.
-        """
-        for option, holds, expected in self._requirements():
-            if not holds:
-                value = getattr(self, option)
-                raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
-        share = self.workers * self.accumulation
-        if self.batch_size % share:
-            lower = self.batch_size - self.batch_size % share
-            raise ValueError(
-                f"--batch-size {self.batch_size}: not divisible by workers x accumulation = "
-                f"{self.workers} x {self.accumulation}; take {lower or share} or {lower + share}"
-            )
-
-    def _requirements(self) -> list[tuple[str, bool, str]]:
-        names = check_names(self.optimizer)
-        fraction = "a number from 0 to below 1"
-        at_least_one = "a whole number of at least 1"
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """As those of all runs, and BERT's own."""
         return [
             ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            ("optimizer", names is None, str(names)),
-            *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            *super().requirements(),
             (
                 "sequence_length",
                 self.sequence_length <= MAX_POSITIONS,
                 f"at most {MAX_POSITIONS}, the model's positions",
             ),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
-            (
-                "schedule_warmup",
-                0 <= self.schedule_warmup < self.steps,
-                f"0 or more, and fewer than --steps {self.steps}",
-            ),
-            ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
-            ("decay_rate", 0 < self.decay_rate <= 1, "a number above 0, at most 1"),
-            ("warmup", self.warmup == "auto" or self.warmup >= 1, f"{at_least_one}, or auto"),
-            ("b1", 0 <= self.b1 < 1, fraction),
-            ("b2", 0 <= self.b2 < 1, fraction),
-            ("eps", 0 < self.eps < math.inf, "a finite number above 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
-            (
-                "max_grad_norm",
-                self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
-                "a finite number above 0, or None",
-            ),
-            ("dropout", 0 <= self.dropout < 1, fraction),
-            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
-            (
-                "processes",
-                self.processes == 1 or self.coordinator not in (None, "auto"),
-                "1 without a --coordinator HOST:PORT",
-            ),
-            (
-                "workers",
-                self.workers % self.processes == 0,
-                f"a multiple of --processes {self.processes}",
-            ),
-            (
-                "process_id",
-                0 <= self.process_id < self.processes,
-                f"0 to {self.processes - 1}, with --processes {self.processes}",
-            ),
+            ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
         ]
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The output folder."""
-        return pathlib.Path(self.out or f"runs/bert-{self.size}")
-
-    def learning_rate_schedule(self) -> optax.Schedule:
-        """The learning rate as a function of the update count."""
-        if self.schedule == "cosine":
-            return schedules.cosine(
-                self.learning_rate, warmup=self.schedule_warmup, steps=self.steps
-            )
-        return schedules.exponential(
-            self.learning_rate,
-            warmup=self.schedule_warmup,
-            rate=self.decay_rate,
-            every=self.decay_every,
-        )
-
-
-def check_folder(config: Config) -> None:
-    """Checks that the output folder, where there is one, holds a run of the same trajectory.
-
-    Raises:
-        ValueError: an option that decides the trajectory differs, or the folder is something else.
-    """
-    path = config.folder / "config.json"
-    if not path.exists():
-        if config.folder.exists() and (not config.folder.is_dir() or os.listdir(config.folder)):
-            raise ValueError(
-                f"--out {config.folder}: exists and is no run of this program; give another folder"
-            )
-        return
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    free = _FREE
-    if config.schedule == "exponential":
-        free += ("steps",)  # its learning rates do not depend on how many will follow
-    for option, value in _shared(config).items():
-        if option not in free and earlier.get(option) != value:
-            raise ValueError(
-                f"--out {config.folder}: holds a run with --{option.replace('_', '-')} "
-                f"{earlier.get(option)}, this one has {value}; give the same, or another --out"
-            )
-
-
-def write_config(config: Config) -> None:
-    """Writes `config.json` into the output folder, which is made."""
-    config.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_shared(config), indent=2) + "\n"
-    (config.folder / "config.json").write_text(text, encoding="utf-8")
-
-
-def _shared(config: Config) -> dict[str, Any]:
-    """The options that all processes of a run have in common, as JSON holds them."""
-    options = json.loads(json.dumps(dataclasses.asdict(config)))
-    return {option: value for option, value in options.items() if option not in _LOCAL}

@@ -21,13 +21,14 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
-from train.corpus import read_corpus, split_heldout
 from train.bert.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceTokenizer,
     load_tokenizer,
     train_tokenizer,
 )
+from train.corpus import read_corpus, read_texts, split_heldout
+from train.stream import Examples, check, first_batches, stream
 
 __all__ = [
     "TokenizedCorpus",
@@ -116,11 +117,7 @@ def load(
     Raises:
         ValueError: a text or the vocabulary is missing or unfit.
     """
-    documents = read_corpus(corpus)
-    if heldout is None:
-        documents, judged_on = split_heldout(documents)
-    else:
-        judged_on = read_corpus(heldout)
+    documents, judged_on = read_texts(corpus, heldout)
     tokenizer = train_tokenizer(documents, vocab_size) if vocab is None else load_tokenizer(vocab)
     return tokenize(documents, tokenizer), tokenize(judged_on, tokenizer)
 
@@ -164,13 +161,9 @@ def batches(
         ValueError: an option is out of range, `batch_size` is not divisible by `process_count`, or
             the corpus does not fill one batch.
     """
-    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
-    make_example = _ExampleMaker(corpus, sequence_length)
     return stream(
-        make_example,
-        len(make_example.chunks),
+        _examples(corpus, sequence_length),
         batch_size=batch_size,
-        sequence_length=sequence_length,
         seed=seed,
         process_index=process_index,
         process_count=process_count,
@@ -207,11 +200,20 @@ def evaluation_batches(
     Raises:
         ValueError: as for `batches`, or `max_batches` is below 1.
     """
-    _check(max_batches >= 1, "max_batches", max_batches, "at least 1")
-    stream, per_epoch = _stream(
-        corpus, batch_size, sequence_length, seed, process_index, process_count
+    return first_batches(
+        _examples(corpus, sequence_length),
+        batch_size=batch_size,
+        max_batches=max_batches,
+        seed=seed,
+        process_index=process_index,
+        process_count=process_count,
     )
-    return itertools.islice(stream, min(max_batches, per_epoch))
+
+
+def _examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
+    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
+    make = _ExampleMaker(corpus, sequence_length)
+    return Examples(make, len(make.chunks), sequence_length)
 
 
 class _ExampleMaker:

@@ -1,4 +1,4 @@
-"""The report of a comparison: held-out losses, bytes sent, and one picture of the loss.
+"""The report of a run, as a pre-training of BERT writes it.
 
 `pretrain` writes it at its end. From what the trainings logged it is written again by
 
@@ -7,172 +7,32 @@
 (the optimizers that have not finished are left out).
 """
 
-import json
 import pathlib
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
-import numpy as np
 import tyro
 
-from train.optimizers import OPTIMIZERS
-from train.pictures import LossCurve, draw_losses, window
+from train import report
+from train.report import Wording, beside_first
 
-
-class Run(NamedTuple):
-    """A finished training with one optimizer: `result.json` and the lines of `metrics.jsonl`."""
-
-    name: str
-    result: dict[str, Any]
-    rows: list[dict[str, Any]]
-
-    @property
-    def label(self) -> str:
-        """The optimizer's name for readers."""
-        return OPTIMIZERS[self.name].label
-
-    def column(self, key: str) -> np.ndarray:
-        """One of the metrics at every logged step: float64, NaN where it was not finite."""
-        return np.array([row[key] for row in self.rows], dtype=np.float64)
-
-    def seconds_a_step(self, phase: str) -> float:
-        """Median over the steps of a phase, so that compiling and pauses do not count."""
-        inside = np.array([row["phase"] == phase for row in self.rows])
-        pairs = inside[1:] & inside[:-1]
-        times = np.diff(self.column("seconds"))[pairs] / np.diff(self.column("step"))[pairs]
-        return float(np.median(times)) if len(times) else float("nan")
+_WORDING = Wording(
+    program="train.bert.pretrain",
+    title=lambda config: f"BERT {config['size']}",
+    unit="tokens",
+    heldout_loss="heldout_mlm_loss",
+    held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
+    rows={
+        "held-out MLM loss, nats a masked token": lambda run, first: beside_first(
+            run.result["heldout_mlm_loss"], first.result["heldout_mlm_loss"]
+        ),
+        "held-out NSP loss": lambda run, _: f"{run.result['heldout_nsp_loss']:.4f}",
+    },
+)
 
 
 def write_report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
-    """Writes `report.md` and `loss.png` for every optimizer that was trained with in `folder`.
-
-    Returns:
-        The report's text and the picture's path.
-
-    Raises:
-        ValueError: no training in `folder` has finished.
-    """
-    runs = [_read_run(folder / name) for name in OPTIMIZERS if (folder / name).is_dir()]
-    runs = [run for run in runs if run is not None]
-    if not runs:
-        raise ValueError(f"{folder} holds no finished training; run python -m train.bert.pretrain")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    picture = folder / "loss.png"
-    _draw(runs, config, picture)
-    text = _text(runs, config)
-    (folder / "report.md").write_text(f"{text}\n![loss]({picture.name})\n", encoding="utf-8")
-    return text, picture
-
-
-def _read_run(folder: pathlib.Path) -> Run | None:
-    if not (folder / "result.json").exists():
-        return None
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return Run(folder.name, result, [json.loads(line) for line in lines])
-
-
-def _text(runs: list[Run], config: dict[str, Any]) -> str:
-    # What a worker sends in a step that averages gradients at full precision.
-    workers = config["workers"]
-    dense = 8 * (workers - 1) / workers * runs[0].result["parameters"]
-    last = window(len(runs[0].rows))
-    phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
-    table: dict[str, Callable[[Run], str]] = {
-        "held-out MLM loss, nats a masked token": lambda run: _beside_first(
-            run.result["heldout_mlm_loss"], runs[0].result["heldout_mlm_loss"]
-        ),
-        "held-out NSP loss": lambda run: f"{run.result['heldout_nsp_loss']:.4f}",
-        f"training loss, mean of the last {last} logged steps": lambda run: (
-            f"{np.mean(run.column('loss')[-last:]):.4f}"
-        ),
-        "steps": lambda run: f"{run.result['steps']:,}",
-        "warm-up ended": lambda run: _warmup_end(run, config),
-        **{
-            f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
-                run, phase, dense
-            )
-            for phase in phases
-        },
-        "MB a worker sent in all": lambda run: _total_cell(run, dense),
-        **{
-            f"seconds per step, {phase} (median)": lambda run, phase=phase: (
-                f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
-            )
-            for phase in phases
-        },
-    }
-    lines = [
-        f"# BERT {config['size']}, {config['workers']} workers, "
-        f"{runs[0].result['parameters']:,} parameters",
-        "",
-        f"{config['batch_size']} sequences of {config['sequence_length']} tokens a step, seed "
-        f"{config['seed']}, the same batches for each optimizer. Corpus: "
-        f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
-        f"{runs[0].result['heldout_masked_tokens']:,} masked tokens.",
-        "",
-        "| | " + " | ".join(run.label for run in runs) + " |",
-        "|---" * (len(runs) + 1) + "|",
-        *(
-            f"| {title} | " + " | ".join(cell(run) for run in runs) + " |"
-            for title, cell in table.items()
-        ),
-    ]
-    for run in runs:
-        lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
-        lines += [f"    {line}" for line in run.result["wire"].splitlines()]
-    return "\n".join(lines) + "\n"
-
-
-def _beside_first(value: float, first: float) -> str:
-    return f"{value:.4f}" if value == first else f"{value:.4f} ({value / first - 1:+.2%})"
-
-
-def _warmup_end(run: Run, config: dict[str, Any]) -> str:
-    frozen_at = run.result["frozen_at"]
-    if not OPTIMIZERS[run.name].warms_up:
-        return "-"
-    if frozen_at < 0:
-        return "not yet"
-    if config["warmup"] != "auto":
-        return f"after step {frozen_at:,}, as given"
-    # It stays what it was when the variance froze.
-    ratio = run.rows[-1]["variance_ratio"]
-    return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
-
-
-def _bytes_cell(run: Run, phase: str, dense: float) -> str:
-    sent = run.result["bytes_a_step"]
-    if phase not in sent:
-        return "-"
-    cell = f"{sent[phase] / 1e6:.4g}"
-    return f"{cell} (1/{dense / sent[phase]:.1f} of dense)" if sent[phase] < dense else cell
-
-
-def _total_cell(run: Run, dense: float) -> str:
-    sent, of_dense = run.result["bytes_sent"], dense * run.result["steps"]
-    cell = f"{sent / 1e6:,.0f}"
-    return f"{cell} ({sent / of_dense:.1%} of dense)" if sent < of_dense else cell
-
-
-def _draw(runs: list[Run], config: dict[str, Any], path: pathlib.Path) -> None:
-    curves = [
-        LossCurve(
-            run.label,
-            run.result["heldout_mlm_loss"],
-            run.column("step"),
-            run.column("loss"),
-            run.column("bytes_sent"),
-            run.result["frozen_at"],
-        )
-        for run in runs
-    ]
-    title = (
-        f"BERT {config['size']} on {config['workers']} workers, {runs[0].result['steps']:,} steps "
-        f"of {config['batch_size']} sequences of {config['sequence_length']} tokens"
-    )
-    draw_losses(curves, title, path)
+    """Writes `report.md` and `loss.png` into a run's output folder: see `train.report`."""
+    return report.write_report(folder, _WORDING)
 
 
 def main() -> int:

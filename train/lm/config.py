@@ -1,0 +1,43 @@
+"""The options of a pre-training of a language model, and their checks."""
+
+import dataclasses
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from train.config import RunConfig
+from train.lm.model import SIZES
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RunConfig):
+    """Pre-trains a byte-level language model with each of several optimizers, from one seed.
+
+    All see the same batches. The same command again goes on where it stopped. At the end
+    `report.md` and `loss.png` in the output folder compare the optimizers.
+    """
+
+    MODEL: ClassVar[str] = "lm"
+
+    size: Literal["nano", "micro", "small", "medium"] = "nano"
+    """Size of the model."""
+    optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
+        "adam",
+        "onebit_adam",
+        "onebit_adam_8",
+    )
+    """Optimizers to train with, one after another: names of train/optimizers.py."""
+    sequence_length: int = 128
+    """Bytes in a sequence."""
+    bfloat16: bool = False
+    """Computes in bfloat16; parameters and optimizer state stay float32."""
+    remat: bool = False
+    """Computes each block again for its gradients, which takes less memory and more time."""
+
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """As those of all runs, and the language model's own."""
+        return [
+            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
+            *super().requirements(),
+            ("sequence_length", self.sequence_length >= 2, "a whole number of at least 2"),
+        ]

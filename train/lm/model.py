@@ -1,0 +1,208 @@
+"""A decoder-only Transformer in Flax NNX, of the kind that Llama made usual, and its loss.
+
+RMSNorm before every block, rotary positions, SwiGLU, no biases, and an output matrix that is the
+token embedding itself. Parameters are float32 and travel as a plain nested dict of arrays, as Optax
+and onebit_jax expect them:
+
+    config = LMConfig.of_size("nano")
+    params = init_params(config, seed=0)
+    loss, metrics = next_token_loss(config)(params, batch)
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Params = dict[str, Any]
+Batch = Mapping[str, jax.Array]
+
+BYTES = 256
+INIT_STDDEV = 0.02
+NORM_EPSILON = 1e-6
+ROTARY_BASE = 10_000.0
+
+# layers, hidden, heads, feed-forward
+SIZES = {
+    "nano": (4, 128, 4, 448),  # 1 M parameters with a vocabulary of bytes
+    "micro": (6, 384, 6, 896),  # 10 M
+    "small": (12, 768, 12, 2048),  # GPT-2's: 124 M with its vocabulary of 50,257, 85 M with bytes
+    "medium": (24, 1024, 16, 2688),  # 350 M with that vocabulary, 299 M with bytes
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LMConfig:
+    """The shape of a language model, and how it is computed.
+
+    Attributes:
+        layers: blocks of attention and feed-forward.
+        hidden: width of the hidden states.
+        heads: attention heads.
+        feed_forward: width of the gated layer.
+        vocab_size: number of tokens.
+        bfloat16: whether to compute in bfloat16, but for norms, rotations and the loss.
+        remat: whether to compute each block again for its gradients instead of keeping what it
+            computed.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    feed_forward: int
+    vocab_size: int = BYTES
+    bfloat16: bool = False
+    remat: bool = False
+
+    @classmethod
+    def of_size(cls, size: str, vocab_size: int = BYTES, **options: bool) -> "LMConfig":
+        """One of the sizes nano, micro, small and medium.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        if size not in SIZES:
+            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
+        return cls(*SIZES[size], vocab_size=vocab_size, **options)
+
+    @property
+    def dtype(self) -> Any:
+        """What matrices are multiplied in."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
+
+
+def _linear(
+    config: LMConfig, inputs: int, outputs: int, rngs: nnx.Rngs, *, last: bool = False
+) -> nnx.Linear:
+    """A matrix without biases; the `last` one of a branch begins small, the more so, the deeper."""
+    stddev = INIT_STDDEV / math.sqrt(2 * config.layers) if last else INIT_STDDEV
+    init = jax.nn.initializers.normal(stddev)
+    return nnx.Linear(
+        inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=init, rngs=rngs
+    )
+
+
+def _norm(config: LMConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.hidden, epsilon=NORM_EPSILON, dtype=config.dtype, rngs=rngs)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotates queries or keys `[B, S, heads, D]` by angles in proportion to their positions.
+
+    A query's product with a key then depends on their distance alone.
+    """
+    half = x.shape[-1] // 2
+    frequencies = ROTARY_BASE ** (-jnp.arange(half) / half)
+    angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention in which every token sees itself and those before it."""
+
+    def __init__(self, config: LMConfig, rngs: nnx.Rngs):
+        self.heads = config.heads
+        self.query, self.key, self.value = (
+            _linear(config, config.hidden, config.hidden, rngs) for _ in range(3)
+        )
+        self.output = _linear(config, config.hidden, config.hidden, rngs, last=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, S, hidden]` to the same shape."""
+        split = (*x.shape[:2], self.heads, -1)
+        query, key, value = (f(x).reshape(split) for f in (self.query, self.key, self.value))
+        attended = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.output(attended.reshape(x.shape))
+
+
+class SwiGLU(nnx.Module):
+    """The feed-forward layer: one product gates the other."""
+
+    def __init__(self, config: LMConfig, rngs: nnx.Rngs):
+        self.gate, self.expand = (
+            _linear(config, config.hidden, config.feed_forward, rngs) for _ in range(2)
+        )
+        self.contract = _linear(config, config.feed_forward, config.hidden, rngs, last=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, S, hidden]` to the same shape."""
+        return self.contract(jax.nn.silu(self.gate(x)) * self.expand(x))
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each added to what comes in."""
+
+    def __init__(self, config: LMConfig, rngs: nnx.Rngs):
+        self.attention_norm, self.feed_forward_norm = (_norm(config, rngs) for _ in range(2))
+        self.attention = Attention(config, rngs)
+        self.feed_forward = SwiGLU(config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[B, S, hidden]` to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class LanguageModel(nnx.Module):
+    """The whole model."""
+
+    def __init__(self, config: LMConfig, rngs: nnx.Rngs):
+        self.config = config
+        init = jax.nn.initializers.normal(INIT_STDDEV)
+        self.token = nnx.Embed(
+            config.vocab_size, config.hidden, dtype=config.dtype, embedding_init=init, rngs=rngs
+        )
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = _norm(config, rngs)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """`[B, S]` tokens to float32 logits `[B, S, vocab_size]` of the token after each."""
+        call: Callable[[Block, jax.Array], jax.Array] = Block.__call__
+        if self.config.remat:
+            call = nnx.remat(call)
+        x = self.token(inputs)
+        for block in self.blocks:
+            x = call(block, x)
+        embedding = self.token.embedding[...].astype(self.config.dtype)
+        return jnp.matmul(self.norm(x), embedding.T, preferred_element_type=jnp.float32)
+
+
+def init_params(config: LMConfig, seed: int) -> Params:
+    """Parameters drawn from `seed`, a nested dict of float32 arrays."""
+    model = LanguageModel(config, nnx.Rngs(params=jax.random.key(seed)))
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def decay_mask(params: Params) -> Params:
+    """Which parameters weight decay acts on: all but the norms' scales."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
+
+
+def apply(config: LMConfig, params: Params, inputs: jax.Array) -> jax.Array:
+    """The logits of a model with given parameters: see `LanguageModel`."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0))))
+    return nnx.merge(graphdef, params)(inputs)
+
+
+def next_token_loss(
+    config: LMConfig,
+) -> Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
+    """The function `(params, batch) -> (loss, {"bits"})` for a model's shape.
+
+    The loss is the mean cross entropy of the tokens, in nats; `bits` is the same in bits. `batch`
+    is a dict of integers `[B, S]`: `inputs`, and `targets`, the token after each.
+    """
+
+    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits = apply(config, params, batch["inputs"])
+        chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+        loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+        return loss, {"bits": loss / math.log(2)}
+
+    return loss_fn
