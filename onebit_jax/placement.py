@@ -201,7 +201,9 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     if missing or besides:
         place = f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is too much"
     what = f"opt_state is not a state of this optimizer for these parameters: {place}."
-    if _arrays(wanted) - _arrays(got):
+    unmarked = _marks(opt_state) < _marks(expected)
+    # What nnx.split makes of an nnx.Optimizer has more arrays, and no marks.
+    if _arrays(wanted) - _arrays(got) or (_arrays(got) - _arrays(wanted) and not unmarked):
         return (
             f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
             f"those that the state was made for."
@@ -209,7 +211,7 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     lost = (
         " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "
         "them replicas silently diverge."
-        if _marks(opt_state) < _marks(expected)
+        if unmarked
         else ""
     )
     return (

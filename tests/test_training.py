@@ -328,8 +328,9 @@ def test_axes_that_are_not_those_of_the_mesh_are_named(axis_name, mesh, message)
     with pytest.raises(ValueError, match=message):
         onebit_jax.init(onebit(axis_name), make_params(), mesh)
     step = onebit_jax.train_step(loss_fn, dense(axis_name), mesh)
+    opt_state = optax.EmptyState(), optax.adamw(1e-3).init(make_params())
     with pytest.raises(ValueError, match=message):
-        step(make_params(), optax.EmptyState(), make_batches(1)[0])
+        step(make_params(), opt_state, make_batches(1)[0])
 
 
 def test_metrics_that_the_step_has_itself_are_named():

@@ -4,9 +4,10 @@
     python -m train.compare --optimizers adam signum --corpus TEXTS --steps 1000 --workers 8
     python -m train.compare --help
 
-The task is BERT's pre-training. Workers are simulated on one device, or are a device each. What
-they send is read from compiled programs in either case. The same command again, or one with other
-optimizers or learning rates, makes only the trainings that are not in the output folder yet.
+The task is the pre-training of BERT, or, with `--task lm`, of a byte-level language model. Workers
+are simulated on one device, or are a device each. What they send is read from compiled programs in
+either case. The same command again, or one with other optimizers or learning rates, makes only the
+trainings that are not in the output folder yet.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from train.compare_options import Options
 from train.comparison import Curve, draw, table
 from train.optimizers import OPTIMIZERS
 from train.sweep import Folder, sweep
-from train.trainer import Task, Trainer, bert, or_none
+from train.trainer import Task, Trainer, make_task, or_none
 from train.workers import AXIS, OnDevices, Simulated
 
 
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.check()
         mesh = _make_mesh(options)
         folder = Folder(options)
-        task = bert(options, OnDevices(mesh) if options.devices else Simulated(options.workers))
+        workers = OnDevices(mesh) if options.devices else Simulated(options.workers)
+        task = make_task(options, workers)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -124,11 +126,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _task_line(options: Options, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(task.params))
+    model, unit = ("BERT", "tokens") if options.task == "bert" else ("Language model", "bytes")
     where = "a device each" if options.devices else "simulated on one device"
     return (
-        f"BERT {options.size}, {parameters:,} parameters; {options.workers} workers, {where}; "
-        f"{options.steps:,} steps of {options.batch_size} sequences of {options.sequence_length} "
-        f"tokens; {options.warmup} dense steps where there is a warm-up."
+        f"{model} {options.model_size}, {parameters:,} parameters; {options.workers} workers, "
+        f"{where}; {options.steps:,} steps of {options.batch_size} sequences of "
+        f"{options.sequence_length} {unit}; {options.warmup} dense steps where there is a warm-up."
     )
 
 

@@ -16,10 +16,9 @@ from onebit_jax import wire
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.phases import Phase
 from train import schedules
-from train.bert import data
-from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
-from train.bert.evaluation import heldout_losses
+from train.bert import pretrain as bert
 from train.compare_options import Options
+from train.lm import pretrain as lm
 from train.optimizers import OPTIMIZERS, Setting
 from train.progress import StepBar
 from train.workers import (
@@ -55,63 +54,36 @@ class Task(NamedTuple):
     mask: Callable[[Any], Any]
 
 
-def bert(options: Options, workers: Workers) -> Task:
-    """BERT's pre-training.
+def make_task(options: Options, workers: Workers) -> Task:
+    """The task that options ask for, as the pre-training programs have it.
 
     Raises:
         ValueError: there is no such text, or not enough of it.
     """
-    corpus, heldout = data.load(
-        options.corpus, options.heldout, vocab=None, vocab_size=options.vocab_size
-    )
-    shape: Any = {
+    shared: Any = {
+        "corpus": options.corpus,
+        "heldout": options.heldout,
+        "size": options.model_size,
         "batch_size": options.batch_size,
         "sequence_length": options.sequence_length,
         "seed": options.seed,
+        "eval_batches": options.eval_batches,
     }
-    stream = itertools.islice(data.batches(corpus, **shape), options.steps)
+    if options.task == "bert":
+        own: Any = {"vocab_size": options.vocab_size, "dropout": options.dropout}
+        task, judged_by = bert.make_task(bert.Config(**shared, **own)), "heldout_mlm_loss"
+    else:
+        task, judged_by = lm.make_task(lm.Config(**shared)), "heldout_loss"
+    stream = itertools.islice(task.batches(), options.steps)
     batches = [shares(batch, options.workers) for batch in stream]
-    judged_on = list(data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches))
-    model = BertConfig.of_size(options.model_size, corpus.tokenizer.vocab_size, options.dropout)
-    gradients = worker_gradients(pretraining_loss(model), options.max_grad_norm)
-    judge = jax.jit(pretraining_loss(model, train=False))
+    judged_on = list(task.heldout_batches())
     return Task(
-        init_params(model, options.seed),
+        task.init(),
         workers,
-        jax.jit(workers.map(gradients)),
+        jax.jit(workers.map(worker_gradients(task.loss_fn, options.max_grad_norm))),
         batches,
-        lambda params: heldout_losses(judge, params, judged_on)["heldout_mlm_loss"],
-        decay_mask,
-    )
-
-
-def lm(options: Options, workers: Workers) -> Task:
-    """A byte-level language model's pre-training.
-
-    Raises:
-        ValueError: there is no such text, or not enough of it.
-    """
-    text, heldout = lm_data.load(options.corpus, options.heldout)
-    shape: Any = {
-        "batch_size": options.batch_size,
-        "sequence_length": options.sequence_length,
-        "seed": options.seed,
-    }
-    stream = itertools.islice(lm_data.batches(text, **shape), options.steps)
-    batches = [shares(batch, options.workers) for batch in stream]
-    judged_on = list(
-        lm_data.evaluation_batches(heldout, **shape, max_batches=options.eval_batches)
-    )
-    model = LMConfig.of_size(options.model_size)
-    loss_fn = next_token_loss(model)
-    judge = jax.jit(loss_fn)
-    return Task(
-        lm_model.init_params(model, options.seed),
-        workers,
-        jax.jit(workers.map(worker_gradients(loss_fn, options.max_grad_norm))),
-        batches,
-        lambda params: lm_heldout_losses(judge, params, judged_on)["heldout_loss"],
-        lm_model.decay_mask,
+        lambda params: task.judge(params, iter(judged_on))[judged_by],
+        task.mask,
     )
 
 

@@ -17,8 +17,8 @@ from orbax.checkpoint import v1 as ocp
 
 from train.bert import pretrain
 from train.bert.model import SIZES
-from train.stop import StopRequest
 from train.optimizers import OPTIMIZERS
+from train.stop import StopRequest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12

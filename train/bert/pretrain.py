@@ -19,9 +19,9 @@ import jax
 from train import program
 from train.bert import data
 from train.bert.config import Config
+from train.bert.evaluation import heldout_losses
 from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
 from train.bert.report import write_report
-from train.bert.evaluation import heldout_losses
 from train.training import Task
 
 

@@ -30,7 +30,7 @@ ROTARY_BASE = 10_000.0
 SIZES = {
     "nano": (4, 128, 4, 448),  # 1 M parameters with a vocabulary of bytes
     "micro": (6, 384, 6, 896),  # 10 M
-    "small": (12, 768, 12, 2048),  # GPT-2's: 124 M with its vocabulary of 50,257, 85 M with bytes
+    "small": (12, 768, 12, 2048),  # 124 M with GPT-2's vocabulary of 50,257, 85 M with bytes
     "medium": (24, 1024, 16, 2688),  # 350 M with that vocabulary, 299 M with bytes
 }
 
@@ -46,8 +46,7 @@ class LMConfig:
         feed_forward: width of the gated layer.
         vocab_size: number of tokens.
         bfloat16: whether to compute in bfloat16, but for norms, rotations and the loss.
-        remat: whether to compute each block again for its gradients instead of keeping what it
-            computed.
+        remat: whether to compute each block again for its gradients, which takes less memory.
     """
 
     layers: int
@@ -60,11 +59,7 @@ class LMConfig:
 
     @classmethod
     def of_size(cls, size: str, vocab_size: int = BYTES, **options: bool) -> "LMConfig":
-        """One of the sizes nano, micro, small and medium.
-
-        Raises:
-            ValueError: there is no such size.
-        """
+        """One of the sizes nano, micro, small and medium; else a `ValueError`."""
         if size not in SIZES:
             raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
         return cls(*SIZES[size], vocab_size=vocab_size, **options)
@@ -80,10 +75,8 @@ def _linear(
 ) -> nnx.Linear:
     """A matrix without biases; the `last` one of a branch begins small, the more so, the deeper."""
     stddev = INIT_STDDEV / math.sqrt(2 * config.layers) if last else INIT_STDDEV
-    init = jax.nn.initializers.normal(stddev)
-    return nnx.Linear(
-        inputs, outputs, use_bias=False, dtype=config.dtype, kernel_init=init, rngs=rngs
-    )
+    options = {"dtype": config.dtype, "kernel_init": jax.nn.initializers.normal(stddev)}
+    return nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs, **options)
 
 
 def _norm(config: LMConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -163,9 +156,7 @@ class LanguageModel(nnx.Module):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """`[B, S]` tokens to float32 logits `[B, S, vocab_size]` of the token after each."""
-        call: Callable[[Block, jax.Array], jax.Array] = Block.__call__
-        if self.config.remat:
-            call = nnx.remat(call)
+        call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
         x = self.token(inputs)
         for block in self.blocks:
             x = call(block, x)

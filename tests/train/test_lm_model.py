@@ -1,0 +1,122 @@
+"""The language model: what it may see, positions, sizes, options of how it is computed."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.lm.model import (
+    SIZES,
+    LMConfig,
+    apply,
+    decay_mask,
+    init_params,
+    next_token_loss,
+    rotate,
+)
+
+CONFIG = LMConfig(layers=2, hidden=32, heads=4, feed_forward=48)
+INPUTS = np.random.default_rng(0).integers(256, size=(3, 20), dtype=np.int32)
+BATCH = {"inputs": INPUTS, "targets": np.roll(INPUTS, -1, axis=1)}
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Larger than at the beginning, so that every part of the model matters."""
+    return jax.tree.map(lambda x: 5 * x, init_params(CONFIG, seed=0))
+
+
+@pytest.fixture(scope="module")
+def logits(params):
+    return np.asarray(apply(CONFIG, params, INPUTS))
+
+
+def test_a_later_byte_changes_no_earlier_logits(params, logits):
+    for position in (1, 10, 19):
+        changed = INPUTS.copy()
+        changed[:, position] ^= 1
+        others = np.asarray(apply(CONFIG, params, changed))
+        np.testing.assert_array_equal(others[:, :position], logits[:, :position])
+        assert (np.abs(others - logits)[:, position:].max(-1) > 1e-4).all()
+
+
+def test_attention_is_to_order(params, logits):
+    """Without positions, the last token would see the others as a set."""
+    swapped = INPUTS.copy()
+    swapped[:, [3, 12]] = swapped[:, [12, 3]]
+    others = np.asarray(apply(CONFIG, params, swapped))
+    assert (np.abs(others - logits)[:, -1].max(-1) > 1e-4).all()
+
+
+def test_rotary_positions_are_relative():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
+    length = 24
+    queries, keys = (rotate(jnp.broadcast_to(x, (1, length, 1, 16))) for x in (query, key))
+    products = np.einsum("mhd,nhd->mn", queries[0], keys[0])
+    for distance in range(-length + 1, length):
+        diagonal = np.diagonal(products, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp(products[0]) > 1
+    np.testing.assert_allclose(products[0, 0], np.vdot(query, key), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "millions"),
+    [("nano", 256, 1), ("micro", 256, 10), ("small", 50_257, 124), ("medium", 50_257, 350)],
+)
+def test_parameter_counts(size, vocab_size, millions):
+    config = LMConfig.of_size(size, vocab_size)
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    assert count == pytest.approx(millions * 1e6, rel=0.05)
+
+
+def test_loss_begins_near_that_of_guessing():
+    config = LMConfig.of_size("nano")
+    loss, metrics = jax.jit(next_token_loss(config))(init_params(config, 0), BATCH)
+    assert float(loss) == pytest.approx(math.log(256), abs=0.15)
+    assert float(metrics["bits"]) == pytest.approx(float(loss) / math.log(2))
+
+
+def test_loss_is_the_cross_entropy_of_the_targets(params, logits):
+    exact = logits.astype(np.float64)
+    log_probabilities = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    of_targets = np.take_along_axis(log_probabilities, BATCH["targets"][..., None], -1)
+    loss, _ = next_token_loss(CONFIG)(params, BATCH)
+    assert float(loss) == pytest.approx(-of_targets.mean(), rel=1e-5)
+
+
+def loss_and_gradients(params, **options):
+    loss_fn = next_token_loss(dataclasses.replace(CONFIG, **options))
+    (loss, _), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, BATCH)
+    return float(loss), gradients
+
+
+def test_options_of_how_it_is_computed_change_the_loss_little(params):
+    loss, gradients = loss_and_gradients(params)
+    again, rematerialised = loss_and_gradients(params, remat=True)
+    assert again == pytest.approx(loss, rel=1e-6)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(rematerialised), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-6)
+    rounded, gradients = loss_and_gradients(params, bfloat16=True)
+    assert 0 < abs(rounded - loss) < 0.02 * loss
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+def test_norms_are_not_decayed():
+    mask = decay_mask(init_params(CONFIG, 0))
+    decayed = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): value
+        for path, value in jax.tree_util.tree_leaves_with_path(mask)
+    }
+    assert sum(not value for value in decayed.values()) == 2 * CONFIG.layers + 1
+    assert all(value is not name.endswith("norm/scale") for name, value in decayed.items())
+
+
+def test_unknown_size():
+    with pytest.raises(ValueError, match=f"size = 'huge': expected one of {', '.join(SIZES)}"):
+        LMConfig.of_size("huge")

@@ -1,0 +1,158 @@
+"""The language model's program: a whole small run, resuming, and bad input."""
+
+import json
+import math
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from train import compare
+from train.lm import model, pretrain
+from train.stop import StopRequest
+
+STEPS = 12
+RUN = (
+    "--workers 2 --batch-size 16 --sequence-length 32 --learning-rate 1e-2 --eval-batches 2 "
+    f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5"
+).split()
+NAMES = ("adam", "onebit_adam_8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the smallest there is."""
+    assert jax.device_count() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that nothing interrupted: its folder and what it printed."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
+        assert pretrain.main([*RUN, "--optimizers", *NAMES, "--out", str(out)]) == 0
+    return out, "\n".join(map(str, printed))
+
+
+def metrics(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = map(json.loads, lines)
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_losses_fall_from_that_of_guessing(finished):
+    for name in NAMES:
+        rows = metrics(finished[0] / name)
+        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert rows[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
+        assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+        assert rows[-1]["bits"] == pytest.approx(rows[-1]["loss"] / math.log(2), rel=1e-5)
+    adam, onebit = (metrics(finished[0] / name) for name in NAMES)
+    # A warm-up at 8 bits is near Adam, but not Adam.
+    np.testing.assert_allclose(
+        [row["loss"] for row in adam[:7]], [row["loss"] for row in onebit[:7]], rtol=1e-2
+    )
+    assert adam[5]["loss"] != onebit[5]["loss"]
+
+
+def test_report(finished):
+    out, printed = finished
+    assert printed.splitlines()[-1] == str(out / "loss.png")
+    assert (out / "loss.png").stat().st_size > 10_000
+    report = (out / "report.md").read_text()
+    assert report.startswith("# Language model nano, 2 workers, ")
+    assert "16 sequences of 32 bytes a step" in report
+    assert "Held out: 1,024 bytes." in report
+    results = [json.loads((out / name / "result.json").read_text()) for name in NAMES]
+    for result in results:
+        bits = result["heldout_bits_per_byte"]
+        assert bits == pytest.approx(result["heldout_loss"] / math.log(2))
+        assert f"{bits:.4f}" in report
+    adam, onebit = results
+    warmup, dense = onebit["bytes_a_step"]["warmup"], adam["bytes_a_step"]["warmup"]
+    # Of so small a model, scales and padding are a good part.
+    assert dense / 4 < warmup < dense / 2.5
+
+
+def test_stopped_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch):
+    """Stopped in the warm-up at 8 bits, between two checkpoints."""
+    requested = StopRequest.requested
+
+    def sigterm(self, step):
+        if step + 1 == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return requested(self, step)
+
+    command = [*RUN, "--optimizer", "onebit_adam_8", "--out", str(tmp_path / "run")]
+    monkeypatch.setattr(StopRequest, "requested", sigterm)
+    assert pretrain.main(command) == 128 + signal.SIGTERM
+    assert len(metrics(tmp_path / "run" / "onebit_adam_8")) == 4
+    monkeypatch.setattr(StopRequest, "requested", requested)
+    assert pretrain.main(command) == 0
+    resumed, complete = tmp_path / "run" / "onebit_adam_8", finished[0] / "onebit_adam_8"
+    assert metrics(resumed) == metrics(complete)
+    ours, theirs = (json.loads((x / "result.json").read_text()) for x in (resumed, complete))
+    assert ours["heldout_loss"] == theirs["heldout_loss"]
+
+
+def test_optimizers_are_compared_on_it(tmp_path, capsys):
+    options = "--steps 4 --warmup 2 --schedule-warmup 1 --batch-size 4 --sequence-length 16"
+    task = ["--task", "lm", "--no-devices", "--workers", "2", "--eval-batches", "2"]
+    chosen = ["--optimizers", "adam", "--learning-rates", "1e-2"]
+    folder = ["--out", str(tmp_path / "run")]
+    assert compare.main([*options.split(), *task, *chosen, *folder]) == 0
+    title = capsys.readouterr().out.splitlines()[2]
+    assert title.startswith("Language model nano, ")
+    assert "4 steps of 4 sequences of 16 bytes" in title
+    [figure] = json.loads((tmp_path / "run" / "comparison.json").read_text())["figures"]
+    assert figure["losses"][0] == pytest.approx(math.log(256), abs=0.1)
+    assert figure["losses"][-1] < figure["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("--sequence-length 1", "--sequence-length 1: expected a whole number of at least 2"),
+        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
+        ("--optimizers rprop", "expected one or more, each once, of adam"),
+        ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
+        ("--corpus NOWHERE", "does not exist"),
+        (
+            "--corpus SHORT --heldout SHORT",
+            "training text: the corpus gives 1 sequences of 32 tokens, less than one batch",
+        ),
+        ("--heldout SHORT", "held-out text: the corpus gives 1 sequences of 32 tokens"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "text.txt").write_text("Fewer bytes than a batch, and one sequence.\n")
+    for name in ("NOWHERE", "SHORT"):
+        options = options.replace(name, str(tmp_path / name.lower()))
+    out = tmp_path / "out"
+    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()
+
+
+def test_unknown_size_is_refused_with_those_there_are(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main([*RUN, "--size", "huge", "--out", str(tmp_path / "out")])
+    assert "nano" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_folder_is_refused(finished, capsys):
+    assert pretrain.main([*RUN, "--bfloat16", "--out", str(finished[0])]) == 2
+    assert "holds a run with --bfloat16 False, this one has True" in capsys.readouterr().err
