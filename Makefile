@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
 
-.PHONY: pretrain compare test test-slow test-all lint docs
+.PHONY: pretrain lm compare test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -23,6 +23,9 @@ $(VENV)/installed-docs: $(VENV)/installed
 
 pretrain: $(VENV)/installed
 	$(BIN)/python -m train.bert.pretrain
+
+lm: $(VENV)/installed
+	$(BIN)/python -m train.lm.pretrain
 
 compare: $(VENV)/installed
 	$(BIN)/python -m train.compare

@@ -46,7 +46,7 @@ class Task(NamedTuple):
     batches: Callable[[], grain.DatasetIterator[Arrays]]
     heldout_batches: Callable[[], Iterator[Arrays]]
     judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
-    write_files: Callable[[pathlib.Path], None] = lambda folder: None
+    write_files: Callable[[pathlib.Path], object] = lambda folder: None
 
 
 def make_optimizer(

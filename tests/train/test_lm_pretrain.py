@@ -13,6 +13,8 @@ from train import compare
 from train.lm import model, pretrain
 from train.stop import StopRequest
 
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
 STEPS = 12
 RUN = (
     "--workers 2 --batch-size 16 --sequence-length 32 --learning-rate 1e-2 --eval-batches 2 "
@@ -31,7 +33,7 @@ def small_model():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, compilation_cache):
     """A run that nothing interrupted: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,8 @@ from train.bert.model import SIZES
 from train.optimizers import OPTIMIZERS
 from train.stop import StopRequest
 
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
 # Stops at a third fall into the warm-up, and later ones into compression.
@@ -43,23 +45,8 @@ def small_model():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Each start of a run compiles the same programs; once is enough for these tests."""
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
-    }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, compilation_cache):
     """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
     bars = io.StringIO()

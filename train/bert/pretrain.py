@@ -56,7 +56,7 @@ def make_task(config: Config) -> Task:
             data.evaluation_batches, heldout, **shape, max_batches=config.eval_batches
         ),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
-        write_files=lambda folder: corpus.tokenizer.save_vocab(folder),
+        write_files=corpus.tokenizer.save_vocab,
     )
 
 

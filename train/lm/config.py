@@ -29,6 +29,15 @@ class Config(RunConfig):
     """Optimizers to train with, one after another: names of train/optimizers.py."""
     sequence_length: int = 128
     """Bytes in a sequence."""
+    steps: int = 400
+    """Optimizer steps."""
+    learning_rate: float = 4e-3
+    """Peak learning rate."""
+    schedule_warmup: int = 40
+    """Steps over which the learning rate rises linearly to its peak."""
+    warmup: int | Literal["auto"] = 60
+    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
+    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
     bfloat16: bool = False
     """Computes in bfloat16; parameters and optimizer state stay float32."""
     remat: bool = False
