@@ -10,8 +10,6 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from onebit_jax.collectives.axes import equal_on_all_workers
-
 Axes = frozenset[str]
 
 # Their results are the same on all workers along their axes; those of the others are not.
@@ -82,7 +80,7 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         return _flow(body, [*constants, *_carried(body, constants, start, others), *others])
     if name == "optimization_barrier":
         return given
-    if params.get("name") == equal_on_all_workers.__name__:
+    if params.get("name") == "equal_on_all_workers":
         return [Axes()] * len(given)
     everything = Axes().union(*given)
     if name == "axis_index":

@@ -40,7 +40,7 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> optax.OptState:
+def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> Any:
     """Initialises an optimizer on a mesh; every device of the mesh is a worker.
 
     Args:

@@ -56,7 +56,9 @@ def dense(axis_name: str | tuple[str, str] = "data"):
     return optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(1e-3))
 
 
-def start(tx, mesh=MESH, params=None, loss_fn=loss_fn, **options):
+def start(
+    tx, mesh=MESH, params=None, loss_fn=loss_fn, **options
+) -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
     """A step, and the parameters and state to begin with."""
     params = make_params() if params is None else params
     step = onebit_jax.train_step(loss_fn, tx, mesh, **options)
@@ -70,7 +72,7 @@ def onebit_start() -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
     return step, jax.device_get(state)
 
 
-def train(step, params, opt_state, batches):
+def train(step, params, opt_state, batches) -> tuple[Any, Any]:
     for batch in batches:
         params, opt_state, _ = step(params, opt_state, batch)
     return params, opt_state

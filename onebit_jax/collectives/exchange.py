@@ -36,7 +36,11 @@ from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.exchange_state import Active, ExchangeState
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.parts import Parts
-from onebit_jax.collectives.quantized import BoundQuantizedExchange, QuantizedExchange
+from onebit_jax.collectives.quantized import (
+    BoundQuantizedExchange,
+    QuantizedExchange,
+    QuantizedState,
+)
 from onebit_jax.collectives.signs import pack_bits, unpack_bits
 from onebit_jax.markers import PerWorker
 
@@ -173,7 +177,9 @@ class BoundExchange(Parts):
         """
         if not self.how.quantized_warmup:
             return self.dense_mean(list(grads)), state
-        means, kept = self._quantized().mean(list(grads), state.warmup, when=when)
+        means, kept = self._quantized().mean(
+            list(grads), cast(QuantizedState, state.warmup), when=when
+        )
         return means, state._replace(warmup=kept)
 
     def mean_of(

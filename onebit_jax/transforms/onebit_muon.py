@@ -121,7 +121,7 @@ def onebit_muon(
     )
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)
-    parts = {
+    parts: dict[Any, Any] = {
         "muon": optax.chain(compressed_mean(axis_name, bits, **options), muon),
         "adam": optax.chain(compressed_mean(axis_name, adam_bits, **options), adam),
     }

@@ -1,6 +1,6 @@
 """Each worker's own state for transformations that know nothing of workers."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -55,4 +55,4 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
         updates, new = inner.update(updates, own(state), params, **extra_args)
         return updates, PerWorker(jax.tree.map(lambda x: x[None], new))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))

@@ -22,7 +22,15 @@ from onebit_jax.collectives.quantized import (
     unpack,
 )
 from tests import reference
-from tests.workers import AXIS, BINDINGS, NODE, PAIR, assert_workers_agree, on_workers
+from tests.workers import (
+    AXIS,
+    BINDINGS,
+    NODE,
+    PAIR,
+    Binding,
+    assert_workers_agree,
+    on_workers,
+)
 
 BITS = [2, 4, 8]
 SHAPES = {"matrix": (33, 17), "others": [(), (0,), (5,), (700,)]}
@@ -45,14 +53,14 @@ def end_to_end(tree, leading):
 
 
 @functools.cache
-def programs(bits, workers, binding="vmap"):
+def programs(bits, workers, binding: Binding = "vmap"):
     exchange = QuantizedExchange(AXIS if isinstance(workers, int) else PAIR, bits)
     init = on_workers(lambda tree: exchange.over(tree).init(), workers)
     mean = on_workers(lambda tree, state: exchange.over(tree).mean(tree, state), workers, binding)
     return init, mean
 
 
-def exchanged(values, bits, workers, binding="vmap"):
+def exchanged(values, bits, workers, binding: Binding = "vmap") -> tuple[Any, Any]:
     """The means of `[calls, workers, ...]`, a list, and the last state."""
     init, mean = programs(bits, workers, binding)
     calls = len(jax.tree.leaves(values)[0])

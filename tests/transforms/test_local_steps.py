@@ -1,6 +1,7 @@
 """Local steps: against DiLoCo by hand, telescoping, what travels, saving, and bad input."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,8 @@ EVERY, LOCAL, SYNC = 3, PHASES.index("local"), PHASES.index("sync")
 
 def make_tx(axes="data", **options):
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    options = {"every": EVERY} | options
-    return onebit_jax.local_steps(optax.adam(1e-2), outer, axis_name=axes, **options)
+    how: Any = {"every": EVERY} | options
+    return onebit_jax.local_steps(optax.adam(1e-2), outer, axis_name=axes, **how)
 
 
 def diloco(batches):
@@ -134,7 +135,7 @@ def test_a_saved_run_goes_on_bit_for_bit_wherever_it_was_saved(updates):
     batches = make_batches(2 * EVERY + 2)
     step, state = start(make_tx(bits=4))
     middle = train(step, *state, batches[:updates])
-    saved = jax.device_get(middle)
+    saved: Any = jax.device_get(middle)
     params, opt_state = train(step, *middle, batches[updates:])
     again, of_again = train(step, *saved, batches[updates:])
     assert_equal(of_again, opt_state)

@@ -1,5 +1,7 @@
 """1-bit Muon: what travels, how close it is to Muon, and bad input."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ def test_workers_agree_and_a_saved_run_goes_on_bit_for_bit(bits):
     batches = make_batches(8)
     step, state = start(onebit_jax.onebit_muon(1e-2, axis_name="data", bits=bits))
     middle = train(step, *state, batches[:4])
-    saved = jax.device_get(middle)
+    saved: Any = jax.device_get(middle)
     end = train(step, *middle, batches[4:])
     assert_equal(train(step, *saved, batches[4:]), end)
     for leaf in jax.tree.leaves(end[0]):

@@ -1,5 +1,7 @@
 """`per_worker`: state of each worker's own, before an exchange."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -56,7 +58,7 @@ def test_all_rows_are_saved_and_restored():
     batches = make_batches(6)
     step, state = start(make_tx(optax.ema(DECAY)))
     middle = train(step, *state, batches[:3])
-    saved = jax.device_get(middle)
+    saved: Any = jax.device_get(middle)
     assert_equal(train(step, *saved, batches[3:]), train(step, *middle, batches[3:]))
 
 
@@ -70,7 +72,11 @@ def test_extra_arguments_reach_the_inner_transformation():
     def update(updates, state, params=None, *, factor, **_):
         return jax.tree.map(lambda g: factor * g, updates), state
 
-    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    inner = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        update,  # pyright: ignore[reportArgumentType]
+    )
+    updates: Any
     updates, _ = onebit_jax.per_worker(inner).update(
         {"a": np.ones(2)}, PerWorker(optax.EmptyState()), factor=3.0
     )
