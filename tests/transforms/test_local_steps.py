@@ -135,7 +135,7 @@ def test_a_saved_run_goes_on_bit_for_bit_wherever_it_was_saved(updates):
     batches = make_batches(2 * EVERY + 2)
     step, state = start(make_tx(bits=4))
     middle = train(step, *state, batches[:updates])
-    saved: Any = jax.device_get(middle)
+    saved: tuple[Any, Any] = jax.device_get(middle)
     params, opt_state = train(step, *middle, batches[updates:])
     again, of_again = train(step, *saved, batches[updates:])
     assert_equal(of_again, opt_state)

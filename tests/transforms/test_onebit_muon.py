@@ -40,7 +40,7 @@ def test_workers_agree_and_a_saved_run_goes_on_bit_for_bit(bits):
     batches = make_batches(8)
     step, state = start(onebit_jax.onebit_muon(1e-2, axis_name="data", bits=bits))
     middle = train(step, *state, batches[:4])
-    saved: Any = jax.device_get(middle)
+    saved: tuple[Any, Any] = jax.device_get(middle)
     end = train(step, *middle, batches[4:])
     assert_equal(train(step, *saved, batches[4:]), end)
     for leaf in jax.tree.leaves(end[0]):

@@ -58,7 +58,7 @@ def test_all_rows_are_saved_and_restored():
     batches = make_batches(6)
     step, state = start(make_tx(optax.ema(DECAY)))
     middle = train(step, *state, batches[:3])
-    saved: Any = jax.device_get(middle)
+    saved: tuple[Any, Any] = jax.device_get(middle)
     assert_equal(train(step, *saved, batches[3:]), train(step, *middle, batches[3:]))
 
 

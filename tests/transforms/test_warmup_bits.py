@@ -66,7 +66,7 @@ def test_every_warm_up_sends_bytes_and_ends_in_one_bit(name, axes):
     step, state = start(tx, mesh)
     batches = make_batches(WARMUP + 4)
     middle = train(step, *state, batches[: WARMUP - 1])
-    saved: Any = jax.device_get(middle)
+    saved: tuple[Any, Any] = jax.device_get(middle)
     end = train(step, *middle, batches[WARMUP - 1 :])
     assert_equal(train(step, *saved, batches[WARMUP - 1 :]), end)
     if name == "0/1 Adam":
