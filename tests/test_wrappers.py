@@ -123,7 +123,7 @@ SECTIONS = [
             ),
             Works(
                 "optax.chain(onebit_jax.per_worker(optax.trace(0.9)), bits, rate)",
-                "Momentum on each worker, then one bit a parameter of it.",
+                "Momentum on each worker, then one bit per parameter of it.",
             ),
             Works(
                 "optax.chain(bits, optax.trace(0.9), rate)",

@@ -1,7 +1,7 @@
 r"""The model: how long a step and a run take, and what they send.
 
 There are :math:`n` workers on :math:`N` nodes of :math:`L` devices, :math:`d` parameters and
-:math:`b` bytes a parameter on the wire. Each exchange is one or more collectives, one after
+:math:`b` bytes per parameter on the wire. Each exchange is one or more collectives, one after
 another, and a collective takes as long as the busier of two links, plus its messages' latency:
 
 .. math::
