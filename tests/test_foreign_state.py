@@ -28,7 +28,7 @@ from tests.small_task import (
     train,
 )
 from tests.workers import PAIR
-from train.bert.checkpoint import abstract
+from train.checkpoint import abstract
 
 KINDS = AxisType.Auto, AxisType.Explicit
 

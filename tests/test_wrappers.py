@@ -29,7 +29,7 @@ from tests.small_task import (
     make_batches,
     make_params,
 )
-from train.bert.checkpoint import abstract
+from train.checkpoint import abstract
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "wrappers.md"
 STEPS, SAVED_AFTER = 12, 6
