@@ -31,7 +31,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1, hierarchical
-from onebit_jax.collectives.axes import Axes, bound_axes
+from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.exchange_state import Active, ExchangeState
 from onebit_jax.collectives.hierarchical import LocalDtype
@@ -336,6 +336,14 @@ class BoundExchange(Parts):
         after they were lent, what was left there counts as the residual.
         """
         return list(state.worker_compensated.value) if self.pieces else []
+
+    def lent_alike(self, state: ExchangeState) -> list[jax.Array]:
+        """What was lent, in parts of all shards, float32: where all workers hold the same there.
+
+        Checks of programs take it for that, which they could not see: residuals, which workers do
+        not share, are held in the same arrays.
+        """
+        return [x[0].astype(jnp.float32) for x in equal_on_all_workers(self.lent(state))]
 
     def lend(self, state: ExchangeState, arrays: Sequence[jax.Array]) -> ExchangeState:
         """Puts back what :meth:`lent` gave."""

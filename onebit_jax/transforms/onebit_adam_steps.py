@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.transforms import phases
@@ -154,8 +153,7 @@ def direction(
     compressed = state.progress.phase == PHASES.index("compression")
 
     def m_in_residuals_place() -> Any:
-        m = equal_on_all_workers(exchange.lent(state.exchange))
-        return exchange.scatter([x[0].astype(jnp.float32) for x in m])
+        return exchange.scatter(exchange.lent_alike(state.exchange))
 
     if phase == "compression":
         m = exchange.mean(state.exchange)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.fused import Fused
@@ -117,8 +116,7 @@ def _block(fused: Fused, parts: list[jax.Array]) -> jax.Array:
 def _lent_momenta(h: Hyperparameters, state: ScaleByOnebitLambState) -> list[jax.Array]:
     """``m_l``, from the residual's place, where it is ``k_l m_l`` once v is frozen."""
     exchange, fused = _bound(h, state)
-    held = equal_on_all_workers(exchange.lent(state.exchange))
-    block = _block(fused, [x[0].astype(jnp.float32) for x in held])
+    block = _block(fused, exchange.lent_alike(state.exchange))
     inverse_k = 1 / state.momentum_scales
     return [inverse_k[i] * x for i, x in enumerate(fused.cut(block))]
 

@@ -209,6 +209,7 @@ def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, m
     assert_identical(final_state(resumed), final_state(complete))
 
 
+@pytest.mark.slow
 def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path, monkeypatch):
     run = [*RUN, "--optimizer", "zero_one_adam", "--warmup", "2"]
     assert pretrain.main([*run, "--out", str(tmp_path / "complete")]) == 0
