@@ -32,6 +32,7 @@ class Kind(NamedTuple):
       told: whether the phase is passed in; else the step or the optimizer finds it out.
       dense: the kind that it is compared with.
       nodes_of_two: whether its axes are `PAIR`, with two devices a node.
+      exchanges: whether it averages over the workers; `onebit_jax.init` refuses what does not.
     """
 
     make: Callable[[], optax.GradientTransformation]
@@ -40,6 +41,7 @@ class Kind(NamedTuple):
     told: bool = False
     dense: str = "Adam with pmean"
     nodes_of_two: bool = False
+    exchanges: bool = True
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ def kinds() -> dict[str, Kind]:
         "1-bit Adam, bare optimizer, phase given": onebit.alone(told=True),
         "1-bit Adam, warm-up, bare optimizer": forever_dense.alone(told=True),
         "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
-        "Adam, no exchange": Kind(lambda: adam, loop="own"),
+        "Adam, no exchange": Kind(lambda: adam, loop="own", exchanges=False),
         "1-bit Adam, bfloat16 residuals": onebit_adam(residual_dtype="bfloat16"),
         "1-bit Adam, nodes of two": onebit_adam(axis_name=PAIR)._replace(nodes_of_two=True),
         "LAMB with pmean": dense(lamb),
@@ -138,5 +140,11 @@ def kinds() -> dict[str, Kind]:
         "EF sign SGD": Kind(lambda: onebit_jax.ef_signsgd(1e-4, axis_name=AXIS)),
         "compressed_mean, Adam": Kind(
             lambda: optax.chain(onebit_jax.compressed_mean(AXIS), adam),
+        ),
+        "compressed_mean at 8 bits, Adam": Kind(
+            lambda: optax.chain(onebit_jax.compressed_mean(AXIS, 8), adam),
+        ),
+        "compressed_mean at 4 bits, Adam": Kind(
+            lambda: optax.chain(onebit_jax.compressed_mean(AXIS, 4), adam),
         ),
     }

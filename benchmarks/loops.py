@@ -85,10 +85,13 @@ class Run:
         make_feed = functools.partial(task.make_batch, mesh.size)
         if kind.loop == "bare":
             make_feed = functools.partial(_gradients, mesh.size, task.shapes)
-        make_state = functools.partial(onebit_jax.init, tx, mesh=mesh)
+        replicated, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(kind.axes))
+        if kind.exchanges:
+            make_state = functools.partial(onebit_jax.init, tx, mesh=mesh)
+        else:
+            make_state = jax.jit(tx.init, out_shardings=replicated)
         state = jax.eval_shape(make_state, task.shapes)
 
-        replicated, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(kind.axes))
         self._make_params = jax.jit(task.make_params, out_shardings=replicated)
         self._make_feed = jax.jit(make_feed, out_shardings=rows)
         self._init = jax.jit(make_state)

@@ -178,6 +178,7 @@ def test_a_state_that_nnx_split_is_refused():
 # What the page says besides
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_model_of_nnx_as_one_does(tmp_path):
     worker = flax_process_worker
     apart = run_processes(tmp_path, 2, worker.__name__)

@@ -36,6 +36,8 @@ KINDS = {
             "Distributed Lion",
             "EF sign SGD",
             "compressed_mean, Adam",
+            "compressed_mean at 8 bits, Adam",
+            "compressed_mean at 4 bits, Adam",
         )
     },
     "Adam, float32, bare optimizer": _BY_NAME["Adam with pmean, bare optimizer"],

@@ -122,7 +122,7 @@ def compressed_mean(
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
         which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
       residual_decay: what a worker's residual is multiplied with before it is added to its next
-        gradient, in [0, 1]; 1 loses nothing of what is left out.
+        gradient, in [0, 1]; with 1 all of it is made up for.
       local_dtype: in the hierarchical form, what gradients are averaged in within a node:
         ``"float32"``, or ``"bfloat16"`` for half the bytes there.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of

@@ -208,7 +208,8 @@ def local_steps(
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``. In the
         hierarchical form every device takes local steps of its own.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
-      error_decay: what residuals are multiplied with before they are added; 1 loses nothing.
+      error_decay: what residuals are multiplied with before they are added; with 1 all
+        of them is made up for.
       local_dtype: what the devices of a node average in.
 
     Returns:

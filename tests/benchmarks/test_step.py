@@ -85,6 +85,14 @@ def test_the_readme_loop_is_timed_in_the_phase_that_the_kind_names_or_not_at_all
         run.lead_in()
 
 
+def test_a_kind_that_exchanges_nothing_runs():
+    run = Run(kinds()["Adam, no exchange"], TASK, make_mesh(2))
+    run.begin()
+    run.lead_in()
+    assert run.turn(1) > 0
+    run.end()
+
+
 def test_the_plan_knows_all_kinds_that_it_takes():
     assert kinds().keys() >= plan.CALIBRATED_KINDS
 
