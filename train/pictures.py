@@ -141,7 +141,7 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
                 for axes, x in ((by_step, steps), (by_bytes, sent / scale)):
                     axes.plot(x[end], losses[end], "o", color=style["color"], markersize=7)
         if any(curve.frozen_at >= 0 for curve in row):
-            by_step.plot([], [], "o", color="grey", label="end of the dense warm-up")
+            by_step.plot([], [], "o", color="grey", label="end of the warm-up")
         by_step.set(
             xlabel="step",
             ylabel=f"training loss, mean over {window(len(curves[0].losses))} steps",
