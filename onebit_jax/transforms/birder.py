@@ -126,8 +126,7 @@ def update(
     grads, tree = jax.tree.flatten(updates)
     held = [jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in exchange.blocks]
     validation.check_same_tree(tree.unflatten(held), jax.tree.map(lambda x: x[0], state.m.value))
-    key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
-    key = jax.random.fold_in(key, count)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), count)
     m, a, g = jax.tree.leaves(state.m), jax.tree.leaves(state.a), exchange.local_mean(grads)
     if exchange.axes.single_node:
         active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
