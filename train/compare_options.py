@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal
 
 from train.bert import model as bert
+from train.config import check_requirements
 from train.lm import model as lm
 from train.optimizers import check_names
 
@@ -69,10 +70,7 @@ class Options:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
-        for option, holds, expected in self._requirements():
-            if not holds:
-                value = getattr(self, option)
-                raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+        check_requirements(self, self._requirements())
 
     def _requirements(self) -> list[tuple[str, bool, str]]:
         names = check_names(self.optimizers)

@@ -30,6 +30,19 @@ _COUNTS = (
 _LOCAL = ("out", "coordinator", "process_id")
 
 
+def check_requirements(options: Any, requirements: list[tuple[str, bool, str]]) -> None:
+    """Raises ``ValueError`` for the first option, as the command line has it, that is out of range.
+
+    Args:
+        options: has an attribute for each of them.
+        requirements: their names, whether each is in range, and what it must be.
+    """
+    for option, holds, expected in requirements:
+        if not holds:
+            value = getattr(options, option)
+            raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Options of a run of any model; each program has a subclass with those of its own.
@@ -110,10 +123,7 @@ class RunConfig:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
-        for option, holds, expected in self.requirements():
-            if not holds:
-                value = getattr(self, option)
-                raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+        check_requirements(self, self.requirements())
         share = self.workers * self.accumulation
         if self.batch_size % share:
             lower = self.batch_size - self.batch_size % share
