@@ -176,9 +176,10 @@ def evenly_sampled(c: jax.Array) -> tuple[jax.Array, float]:
     last = c.shape[-1]
     across = min(step, max(last // _ROW, 1))
     rows = c.reshape(len(c), -1, last)
-    if across > 1:
-        whole = rows[..., : last // (across * _ROW) * across * _ROW]
-        rows = whole.reshape(*rows.shape[:2], -1, across, _ROW)[..., across // 2, :]
     down = step // across
+    # Rows first: TPUs would copy all of c to cut its last axis.
     part = rows[:, min(down, rows.shape[1]) // 2 :: down]
+    if across > 1:
+        whole = part[..., : last // (across * _ROW) * across * _ROW]
+        part = whole.reshape(*part.shape[:2], -1, across, _ROW)[..., across // 2, :]
     return part, c.size / part.size
