@@ -12,10 +12,10 @@ trainings that are not in the output folder yet.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import tyro
@@ -25,8 +25,8 @@ from train import record
 from train.compare_options import Options
 from train.comparison import Curve, draw, table
 from train.optimizers import OPTIMIZERS
-from train.sweep import Folder, sweep
-from train.trainer import Task, Trainer, make_task, or_none
+from train.sweep import Folder, or_infinite, or_none, sweep
+from train.trainer import Task, Trainer, make_task
 from train.workers import AXIS, OnDevices, Simulated
 
 
@@ -37,30 +37,59 @@ def _first_rates(name: str, options: Options) -> list[float]:
     return [OPTIMIZERS[name].learning_rate * 2.0 ** (i - middle) for i in range(options.sweep)]
 
 
-def compare(name: str, options: Options, task: Task, mesh: Mesh, folder: Folder) -> Curve:
-    """Sweeps one optimizer and returns what it came to at its best learning rate."""
-    trainer = Trainer(name, options, task, mesh)
-    records: dict[float, Any] = {}
+def compare(
+    name: str, options: Options, task_of: Callable[[int], Task], mesh: Mesh, folder: Folder
+) -> Curve:
+    """Sweeps one optimizer's learning rate, and trains at the best one with every seed.
 
-    def heldout(rate: float) -> float | None:
-        records[rate] = folder.training(name, rate, lambda: trainer.train(rate))
-        return records[rate]["heldout"]
-
-    tried = sweep(_first_rates(name, options), options.widen, heldout)
+    Args:
+        name: the optimizer.
+        options: the comparison's.
+        task_of: the task with a seed.
+        mesh: a device for each worker.
+        folder: where the trainings are kept.
+    """
+    optimizer = OPTIMIZERS[name]
+    swept = optimizer.rate_of or name
+    tried = _sweep(swept, options, task_of, mesh, folder)
     best = min(tried, key=tried.__getitem__)
+    trainer = Trainer(name, options, task_of(options.seeds[0]), mesh)
+    records = {
+        seed: folder.training(
+            name, options.steps, best, seed, lambda seed=seed: trainer.train(task_of(seed), best)
+        )
+        for seed in options.seeds
+    }
+    first = records[options.seeds[0]]
     a_step = trainer.bytes_sent()
     return Curve(
-        label=OPTIMIZERS[name].label,
+        label=optimizer.label,
         tried=tried,
         learning_rate=best,
-        heldout=tried[best],
-        losses=records[best]["losses"],
+        heldout={seed: or_infinite(made["heldout"]) for seed, made in records.items()},
+        losses=first["losses"],
         sent=list(itertools.accumulate(a_step[phase] for phase in trainer.phases())),
         rounds=sum(a_step[phase] > 0 for phase in trainer.phases()),
-        state_bytes=records[best]["state_bytes"],
-        seconds=records[best]["seconds"],
+        state_bytes=first["state_bytes"],
+        seconds=first["seconds"],
         bytes_a_step={**a_step},
     )
+
+
+def _sweep(
+    name: str, options: Options, task_of: Callable[[int], Task], mesh: Mesh, folder: Folder
+) -> dict[float, float]:
+    """The held-out losses at the learning rates that were tried, with the first seed."""
+    shorter, seed = options.of_sweep(), options.seeds[0]
+    trainer = Trainer(name, shorter, task_of(seed), mesh)
+
+    def heldout(rate: float) -> float | None:
+        record = folder.training(
+            name, shorter.steps, rate, seed, lambda: trainer.train(task_of(seed), rate)
+        )
+        return record["heldout"]
+
+    return sweep(_first_rates(name, options), options.widen, heldout)
 
 
 def _make_mesh(options: Options) -> Mesh:
@@ -95,24 +124,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mesh = _make_mesh(options)
         folder = Folder(options)
         workers = OnDevices(mesh) if options.devices else Simulated(options.workers)
-        task = make_task(options, workers)
+        task_of = functools.cache(functools.partial(make_task, options, workers))
+        task = task_of(options.seeds[0])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folder.create()
     count = len(options.learning_rates) or options.sweep
     print(
-        f"{len(options.optimizers)} optimizers, {count} learning rates each, {options.steps} steps "
-        "with each of them"
+        f"{len(options.optimizers)} optimizers, {count} learning rates each, "
+        f"{options.of_sweep().steps} steps with each of them, {options.steps} with the best"
     )
-    curves = [compare(name, options, task, mesh, folder) for name in options.optimizers]
+    curves = [compare(name, options, task_of, mesh, folder) for name in options.optimizers]
     title = _task_line(options, task)
     text = f"{title}\n\n{table(curves)}\n"
     (folder.path / "comparison.md").write_text(text, encoding="utf-8")
     figures = [
         dataclasses.asdict(curve)
         | {
-            "heldout": or_none(curve.heldout),
+            "heldout": {seed: or_none(loss) for seed, loss in curve.heldout.items()},
             "tried": {rate: or_none(loss) for rate, loss in curve.tried.items()},
         }
         for curve in curves

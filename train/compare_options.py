@@ -28,6 +28,8 @@ class Options:
     """How many learning rates a sweep tries, each twice the one before."""
     widen: int = 0
     """How many more it may try, one at a time, while the best is the first or the last."""
+    sweep_steps: int | None = None
+    """Steps of a sweep's trainings, their warm-ups shortened alike; without it, as many as all."""
     devices: bool = True
     """A device for each worker; on CPUs the devices are simulated. Else all are simulated on one
     device, which is slower on CPUs."""
@@ -57,8 +59,9 @@ class Options:
     """Gradients are clipped by one factor common to all workers, to this norm; None: never."""
     dropout: float = 0.0
     """BERT's dropout rate."""
-    seed: int = 0
-    """Of parameters, batches and dropout."""
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of parameters, batches and dropout: with each of them every optimizer is trained once,
+    at the best learning rate that its sweep, with the first, finds."""
     eval_batches: int = 64
     """Held-out batches to evaluate on, at most."""
     out: str = "runs/compare"
@@ -85,6 +88,11 @@ class Options:
             ),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
             ("widen", self.widen >= 0, "0 or more"),
+            (
+                "sweep_steps",
+                self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
+                f"a whole number from 1 to --steps {self.steps}",
+            ),
             ("size", self.size is None or self.size in sizes, f"one of {', '.join(sizes)}"),
             (
                 "batch_size",
@@ -112,7 +120,12 @@ class Options:
                 "a finite number above 0, or None",
             ),
             ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
-            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
+            (
+                "seeds",
+                len(self.seeds) == len(set(self.seeds)) > 0
+                and all(0 <= seed < 2**32 for seed in self.seeds),
+                "whole numbers from 0 to 2**32 - 1, each once",
+            ),
         ]
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
@@ -123,8 +136,20 @@ class Options:
         """The size of the model, by its name."""
         return self.size or next(iter(self._sizes()))
 
+    def of_sweep(self) -> "Options":
+        """The options of a sweep's trainings."""
+        if self.sweep_steps is None:
+            return self
+        share = self.sweep_steps / self.steps
+        return dataclasses.replace(
+            self,
+            steps=self.sweep_steps,
+            warmup=max(1, round(share * self.warmup)),
+            schedule_warmup=round(share * self.schedule_warmup),
+        )
+
     def trajectory(self) -> dict[str, Any]:
         """The options that trainings must share to be compared, as JSON holds them."""
-        free = ("optimizers", "learning_rates", "sweep", "widen", "out")
+        free = ("optimizers", "learning_rates", "sweep", "widen", "sweep_steps", "seeds", "out")
         options = json.loads(json.dumps(dataclasses.asdict(self)))
         return {option: value for option, value in options.items() if option not in free}

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import statistics
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,8 +19,9 @@ class Curve:
         label: its name.
         tried: held-out losses by learning rate, in rising order; infinite where it diverged.
         learning_rate: the best of them.
-        heldout: the held-out loss there.
-        losses: the training loss before every step; None where it was not finite.
+        heldout: the held-out loss there, by seed.
+        losses: the training loss before every step, with the first seed; None where it was not
+            finite.
         sent: bytes that a worker has sent by the end of every step.
         rounds: the number of steps with any exchange.
         state_bytes: bytes of optimizer state a parameter, on each worker.
@@ -30,7 +32,7 @@ class Curve:
     label: str
     tried: dict[float, float]
     learning_rate: float
-    heldout: float
+    heldout: dict[int, float]
     losses: list[float | None]
     sent: list[int]
     rounds: int
@@ -43,16 +45,34 @@ def _floats(curve: Curve) -> np.ndarray:
     return np.array(curve.losses, dtype=np.float64)
 
 
+def _smoothed(losses: np.ndarray) -> np.ndarray:
+    """The mean training loss over a window that ends at each step, NaN before the first whole."""
+    size = window(len(losses))
+    means = np.convolve(losses, np.full(size, 1 / size), mode="valid")
+    return np.concatenate([np.full(size - 1, np.nan), means])
+
+
+def bytes_to(curve: Curve, loss: float) -> int | None:
+    """Bytes that a worker has sent when the smoothed training loss first is as low as ``loss``.
+
+    None where it never is.
+    """
+    reached = np.flatnonzero(_smoothed(_floats(curve)) <= loss)
+    return curve.sent[reached[0]] if len(reached) else None
+
+
 def table(curves: list[Curve]) -> str:
-    """A Markdown table; percentages are to the first curve."""
+    """A Markdown table; percentages and factors are to the first curve."""
     first = curves[0]
     last = window(len(first.losses))
+    final = _smoothed(_floats(first))[-1]
     header = [
         "",
         "held-out loss",
         f"training loss, last {last} steps",
         "best learning rate (held-out loss at each tried)",
         "MB sent",
+        f"MB sent to {first.label}'s final training loss",
         "rounds",
         "state, bytes per parameter",
         "ms per step",
@@ -62,10 +82,11 @@ def table(curves: list[Curve]) -> str:
         rows.append(
             [
                 curve.label,
-                _beside(curve.heldout, first.heldout, "{:.4f}"),
-                f"{np.mean(_floats(curve)[-last:]):.4f}",
+                _heldout(curve, first),
+                f"{_smoothed(_floats(curve))[-1]:.4f}",
                 _sweep(curve),
-                _beside(curve.sent[-1] / 1e6, first.sent[-1] / 1e6, "{:,.1f}"),
+                _sent(curve.sent[-1], first),
+                _sent(bytes_to(curve, final), first),
                 f"{curve.rounds:,}",
                 f"{curve.state_bytes:.2f}",
                 ", ".join(f"{1e3 * s:.0f} {phase}" for phase, s in curve.seconds.items()) or "-",
@@ -74,11 +95,28 @@ def table(curves: list[Curve]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _beside(value: float, first: float, form: str) -> str:
-    cell = form.format(value)
-    if value == first or not math.isfinite(value) or not math.isfinite(first):
-        return cell
-    return f"{cell} ({value / first - 1:+.1%})"
+def _heldout(curve: Curve, first: Curve) -> str:
+    """The median over the seeds, its change from the first curve's, seed by seed, and the range."""
+    values = list(curve.heldout.values())
+    cell = f"{statistics.median(values):.4f}"
+    changes = [
+        loss / first.heldout[seed] - 1
+        for seed, loss in curve.heldout.items()
+        if math.isfinite(loss) and math.isfinite(first.heldout.get(seed, math.inf))
+    ]
+    if changes and curve is not first:
+        cell = f"{cell} ({statistics.median(changes):+.2%})"
+    if len(values) > 1:
+        cell = f"{cell}, {min(values):.4f} to {max(values):.4f} with {len(values)} seeds"
+    return cell
+
+
+def _sent(count: int | None, first: Curve) -> str:
+    if count is None:
+        return "not reached"
+    factor = first.sent[-1] / count
+    cell = f"{count / 1e6:,.1f}"
+    return cell if round(factor, 1) == 1 else f"{cell} ({factor:.1f}x fewer)"
 
 
 def _sweep(curve: Curve) -> str:
@@ -94,7 +132,7 @@ def draw(curves: list[Curve], title: str, path: pathlib.Path) -> None:
         [
             LossCurve(
                 curve.label,
-                curve.heldout,
+                statistics.median(curve.heldout.values()),
                 np.arange(1, len(curve.losses) + 1),
                 _floats(curve),
                 np.array(curve.sent),

@@ -10,6 +10,9 @@ import optax
 import onebit_jax
 from onebit_jax.transforms.phases import Phase
 
+# Updates from one exchange to the next of the optimizers that take local steps.
+LOCAL_STEPS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
@@ -53,6 +56,7 @@ class Optimizer(NamedTuple):
             it.
         local_steps: whether the workers' parameters differ between exchanges; its state then has
             `synced_parameters`.
+        rate_of: the optimizer whose best learning rate it takes, where it is a variant of one.
     """
 
     label: str
@@ -61,6 +65,7 @@ class Optimizer(NamedTuple):
     phase_of: Callable[[int, int, int], Phase]
     warms_up: bool = False
     local_steps: bool = False
+    rate_of: str | None = None
 
 
 def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -95,6 +100,21 @@ def compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], 
         return optax.chain(onebit_jax.compressed_mean(setting.axis_name), make(setting))
 
     return compressed(label, learning_rate, chained)
+
+
+def local(label: str, bits: int) -> Optimizer:
+    """AdamW on every worker for itself; averages at so many bits every 16 steps."""
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        outer = optax.sgd(1.0)
+        return onebit_jax.local_steps(
+            _adamw(setting), outer, every=LOCAL_STEPS, axis_name=setting.axis_name, bits=bits
+        )
+
+    def phase_of(step: int, *_: int) -> Phase:
+        return "local" if (step + 1) % LOCAL_STEPS else "sync"
+
+    return Optimizer(label, 2e-3, make, phase_of, local_steps=True)
 
 
 def _decay_options(setting: Setting) -> dict[str, Any]:
@@ -150,6 +170,19 @@ def _muon(setting: Setting) -> optax.GradientTransformation:
     )
 
 
+def _onebit_muon(bits: int) -> Callable[[Setting], optax.GradientTransformation]:
+    """Muon as `_muon` has it, on gradients of so many bits."""
+    return lambda setting: onebit_jax.onebit_muon(
+        setting.learning_rate,
+        weight_decay=setting.weight_decay,
+        axis_name=setting.axis_name,
+        bits=bits,
+        adam_b1=setting.b1,
+        adam_b2=setting.b2,
+        consistent_rms=0.2,
+    )
+
+
 def _onebit_matrices(setting: Setting) -> optax.GradientTransformation:
     """1-bit Adam on the tensors that are decayed, and on the others, norms and biases, AdamW."""
 
@@ -197,12 +230,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "1-bit Adam, warm-up at 8 bits",
         2e-3,
         lambda s: onebit_jax.onebit_adam(**_onebit_options(s), warmup_bits=8),
-    ),
+    )._replace(rate_of="onebit_adam"),
     "onebit_adam_4": onebit(
         "1-bit Adam, warm-up at 4 bits",
         2e-3,
         lambda s: onebit_jax.onebit_adam(**_onebit_options(s), warmup_bits=4),
-    ),
+    )._replace(rate_of="onebit_adam"),
     "onebit_adam_matrices": onebit("1-bit Adam, norms and biases dense", 2e-3, _onebit_matrices),
     "onebit_lamb": onebit(
         "1-bit LAMB", 1e-2, lambda s: onebit_jax.onebit_lamb(**_onebit_options(s))
@@ -229,6 +262,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
         0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
+    "onebit_muon": compressed("1-bit Muon", 2e-3, _onebit_muon(1))._replace(rate_of="muon"),
+    "onebit_muon_2": compressed("Muon, 2 bits", 2e-3, _onebit_muon(2))._replace(rate_of="muon"),
+    "onebit_muon_4": compressed("Muon, 4 bits", 2e-3, _onebit_muon(4))._replace(rate_of="muon"),
+    "local_steps": local("Local steps, float32", 32),
+    "local_steps_4": local("Local steps, 4 bits", 4)._replace(rate_of="local_steps"),
+    "local_steps_2": local("Local steps, 2 bits", 2)._replace(rate_of="local_steps"),
+    "local_steps_1": local("Local steps, 1 bit", 1)._replace(rate_of="local_steps"),
     "compressed_mean_sgd": compressed_mean("SGD, compressed mean", 0.4, _sgd),
     "compressed_mean_adam": compressed_mean("Adam, compressed mean", 2e-3, _adamw),
     "compressed_mean_lion": compressed_mean("Lion, compressed mean", 3e-4, _lion),

@@ -38,16 +38,19 @@ class Folder:
         (self.path / "trainings").mkdir(parents=True, exist_ok=True)
         _write(self.path / "options.json", self._options.trajectory())
 
-    def training(self, name: str, rate: float, make: Callable[[], dict[str, Any]]) -> Any:
+    def training(
+        self, name: str, steps: int, rate: float, seed: int, make: Callable[[], dict[str, Any]]
+    ) -> Any:
         """The record of a training, which is made unless it is there."""
-        path = self.path / "trainings" / f"{name}-{rate:g}.json"
+        path = self.path / "trainings" / f"{name}-{steps}-{rate:g}-{seed}.json"
         if not path.exists():
             start = time.perf_counter()
             made = make()
             _write(path, made)
             took = time.perf_counter() - start
             loss = "diverged" if made["heldout"] is None else f"{made['heldout']:.4f}"
-            print(f"{name}, learning rate {rate:g}: {loss} in {took:.0f} s", flush=True)
+            of = f"{name}, {steps} steps, learning rate {rate:g}, seed {seed}"
+            print(f"{of}: {loss} in {took:.0f} s", flush=True)
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -71,16 +74,21 @@ def sweep(
     Returns:
         The losses by learning rate, in rising order; infinite where a training diverged.
     """
-
-    def loss(rate: float) -> float:
-        value = heldout(rate)
-        return math.inf if value is None else value
-
-    losses = {rate: loss(rate) for rate in sorted(first)}
+    losses = {rate: or_infinite(heldout(rate)) for rate in sorted(first)}
     for _ in range(widen):
         best, lowest, highest = min(losses, key=losses.__getitem__), min(losses), max(losses)
         if best not in (lowest, highest):
             break
         rate = lowest / 2 if best == lowest else 2 * highest
-        losses[rate] = loss(rate)
+        losses[rate] = or_infinite(heldout(rate))
     return dict(sorted(losses.items()))
+
+
+def or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def or_infinite(value: float | None) -> float:
+    """A loss of a record, infinite where the training diverged."""
+    return math.inf if value is None else value

@@ -1,7 +1,6 @@
 """Training one task with one optimizer at any learning rate."""
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from train.compare_options import Options
 from train.lm import pretrain as lm
 from train.optimizers import OPTIMIZERS, Setting
 from train.progress import StepBar
+from train.sweep import or_none
 from train.workers import (
     AXIS,
     OnDevices,
@@ -54,7 +54,7 @@ class Task(NamedTuple):
     mask: Callable[[Any], Any]
 
 
-def make_task(options: Options, workers: Workers) -> Task:
+def make_task(options: Options, workers: Workers, seed: int) -> Task:
     """The task that options ask for, as the pre-training programs have it.
 
     Raises:
@@ -66,7 +66,7 @@ def make_task(options: Options, workers: Workers) -> Task:
         "size": options.model_size,
         "batch_size": options.batch_size,
         "sequence_length": options.sequence_length,
-        "seed": options.seed,
+        "seed": seed,
         "eval_batches": options.eval_batches,
     }
     if options.task == "bert":
@@ -92,8 +92,8 @@ class Trainer:
 
     Args:
         name: the optimizer.
-        options: the comparison's.
-        task: what to train.
+        options: of its trainings.
+        task: what to train, with any seed.
         mesh: one device per worker: what is sent is read from programs compiled for them.
     """
 
@@ -130,14 +130,17 @@ class Trainer:
         steps, warmup = self._options.steps, self._options.warmup
         return [of(step, warmup, steps) for step in range(steps)]
 
-    def train(self, learning_rate: float) -> dict[str, Any]:
-        """Makes one training and returns its record, as JSON holds it."""
-        task, phases = self._task, self.phases()
-        params, opt_state = self._begin(learning_rate)
+    def train(self, task: Task, learning_rate: float) -> dict[str, Any]:
+        """Makes one training, on the batches of a seed, and returns its record, as JSON holds it.
+
+        Of a task that has more batches than there are steps the first ones are taken.
+        """
+        phases = self.phases()
+        params, opt_state = self._begin(task, learning_rate)
         losses, ends = [], []
         title = f"{self._name}, learning rate {learning_rate:g}"
         with StepBar(title, len(phases), leave=False) as bar:
-            for batch, phase in zip(task.batches, phases, strict=True):
+            for batch, phase in zip(task.batches[: len(phases)], phases, strict=True):
                 if phase not in self._compiled:
                     bar.compiling(phase)
                     self._compiled.add(phase)
@@ -161,8 +164,8 @@ class Trainer:
             "state_bytes": self._state_bytes(opt_state),
         }
 
-    def _begin(self, learning_rate: float) -> tuple[Any, Any]:
-        params, on = self._task.params, self._task.workers
+    def _begin(self, task: Task, learning_rate: float) -> tuple[Any, Any]:
+        params, on = task.params, task.workers
         opt_state = self._init(params)
         opt_state.hyperparams["peak"] = jax.numpy.float32(learning_rate)
         if self._optimizer.local_steps:
@@ -196,8 +199,3 @@ class Trainer:
         # What it sends is settled before code is generated, which need not be fast here.
         compiled = lowered.compile({"xla_backend_optimization_level": "0"})
         return wire.bytes_sent(wire.collectives(compiled, self._mesh))
-
-
-def or_none(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None

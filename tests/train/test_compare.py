@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from train import compare
+from train import compare, comparison
 from train.bert import model
 from train.optimizers import OPTIMIZERS
 from train.sweep import sweep
@@ -98,11 +98,11 @@ def test_all_begin_alike_and_the_best_is_taken(finished):
         assert len(figure["losses"]) == len(figure["sent"]) == STEPS
         assert figure["losses"][-1] < figure["losses"][0]
         assert [float(rate) for rate in figure["tried"]] == [1e-3, 4e-3, 1e-2]
-        assert figure["heldout"] == min(figure["tried"].values())
-        assert figure["tried"][str(figure["learning_rate"])] == figure["heldout"]
+        assert figure["heldout"] == {"0": min(figure["tried"].values())}
+        assert figure["tried"][str(figure["learning_rate"])] == figure["heldout"]["0"]
     # Until 1-bit Adam compresses it is Adam; 1-bit Adam's best may be another learning rate.
     of = [
-        json.loads((out / "trainings" / f"{name}-0.001.json").read_text())["losses"]
+        json.loads((out / "trainings" / f"{name}-{STEPS}-0.001-0.json").read_text())["losses"]
         for name in ("adam", "onebit_adam")
     ]
     np.testing.assert_allclose(of[0][: WARMUP + 1], of[1][: WARMUP + 1], rtol=1e-5)
@@ -139,7 +139,9 @@ def test_table_and_picture(finished):
     assert text in printed
     adam, signum = (figures(out)[name] for name in ("adam", "signum"))
     [row] = re.findall(r"^\| Signum .*$", text, re.MULTILINE)
-    assert f"{signum['heldout']:.4f} ({signum['heldout'] / adam['heldout'] - 1:+.1%})" in row
+    losses = [figure["heldout"]["0"] for figure in (adam, signum)]
+    assert f"{losses[1]:.4f} ({losses[1] / losses[0] - 1:+.2%})" in row
+    assert f"{adam['sent'][-1] / signum['sent'][-1]:.1f}x fewer" in row
     assert f"{signum['learning_rate']:g}" in row
     assert f"{parameters():,} parameters; 2 workers, a device each" in text
 
@@ -153,20 +155,61 @@ def test_going_on_makes_only_what_is_missing(finished, capsys):
     assert compare.main(more) == 0
     made = [line for line in capsys.readouterr().out.splitlines() if " in " in line]
     assert [line.split(":")[0] for line in made] == [
-        "adam, learning rate 0.1",
-        "distributed_lion, learning rate 0.01",
-        "distributed_lion, learning rate 0.1",
+        "adam, 8 steps, learning rate 0.1, seed 0",
+        "distributed_lion, 8 steps, learning rate 0.01, seed 0",
+        "distributed_lion, 8 steps, learning rate 0.1, seed 0",
     ]
     after = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
     assert before.items() < after.items()
     assert list(figures(out)) == ["adam", "distributed_lion"]
 
 
+def test_seeds_and_a_shorter_sweep(tmp_path, capsys):
+    names = ["signum", "onebit_adam_8"]
+    options = ["--optimizers", *names, "--seeds", "0", "7", "--sweep-steps", "4"]
+    assert compare.main([*RUN, *options, "--out", str(tmp_path / "run")]) == 0
+    made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " in " in line]
+    compared = figures(tmp_path / "run")
+    best = {name: f"{figure['learning_rate']:g}" for name, figure in compared.items()}
+    rates = ("0.001", "0.004", "0.01")
+
+    def of_both_seeds(name):
+        return [f"{name}, 8 steps, learning rate {best[name]}, seed {seed}" for seed in (0, 7)]
+
+    assert made == [
+        *(f"signum, 4 steps, learning rate {rate}, seed 0" for rate in rates),
+        *of_both_seeds("signum"),
+        # With 8 bits in its warm-up it takes 1-bit Adam's learning rate.
+        *(f"onebit_adam, 4 steps, learning rate {rate}, seed 0" for rate in rates),
+        *of_both_seeds("onebit_adam_8"),
+    ]
+    for figure in compared.values():
+        first, second = figure["heldout"].values()
+        assert first != second
+    text = (tmp_path / "run" / "comparison.md").read_text()
+    low, high = sorted(compared["signum"]["heldout"].values())
+    assert f"{(low + high) / 2:.4f}, {low:.4f} to {high:.4f} with 2 seeds" in text
+    of_adam = compared["onebit_adam_8"]["heldout"].items()
+    change = np.median([loss / compared["signum"]["heldout"][seed] - 1 for seed, loss in of_adam])
+    assert f"({change:+.2%})" in text
+
+
+def test_bytes_to_a_loss():
+    losses = [4.0, 3.0, 2.0, 1.0] + [1.0] * 76  # of 80 the mean of 2
+    curve = comparison.Curve(
+        label="", tried={}, learning_rate=1.0, heldout={}, losses=losses, rounds=0, state_bytes=0,
+        sent=list(range(10, 810, 10)), seconds={}, bytes_a_step={},
+    )  # fmt: skip
+    assert comparison.bytes_to(curve, 2.5) == 30
+    assert comparison.bytes_to(curve, 1.0) == 50
+    assert comparison.bytes_to(curve, 0.9) is None
+
+
 def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
     options = [*RUN, "--no-devices", "--optimizers", "signum", "--learning-rates", "1e-3"]
     assert compare.main([*options, "--out", str(tmp_path / "run")]) == 0
     real, ours = (
-        json.loads((out / "trainings" / "signum-0.001.json").read_text())
+        json.loads((out / "trainings" / f"signum-{STEPS}-0.001-0.json").read_text())
         for out in (tmp_path / "run", finished[0])
     )
     np.testing.assert_allclose(real["losses"], ours["losses"], rtol=1e-4)
@@ -196,7 +239,9 @@ def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
         ("--weight-decay nan", "--weight-decay nan: expected"),
         ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
         ("--dropout 1", "--dropout 1.0: expected"),
-        ("--seed -1", "--seed -1: expected"),
+        ("--seeds -1", "--seeds (-1,): expected whole numbers from 0"),
+        ("--seeds 1 1", "--seeds (1, 1): expected whole numbers from 0"),
+        ("--sweep-steps 9", "--sweep-steps 9: expected a whole number from 1 to --steps 8"),
         ("--corpus NOWHERE", "does not exist"),
     ],
 )
@@ -214,8 +259,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
 
 def test_folder_of_another_comparison(finished, capsys):
     out, _ = finished
-    assert compare.main([*RUN, "--seed", "1", "--out", str(out)]) == 2
-    assert "holds trainings with --seed 0, these have 1; give the same" in capsys.readouterr().err
+    assert compare.main([*RUN, "--dropout", "0.1", "--out", str(out)]) == 2
+    complaint = "holds trainings with --dropout 0.0, these have 0.1; give the same"
+    assert complaint in capsys.readouterr().err
 
 
 def test_folder_of_something_else(tmp_path, capsys):
