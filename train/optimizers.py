@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 import onebit_jax
@@ -151,6 +152,16 @@ def _adamw(setting: Setting) -> optax.GradientTransformation:
     return optax.adamw(**_adam_options(setting))
 
 
+def _adamw_in_bfloat16(setting: Setting) -> optax.GradientTransformation:
+    """AdamW on gradients that were averaged in bfloat16."""
+
+    def cast(dtype: Any) -> optax.GradientTransformation:
+        return optax.stateless(lambda updates, _: optax.tree.cast(updates, dtype))
+
+    mean = onebit_jax.mean_gradients(setting.axis_name)
+    return optax.chain(cast(jnp.bfloat16), mean, cast(jnp.float32), _adamw(setting))
+
+
 def _lion(setting: Setting) -> optax.GradientTransformation:
     # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
     return optax.lion(**_decay_options(setting), b1=setting.b1)
@@ -219,6 +230,13 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": dense("Adam", 2e-3, _adamw),
+    "adam_bfloat16": Optimizer(
+        "Adam, gradients in bfloat16",
+        2e-3,
+        _adamw_in_bfloat16,
+        lambda *_: "warmup",
+        rate_of="adam",
+    ),
     "lamb": dense("LAMB", 1e-2, lambda s: optax.lamb(**_adam_options(s))),
     "sgd": dense("SGD", 0.4, _sgd),
     "lion": dense("Lion", 3e-4, _lion),

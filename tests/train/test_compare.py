@@ -223,7 +223,7 @@ def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ("--optimizers adam adam", "expected one or more, each once, of adam, lamb,"),
+        ("--optimizers adam adam", "expected one or more, each once, of adam, adam_bfloat16,"),
         ("--optimizers rprop", "--optimizers ('rprop',): expected one or more, each once, of adam"),
         ("--learning-rates 0", "--learning-rates (0.0,): expected finite numbers above 0"),
         ("--learning-rates nan", "--learning-rates (nan,): expected finite numbers above 0"),

@@ -1,0 +1,122 @@
+"""What brings Muon on gradients of one bit nearer to dense Muon, on a language model.
+
+    python -m benchmarks.muon_bits --corpus TEXTS --workers 8 --steps 500 --out runs/muon-bits
+    python -m train.compare --help                                       # has the other options
+
+Compared with dense Muon: 4, 2 and 1 bits; with one bit the mean absolute value as scale, residuals
+that decay, a longer momentum, the embedding at 8 bits by Adam; and the momentum in the gradients'
+place. All at the learning rate that suits dense Muon best.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import onebit_jax
+from train import compare
+from train.optimizers import OPTIMIZERS, Optimizer, Setting, compressed
+
+
+def muon(
+    exchange: Callable[[str], optax.GradientTransformation],
+    beta: float = 0.95,
+    *,
+    nesterov: bool = True,
+    embedding: bool = True,
+) -> Callable[[Setting], optax.GradientTransformation]:
+    """As `onebit_jax.onebit_muon`, with any exchange of the matrices' gradients.
+
+    Args:
+        exchange: makes it, for an axis.
+        beta: decay of the momentum.
+        nesterov: of Muon.
+        embedding: whether Muon has the embedding, or Adam.
+    """
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        matrices = optax.contrib.muon(
+            setting.learning_rate,
+            beta=beta,
+            nesterov=nesterov,
+            weight_decay=setting.weight_decay,
+            consistent_rms=0.2,
+        )
+        rest = optax.adam(setting.learning_rate, setting.b1, setting.b2, nesterov=True)
+        axis = setting.axis_name
+
+        def parts(params: Any) -> Any:
+            def part(path: Any, p: Any) -> str:
+                is_embedding = any(getattr(key, "key", None) == "token" for key in path)
+                return "muon" if jnp.ndim(p) == 2 and (embedding or not is_embedding) else "adam"
+
+            return jax.tree_util.tree_map_with_path(part, params)
+
+        return optax.partition(
+            {
+                "muon": optax.chain(exchange(axis), matrices),
+                "adam": optax.chain(onebit_jax.compressed_mean(axis, 8), rest),
+            },
+            parts,
+        )
+
+    return make
+
+
+class MomentumState(NamedTuple):
+    """State of :func:`compressed_momentum`, equal on all workers but for what says otherwise.
+
+    Attributes:
+        m: the momentum, like the parameters.
+        exchange: of the compressed mean.
+    """
+
+    m: Any
+    exchange: Any
+
+
+def compressed_momentum(axis_name: str, beta: float = 0.95) -> optax.GradientTransformation:
+    """``m <- EC1(beta m + g_i)``: what travels is the momentum, as in 1-bit Adam."""
+    mean = onebit_jax.compressed_mean(axis_name)
+
+    def init(params: Any) -> MomentumState:
+        return MomentumState(optax.tree.zeros_like(params), mean.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MomentumState]:
+        del params
+        own = jax.tree.map(lambda m, g: beta * m + g, state.m, updates)
+        m, exchange = mean.update(own, state.exchange)
+        return m, MomentumState(m, exchange)
+
+    return optax.GradientTransformation(init, update)
+
+
+def one_bit(**options: Any) -> Callable[[str], optax.GradientTransformation]:
+    """A compressed mean of one bit."""
+    return lambda axis_name: onebit_jax.compressed_mean(axis_name, **options)
+
+
+VARIANTS: dict[str, Optimizer] = {
+    name: compressed(label, 2e-3, make)._replace(rate_of="muon")
+    for name, label, make in (
+        ("mean_abs", "1 bit, mean absolute scale", muon(one_bit(scale="mean_abs"))),
+        ("decay_0.9", "1 bit, residuals decay by 0.9", muon(one_bit(residual_decay=0.9))),
+        ("beta_0.98", "1 bit, momentum 0.98", muon(one_bit(), 0.98)),
+        ("embedding", "1 bit, embedding by Adam", muon(one_bit(), embedding=False)),
+        ("momentum", "1 bit of the momentum", muon(compressed_momentum, 0.0, nesterov=False)),
+    )
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the comparison and returns its exit code."""
+    OPTIMIZERS.update(VARIANTS)
+    names = ["muon", "onebit_muon_4", "onebit_muon_2", "onebit_muon", *VARIANTS]
+    return compare.main(["--task", "lm", "--optimizers", *names, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
