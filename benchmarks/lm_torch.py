@@ -4,7 +4,7 @@ PyTorch need not be installed: only `benchmarks.lm_step` imports this, if it is.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,6 @@ class Training:
       learning_rates: of the steps.
       weight_decay: of matrices.
       max_grad_norm: gradients are clipped to.
-      compiled: whether the model goes through `torch.compile`.
     """
 
     def __init__(
@@ -124,10 +123,9 @@ class Training:
         params: Params,
         *,
         sequence_length: int,
-        learning_rates: np.ndarray,
+        learning_rates: Sequence[float],
         weight_decay: float,
         max_grad_norm: float,
-        compiled: bool = False,
     ):
         self.model = LanguageModel(config, sequence_length)
         load(self.model, params)
@@ -138,20 +136,17 @@ class Training:
         ]
         # In one pass over each tensor, the fastest that PyTorch has.
         self._adamw = torch.optim.AdamW(groups, lr=0.0, fused=True)
-        self._learning_rates = iter(learning_rates.tolist())
+        self._learning_rates = iter(learning_rates)
         self._max_grad_norm = max_grad_norm
-        self._loss = torch.compile(self.model) if compiled else self.model
 
     def step(self, batch: Mapping[str, np.ndarray]) -> float:
         """Trains on a batch; its loss before."""
         learning_rate = next(self._learning_rates)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        inputs, targets = (
-            torch.from_numpy(batch[name]).long() for name in ("inputs", "targets")
-        )
+        inputs, targets = (torch.from_numpy(batch[name]).long() for name in ("inputs", "targets"))
         self._adamw.zero_grad()
-        loss = self._loss(inputs, targets)
+        loss = self.model(inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
         self._adamw.step()

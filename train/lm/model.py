@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.lm.tokenizer import BYTES
+
 Params = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
-BYTES = 256
 INIT_STDDEV = 0.02
 NORM_EPSILON = 1e-6
 ROTARY_BASE = 10_000.0
