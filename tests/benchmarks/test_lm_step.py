@@ -3,6 +3,7 @@
 import importlib.util
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -37,7 +38,7 @@ def test_losses_of_a_training_are_equal():
     )
     optimizer = optax.chain(
         optax.clip_by_global_norm(MAX_NORM),
-        optax.adamw(lambda t: np.array(RATES)[t], weight_decay=0.1, mask=decay_mask),
+        optax.adamw(lambda t: jnp.array(RATES)[t], weight_decay=0.1, mask=decay_mask),
     )
     loss_and_gradients = jax.jit(jax.value_and_grad(next_token_loss(CONFIG), has_aux=True))
     opt_state = optimizer.init(params)

@@ -32,7 +32,7 @@ class Config(RunConfig):
     """Tokens in a sequence."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """Tokens: bytes, or byte pairs as in GPT-2, which are trained on the corpus."""
-    vocab_size: int = 4096
+    vocab_size: int = 1024
     """Tokens of bpe, the 256 bytes included."""
     steps: int = 400
     """Optimizer steps."""
