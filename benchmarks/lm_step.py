@@ -8,7 +8,9 @@ One worker against one: the step that `python -m train.lm.pretrain --workers 1` 
 Adam and with 1-bit Adam after its warm-up, and `benchmarks/lm_torch.py`, in float32, on the same
 batches, with the same clipping, schedule and decay. Both get the same cores and as many threads.
 Before anything is timed, all losses of the first batch, with the same parameters, must be equal to
-1e-5 of their size. Kinds take turns in one process: quote the ratios.
+1e-5 of their size. Kinds take turns in one process: quote the ratios. On a machine that others use
+too, quote those of processor time with `--threads 1`: PyTorch's threads wait for one another, so
+that one that is kept waiting stops them all.
 """
 
 import dataclasses
@@ -36,6 +38,7 @@ Step = Callable[[Mapping[str, np.ndarray]], Any]
 _TORCH = "PyTorch, AdamW"
 _OURS = {"train/lm, Adam": "adam", "train/lm, 1-bit Adam": "onebit_adam"}
 _INSTALL = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+_CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 _TOLERANCE = 1e-5
 # The first is dense, whatever the optimizer; with the next, 1-bit Adam has compiled both phases.
 _LEAD_IN = 3
@@ -91,8 +94,8 @@ def in_torch(lm_torch: Any, config: Config, task: training.Task, threads: int) -
     ).step
 
 
-def measure(options: Options, size: str, lm_torch: Any) -> dict[str, list[float]]:
-    """Samples per second of each kind in each turn.
+def measure(options: Options, size: str, lm_torch: Any) -> dict[str, dict[str, list[float]]]:
+    """Samples per second, and per second of processor time, of each kind in each turn.
 
     Raises:
       RuntimeError: the losses of one batch differ.
@@ -119,14 +122,18 @@ def measure(options: Options, size: str, lm_torch: Any) -> dict[str, list[float]
         for step in kinds.values():
             float(step(batch))
 
-    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    samples = options.steps * options.batch_size
+    rates: dict[str, dict[str, list[float]]] = {
+        name: {clock: [] for clock in _CLOCKS} for name in kinds
+    }
     for _ in range(options.rounds):
         turn = [next(batches) for _ in range(options.steps)]
         for name, step in kinds.items():
-            start = time.perf_counter()
+            start = {clock: read() for clock, read in _CLOCKS.items()}
             # A program's results come all at once: with the loss, the step is done.
             float([step(batch) for batch in turn][-1])
-            rates[name].append(options.steps * options.batch_size / (time.perf_counter() - start))
+            for clock, read in _CLOCKS.items():
+                rates[name][clock].append(samples / (read() - start[clock]))
     return rates
 
 
@@ -140,14 +147,18 @@ def main(options: Options) -> int:
     lm_torch = importlib.import_module("benchmarks.lm_torch")
     jax.config.update("jax_num_cpu_devices", 1)
     figures = {}
-    print(f"{'samples per second, median':34}{'least':>9}{'most':>9}{'ratio':>9}")
+    header = "".join(f"{clock:>11}{'ratio':>7}" for clock in _CLOCKS)
+    print(f"{'median samples per second':28}{header}")
     for size in options.sizes:
         figures[size] = measure(options, size, lm_torch)
-        reference = statistics.median(figures[size][_TORCH])
         for name, rates in figures[size].items():
-            median = statistics.median(rates)
-            print(f"{size + ', ' + name:26}{median:8.1f}{min(rates):9.1f}{max(rates):9.1f}", end="")
-            print(f"{median / reference:9.2f}")
+            print(f"{size + ', ' + name:28}", end="")
+            for clock in _CLOCKS:
+                median, reference = (
+                    statistics.median(x[clock]) for x in (rates, figures[size][_TORCH])
+                )
+                print(f"{median:11.1f}{median / reference:7.2f}", end="")
+            print(flush=True)
     record.write(options.json, options, figures, "torch", "flax")
     print(f"wrote {options.json}")
     return 0
