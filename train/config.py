@@ -5,6 +5,8 @@ import json
 import math
 import os
 import pathlib
+import types
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import optax
@@ -14,7 +16,7 @@ from train import schedules
 from train.optimizers import check_names
 
 # Options that leave the trajectory alone, so a run may go on with others.
-_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches")
+_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches", "profile")
 _COUNTS = (
     "workers",
     "batch_size",
@@ -26,6 +28,7 @@ _COUNTS = (
     "eval_batches",
     "processes",
 )
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id")
 
@@ -109,6 +112,9 @@ class RunConfig:
     """Steps between two checkpoints."""
     eval_batches: int = 64
     """Held-out batches to evaluate on, at most."""
+    profile: bool = False
+    """Writes what JAX's profiler saw of a few steps of each phase, once it is compiled, into the
+    folder profile beside the optimizer's metrics."""
     coordinator: str | None = None
     """For a run of several processes: HOST:PORT of process 0, or auto where JAX finds the cluster
     itself (Slurm, Open MPI, Cloud TPU)."""
@@ -195,11 +201,15 @@ class RunConfig:
         )
 
 
-def check_folder(config: RunConfig) -> None:
+def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
     """Checks that the output folder, where there is one, holds a run of the same trajectory.
 
+    Args:
+        config: the run.
+        identity: what must not have changed either, as for `write_config`.
+
     Raises:
-        ValueError: an option that decides the trajectory differs, or the folder is something else.
+        ValueError: what decides the trajectory differs, or the folder is something else.
     """
     path = config.folder / "config.json"
     if not path.exists():
@@ -218,12 +228,23 @@ def check_folder(config: RunConfig) -> None:
                 f"--out {config.folder}: holds a run with --{option.replace('_', '-')} "
                 f"{earlier.get(option)}, this one has {value}; give the same, or another --out"
             )
+    for name, value in identity.items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"--out {config.folder}: holds a run whose {name} is {earlier.get(name)!r}, "
+                f"here it is {value!r}; put back what the run began with, or give another --out"
+            )
 
 
-def write_config(config: RunConfig) -> None:
-    """Writes `config.json` into the output folder, which is made."""
+def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
+    """Writes `config.json` into the output folder, which is made.
+
+    Args:
+        config: the run.
+        identity: what else it holds, under names that no option has.
+    """
     config.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_shared(config), indent=2) + "\n"
+    text = json.dumps(_shared(config) | dict(identity), indent=2) + "\n"
     (config.folder / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -54,9 +54,9 @@ def run(
                 batches()
             except ValueError as error:
                 raise ValueError(f"{part} text: {error}") from error
-        check_folder(config)
+        check_folder(config, task.identity)
         if jax.process_index() == 0:
-            write_config(config)
+            write_config(config, task.identity)
             task.write_files(config.folder)
         multihost_utils.sync_global_devices("the output folder is there")
         with StopRequest() as stop:
