@@ -51,8 +51,10 @@ def compare(
     """
     optimizer = OPTIMIZERS[name]
     swept = optimizer.rate_of or name
-    tried = _sweep(swept, options, task_of, mesh, folder)
-    best = min(tried, key=tried.__getitem__)
+    rates = _first_rates(swept, options)
+    # A single one is the best without a sweep.
+    swept_at = _sweep(swept, rates, options, task_of, mesh, folder) if len(rates) > 1 else {}
+    best = min(swept_at, key=swept_at.__getitem__, default=rates[0])
     trainer = Trainer(name, options, task_of(options.seeds[0]), mesh)
     records = {
         seed: folder.training(
@@ -64,7 +66,7 @@ def compare(
     a_step = trainer.bytes_sent()
     return Curve(
         label=optimizer.label,
-        tried=tried,
+        tried=swept_at or {best: or_infinite(first["heldout"])},
         learning_rate=best,
         heldout={seed: or_infinite(made["heldout"]) for seed, made in records.items()},
         losses=first["losses"],
@@ -77,7 +79,12 @@ def compare(
 
 
 def _sweep(
-    name: str, options: Options, task_of: Callable[[int], Task], mesh: Mesh, folder: Folder
+    name: str,
+    rates: Sequence[float],
+    options: Options,
+    task_of: Callable[[int], Task],
+    mesh: Mesh,
+    folder: Folder,
 ) -> dict[float, float]:
     """The held-out losses at the learning rates that were tried, with the first seed."""
     shorter, seed = options.of_sweep(), options.seeds[0]
@@ -89,7 +96,7 @@ def _sweep(
         )
         return record["heldout"]
 
-    return sweep(_first_rates(name, options), options.widen, heldout)
+    return sweep(rates, options.widen, heldout)
 
 
 def _make_mesh(options: Options) -> Mesh:
@@ -132,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.create()
     count = len(options.learning_rates) or options.sweep
     print(
-        f"{len(options.optimizers)} optimizers, {count} learning rates each, "
-        f"{options.of_sweep().steps} steps with each of them, {options.steps} with the best"
+        f"{len(options.optimizers)} optimizers; learning rates: {count} of {options.of_sweep().steps} "
+        f"steps, and the best of {options.steps}, with {len(options.seeds)} seeds"
     )
     curves = [compare(name, options, task_of, mesh, folder) for name in options.optimizers]
     title = _task_line(options, task)
