@@ -139,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.create()
     count = len(options.learning_rates) or options.sweep
     print(
-        f"{len(options.optimizers)} optimizers; learning rates: {count} of {options.of_sweep().steps} "
-        f"steps, and the best of {options.steps}, with {len(options.seeds)} seeds"
+        f"{len(options.optimizers)} optimizers: {count} learning rates each, "
+        f"{options.of_sweep().steps} steps with each, {options.steps} steps with the best"
     )
     curves = [compare(name, options, task_of, mesh, folder) for name in options.optimizers]
     title = _task_line(options, task)
