@@ -103,7 +103,7 @@ def test_nothing_is_lost(bits):
     moved = -np.asarray(state.shared["w"][0])
     exact = 0.1 * grads.mean(1, dtype=np.float64).sum(0)
     if bits == 4:
-        kept = state.exchange.exchange
+        kept = state.exchange[0].exchange
         e = np.asarray(kept.worker_residual.value).reshape(WORKERS, -1).mean(0)
         E = np.asarray(kept.server_residual.value).reshape(-1)
         np.testing.assert_allclose(moved + (e + E)[:600], exact, atol=1e-5)
