@@ -286,7 +286,9 @@ def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
         state = outer.init(tried)
         for count in _TRIED:
             at = jax.tree.map(
-                lambda x, n=count: jnp.full_like(x, n) if jnp.issubdtype(x.dtype, jnp.integer) else x,
+                lambda x, n=count: (
+                    jnp.full_like(x, n) if jnp.issubdtype(x.dtype, jnp.integer) else x
+                ),
                 state,
             )
             updates, _ = outer.update(tried, at, tried)
