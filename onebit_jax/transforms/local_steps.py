@@ -138,8 +138,8 @@ def local_steps(
         validation.check_step_count("every", every, 1, "Give the updates per exchange.")
     if fragments > 1 and (not isinstance(every, int) or every % fragments):
         raise ValueError(
-            f"every={every!r} must be a number, and a multiple of fragments={fragments}: the groups "
-            f"of tensors take turns every / fragments updates apart."
+            f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
+            f"tensors take turns every / fragments updates apart."
         )
     validation.check_share("error_decay", error_decay)
     average = compressed_mean(axis_name, bits, residual_decay=error_decay, local_dtype=local_dtype)

@@ -87,20 +87,19 @@ class LocalStepsState(NamedTuple):
         Args:
           expected: of the optimizer's own states.
         """
-        saved, wanted = (Plan(*map(int, plan)) for plan in (self.plan, expected))
-        meets = saved.fragments == wanted.fragments == 1 and int(self.since_sync) == 0
+        saved, wanted = ((int(x.every), int(x.fragments)) for x in (self.plan, expected))
+        meets = saved[1] == wanted[1] == 1 and int(self.since_sync) == 0
         if saved != wanted and not meets:
             raise ValueError(
-                f"opt_state is one of local_steps with {_in_words(saved)}, saved "
+                f"opt_state is one of local_steps with {_in_words(*saved)}, saved "
                 f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
-                f"{_in_words(wanted)}. Go on with what it was made with. Another every can be "
+                f"{_in_words(*wanted)}. Go on with what it was made with. Another every can be "
                 f"given, of a state with fragments=1, right after an exchange."
             )
 
 
-def _in_words(plan: Plan) -> str:
-    every = plan.every or "a function"
-    return f"every={every}, fragments={plan.fragments}"
+def _in_words(every: int, fragments: int) -> str:
+    return f"every={every or 'a function'}, fragments={fragments}"
 
 
 class Hyperparameters(NamedTuple):
@@ -286,10 +285,7 @@ def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
         state = outer.init(tried)
         for count in _TRIED:
             at = jax.tree.map(
-                lambda x, n=count: (
-                    jnp.full_like(x, n) if jnp.issubdtype(x.dtype, jnp.integer) else x
-                ),
-                state,
+                lambda x, n=count: jnp.full_like(x, n) if x.dtype == jnp.int32 else x, state
             )
             updates, _ = outer.update(tried, at, tried)
             if not tried or any(np.any(np.asarray(x) != 0) for x in jax.tree.leaves(updates)):
