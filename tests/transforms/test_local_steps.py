@@ -167,8 +167,8 @@ def test_bytes_of_an_exchange_do_not_grow_with_the_workers_as_those_of_a_gather_
         mapped = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return wire.bytes_sent(wire.collectives(jax.jit(mapped).lower(*args).compile(), mesh))
 
-    def exchange(params):
-        tx = make_tx(bits=bits)
+    def exchange(params) -> Any:
+        tx: Any = make_tx(bits=bits)
         state = tx.init(params)
         return tx.update(params, state, params, phase="sync")[1].shared
 
