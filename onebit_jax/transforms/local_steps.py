@@ -66,14 +66,14 @@ def local_steps(
     By the extra argument ``phase`` a host may choose, ``"local"`` (whose program sends nothing) or
     ``"sync"``, in which the group whose turn is next is exchanged; ``every`` is then not asked.
 
-    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step`, in the first
-    call with one that it has not returned, refuses a state that was saved between two exchanges
+    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step`, in its first
+    call and with a state that comes from the host, refuses one that was saved between two exchanges
     with others.
 
     When to choose it: between data centres, where even one bit per step is too much. Four bits cost
-    no loss that was seen. One bit needs many exchanges, since what is left out comes with a later one,
-    and small outer steps: its error is as large as what it carries, and the outer learning rate
-    scales it. Take ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
+    no loss that was seen. One bit needs many exchanges, since what is left out comes with a later
+    one, and small outer steps: its error is as large as what it carries, and the outer learning
+    rate scales it. Take ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
     ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 it stays behind, and an
     ``error_decay`` of 0.5 makes up for a part of that alone.
 
