@@ -288,7 +288,8 @@ def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
                 lambda x, n=count: jnp.full_like(x, n) if x.dtype == jnp.int32 else x, state
             )
             updates, _ = outer.update(tried, at, tried)
-            if not tried or any(np.any(np.asarray(x) != 0) for x in jax.tree.leaves(updates)):
+            moves = jax.tree.leaves(updates)
+            if not moves or any(np.any(np.asarray(x) != 0) for x in moves):
                 return
     raise ValueError(
         "the outer optimizer of local_steps leaves parameters as they are, whatever the workers "
