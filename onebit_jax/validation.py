@@ -101,13 +101,18 @@ def check_seed(seed: Any) -> None:
         )
 
 
-def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
-    """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
-    if _is_traced(bits):
+def check_static(name: str, value: Any) -> None:
+    """Raises ``ValueError`` for an option that decides what program is compiled and is traced."""
+    if _is_traced(value):
         raise ValueError(
             f"{name} is traced, but decides what program is compiled: in optax.inject_hyperparams "
             f"name it among static_args."
         )
+
+
+def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
+    """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
+    check_static(name, bits)
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
         *others, last = map(str, allowed)
         raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")
