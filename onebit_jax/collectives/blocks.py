@@ -11,6 +11,7 @@ travels has the bytes of chunk ``j`` of all parts, and behind them the scales::
 In the hierarchical form a device's own shard of a part is ``[N, k, rows, 256]``.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from jax import lax
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.in_place import materialize
-from onebit_jax.collectives.layout import SMALL, Shape, join_sections, padded, unpadded
+from onebit_jax.collectives.in_place import materialize, unfolded
+from onebit_jax.collectives.layout import SMALL, At, Shape, join_sections, padded, unpadded
 
 BLOCK = 256
 
@@ -118,8 +119,9 @@ class BlockParts:
 
     def packed(self, rows: jax.Array, part: Part | None = None) -> jax.Array:
         """The bytes in rows, of one part or of all; uint8 ``[..., rows, 256]``."""
-        first, count = (part.first, part.rows) if part else (0, self.rows)
-        own = rows[..., first * BLOCK : (first + count) * BLOCK]
+        count = part.rows if part else self.rows
+        start = self.at[part.first * BLOCK] if part else 0
+        own = lax.dynamic_slice_in_dim(rows, start, count * BLOCK, axis=-1)
         return own.reshape(*rows.shape[:-1], count, BLOCK)
 
     def scales(self, rows: jax.Array) -> jax.Array:
@@ -131,4 +133,10 @@ class BlockParts:
 
     def own_scales(self, scales: jax.Array, part: Part) -> jax.Array:
         """Of float32 ``[..., rows of all parts]`` those of one part."""
-        return scales[..., part.first : part.first + part.rows]
+        return lax.dynamic_slice_in_dim(scales, self.at[part.first], part.rows, axis=-1)
+
+    @functools.cached_property
+    def at(self) -> At:
+        """All places that are read from."""
+        firsts = [part.first for part in self.parts]
+        return unfolded([*firsts, *(first * BLOCK for first in firsts)], self.axes.node)
