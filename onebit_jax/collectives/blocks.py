@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onebit_jax.collectives import hierarchical
@@ -30,6 +31,29 @@ BLOCK = 256
 
 # A tensor that padding would make longer by more than 1 in so many is brought together with others.
 _PADDING = 16
+
+
+def levels(bits: int) -> int:
+    """Levels on each side of 0, for numbers of so many bits."""
+    return 2 ** (bits - 1) - 1
+
+
+def pack(q: jax.Array, bits: int) -> jax.Array:
+    """Packs levels into bytes along an axis of ``8 / bits`` planes, the third to last; uint8.
+
+    >>> pack(jnp.array([-7.0, 7.0])[:, None, None], bits=4).tolist()
+    [[224]]
+    """
+    unsigned = (q + levels(bits)).astype(jnp.uint8)
+    planes = [unsigned[..., k, :, :] << np.uint8(k * bits) for k in range(8 // bits)]
+    return functools.reduce(jnp.bitwise_or, planes)
+
+
+def unpack(packed: jax.Array, bits: int) -> jax.Array:
+    """Undoes :func:`pack`: ``[..., rows, 256]`` to ``[..., 8 / bits, rows, 256]``."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
+    unsigned = (packed[..., None, :, :] >> shifts) & np.uint8(2**bits - 1)
+    return unsigned.astype(jnp.float32) - levels(bits)
 
 
 class Part(NamedTuple):

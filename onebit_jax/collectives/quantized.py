@@ -8,38 +8,41 @@ The two stages are those of :mod:`onebit_jax.collectives.ec1`, with another comp
     Q_k(c) = \frac{s}{\ell} \, \mathrm{round}\Bigl(\frac{\ell \, c}{s}\Bigr), \qquad
     s = \max |c| \text{ over the block},
 
-so that no value is off by more than :math:`s / (2 \ell)`, and a block of zeros stays one. Worker
+so that no value is off by more than :math:`s / (2 \ell)`, and a block of zeros stays one
+(:math:`s` is :math:`2^{-119}` at least, which keeps :math:`\ell / s` finite). Worker
 :math:`i` sends :math:`Q_k(c_i)` of :math:`c_i = z_i + e_i`; server :math:`j` averages chunk
 :math:`j`, adds its own residual, and sends :math:`Q_k` of that to all. What is lost in one call is
 in the residuals and is made up for in later ones: results and residuals together add up to the
 exact means.
 
-Values of all tensors lie end to end, in :math:`n` chunks of whole blocks. A call is one
-``all_to_all`` and one ``all_gather`` of uint8, ``k / 8 + 4 / 256`` bytes per value each way. In the
-hierarchical form devices of a node average at full precision and each stands for it in its own
-shard (:mod:`onebit_jax.collectives.hierarchical`).
+Large tensors are compressed where they lie, small ones end to end
+(:mod:`onebit_jax.collectives.blocks`). A call is one ``all_to_all`` and one ``all_gather`` of
+uint8, ``k / 8 + 4 / 256`` bytes per value each way. In the hierarchical form devices of a node
+average at full precision and each stands for it in its own shard
+(:mod:`onebit_jax.collectives.hierarchical`).
+
+What is kept from call to call is :math:`c_i` and :math:`a_j` with their scales, from which the
+residuals follow: to write those out would be one more pass over memory.
 
 With one bit it is :mod:`onebit_jax.collectives.exchange`, whose scales are per tensor.
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes
-from onebit_jax.collectives.blocks import BLOCK, BlockParts
+from onebit_jax.collectives.blocks import BLOCK, BlockParts, levels, pack, unpack
 from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.markers import PerWorker
 
-# The least scale of a block: 127 divided by it is finite, and it divided by 127 is a normal number.
+# 127 divided by it is finite, and it divided by 127 is a normal number.
 _LEAST = 2.0**-119
 # Values of a part that are enough to estimate a norm from.
 _SAMPLE = 2**14
@@ -75,7 +78,11 @@ class QuantizedState(NamedTuple):
 
 
 def block_scales(c: jax.Array) -> jax.Array:
-    """``s``: the largest magnitude in each block; float32 ``[..., 256]`` to ``[...]``."""
+    """``s``, the largest magnitude in each block: float32 ``[..., 256]`` to ``[...]``.
+
+    >>> block_scales(jnp.array([[-2.0, 0.0, 1.0]])).tolist()
+    [2.0]
+    """
     return jnp.maximum(jnp.max(jnp.abs(c), -1), _LEAST)
 
 
@@ -95,39 +102,23 @@ def quantize(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     [[-127.0, 0.0, 64.0, 127.0]]
     """
     # One division a block. A state of zeros, scales too, is one without residuals.
-    return jnp.round(c * (_levels(bits) / jnp.maximum(scales, _LEAST))[..., None])
+    return jnp.round(c * (levels(bits) / jnp.maximum(scales, _LEAST))[..., None])
 
 
 def dequantize(q: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``Q_k(c)``: the numbers that levels stand for; float32."""
-    return q * (scales / _levels(bits))[..., None]
+    """``Q_k(c)``: the numbers that levels stand for; float32.
+
+    Args:
+      q: from :func:`quantize`.
+      scales: as for it.
+      bits: as for it.
+    """
+    return q * (scales / levels(bits))[..., None]
 
 
 def residual(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """``c - Q_k(c)``."""
     return c - dequantize(quantize(c, scales, bits), scales, bits)
-
-
-def pack(q: jax.Array, bits: int) -> jax.Array:
-    """Packs levels into bytes along an axis of ``8 / bits`` planes, the third to last; uint8.
-
-    >>> pack(jnp.array([-7.0, 7.0])[:, None, None], bits=4).tolist()
-    [[224]]
-    """
-    unsigned = (q + _levels(bits)).astype(jnp.uint8)
-    planes = [unsigned[..., k, :, :] << np.uint8(k * bits) for k in range(8 // bits)]
-    return functools.reduce(jnp.bitwise_or, planes)
-
-
-def unpack(packed: jax.Array, bits: int) -> jax.Array:
-    """Undoes :func:`pack`: ``[..., rows, 256]`` to ``[..., 8 / bits, rows, 256]``."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None, None]
-    unsigned = (packed[..., None, :, :] >> shifts) & np.uint8(2**bits - 1)
-    return unsigned.astype(jnp.float32) - _levels(bits)
-
-
-def _levels(bits: int) -> int:
-    return 2 ** (bits - 1) - 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
-from onebit_jax.collectives.blocks import BLOCK
+from onebit_jax.collectives.blocks import BLOCK, pack, unpack
 from onebit_jax.collectives.quantized import (
     QuantizedExchange,
     QuantizedState,
     block_scales,
     dequantize,
-    pack,
     quantize,
-    unpack,
 )
 from tests import reference
 from tests.workers import (
@@ -254,6 +252,7 @@ def test_an_exchange_copies_nothing_of_full_size(bits):
     rows = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in like]
     program = shard(once, P(AXIS), P(AXIS), donate_argnums=1).lower(rows, state).compile()
     sizes = program.memory_analysis()
+    assert sizes is not None
     # Rows, and those that are brought together, are copied a few times.
     assert sizes.temp_size_in_bytes < 3 * size * (4 * bits / 8 + 0.5)
     state_bytes = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(state)) / 2
