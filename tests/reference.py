@@ -348,7 +348,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
         layout = quantized_layout([(elements,)], workers, bits)
 
     def compress(c):
-        s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-119))
+        s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
         return np.round(c * (levels / s)) * (s / levels)
 
     e = [np.zeros((workers, *part.shape), np.float32) for part in layout]

@@ -9,7 +9,7 @@ The two stages are those of :mod:`onebit_jax.collectives.ec1`, with another comp
     s = \max |c| \text{ over the block},
 
 so that no value is off by more than :math:`s / (2 \ell)`, and a block of zeros stays one
-(:math:`s` is :math:`2^{-119}` at least, which keeps :math:`\ell / s` finite). Worker
+(:math:`s` is :math:`2^{-117}` at least, which keeps :math:`\ell / s` finite). Worker
 :math:`i` sends :math:`Q_k(c_i)` of :math:`c_i = z_i + e_i`; server :math:`j` averages chunk
 :math:`j`, adds its own residual, and sends :math:`Q_k` of that to all. What is lost in one call is
 in the residuals and is made up for in later ones: results and residuals together add up to the
@@ -42,8 +42,8 @@ from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.markers import PerWorker
 
-# 127 divided by it is finite, and it divided by 127 is a normal number.
-_LEAST = 2.0**-119
+# 127 divided by it is finite; half a level of it is a normal number, which no device takes for 0.
+_LEAST = 2.0**-117
 # Values of a part that are enough to estimate a norm from.
 _SAMPLE = 2**14
 Bits = Literal[2, 4, 8]
