@@ -303,36 +303,74 @@ class Birder:
         return self.p
 
 
-def quantized_means(values, bits):
+def quantized_layout(shapes, workers, bits, large=2**16):
+    """Where the exchange at 2, 4 and 8 bits has each value: section 10 of the algorithms.
+
+    Tensors of more than `large` elements, and of so many that padding makes them longer by 1/16 at
+    most, are parts; the others are one part, end to end. A part is padded to `workers` chunks, each
+    of blocks of 256 values, as many as make whole bytes of blocks.
+
+    Returns:
+      For each part the place of each of its values among all values, end to end, `[workers,
+      blocks, 256]`; -1 where it is padded.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    starts = np.cumsum([0, *sizes])
+    whole = workers * 256 * (8 // bits)
+    places = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    is_large = [size > max(large, 16 * whole) for size in sizes]
+    parts = [x for x, alone in zip(places, is_large, strict=True) if alone]
+    small = [x for x, alone in zip(places, is_large, strict=True) if not alone]
+    parts.append(np.concatenate([np.zeros(0, int), *small]))
+    return [
+        np.pad(x, (0, -x.size % whole), constant_values=-1).reshape(workers, -1, 256)
+        for x in parts
+        if x.size
+    ]
+
+
+def quantized_means(values, bits, layout=None, residual_decay=1.0):
     """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
 
     Args:
-      values: float32 ``[calls, workers, elements]``.
+      values: float32 ``[calls, workers, elements]``, of all tensors end to end.
       bits: per value.
+      layout: from :func:`quantized_layout`; by default of one tensor.
+      residual_decay: what the workers' residuals are multiplied with.
 
     Returns:
-      The means, a list; the workers' residuals ``[workers, padded]``, and the servers', ``[workers,
-      chunk]``, after the last call.
+      The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
+      and the servers', each in the place of its value, ``[elements]``.
     """
     _, workers, elements = values.shape
-    chunk = -(-elements // (workers * 256)) * 256
     levels = np.float32(2 ** (bits - 1) - 1)
+    if layout is None:
+        layout = quantized_layout([(elements,)], workers, bits)
 
     def compress(c):
-        blocks = c.reshape(-1, 256)
-        s = np.abs(blocks).max(1, keepdims=True)
-        unit = np.where(s > 0, s, np.float32(1))
-        return (np.round(blocks / unit * levels) * (s / levels)).reshape(c.shape)
+        s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
+        return np.round(c * (levels / s)) * (s / levels)
 
-    e = np.zeros((workers, workers * chunk), np.float32)
-    E = np.zeros((workers, chunk), np.float32)
+    e = [np.zeros((workers, *part.shape), np.float32) for part in layout]
+    E = [np.zeros(part.shape, np.float32) for part in layout]
     means = []
     for call in values:
-        c = np.pad(call, ((0, 0), (0, workers * chunk - elements))) + e
-        sent = np.stack([compress(x) for x in c])
-        e = c - sent
-        a = sent.reshape(workers, workers, chunk).mean(0) + E
-        answers = np.stack([compress(x) for x in a])
-        E = a - answers
-        means.append(answers.reshape(-1)[:elements])
-    return means, e, E
+        mean = np.zeros(elements, np.float32)
+        for i, part in enumerate(layout):
+            z = np.where(part >= 0, call[:, part], np.float32(0))
+            c = z + np.float32(residual_decay) * e[i]
+            sent = compress(c)
+            e[i] = c - sent
+            a = sent.mean(0) + E[i]
+            answer = compress(a)
+            E[i] = a - answer
+            mean[part[part >= 0]] = answer[part >= 0]
+        means.append(mean)
+
+    def in_place(parts):
+        flat = np.zeros((*parts[0].shape[:-3], elements), np.float32) if parts else np.zeros(0)
+        for part, x in zip(layout, parts, strict=True):
+            flat[..., part[part >= 0]] = x[..., part >= 0]
+        return flat
+
+    return means, in_place(e), in_place(E)
