@@ -10,8 +10,8 @@ from onebit_jax import validation
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.exchange import Exchange, ResidualDtype
 from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.transforms import step_sets, warmup_then
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms import warmup_then
 from onebit_jax.transforms.onebit_adam_steps import (
     Hyperparameters,
     compressed_step,
@@ -19,7 +19,10 @@ from onebit_jax.transforms.onebit_adam_steps import (
     direction,
     freeze,
     init,
+    refresh_step,
+    upcoming,
 )
+from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceStable, Warmup
 
 
@@ -37,6 +40,7 @@ def scale_by_onebit_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    variance_refreshes: int | StepSet | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -46,15 +50,17 @@ def scale_by_onebit_adam(
     warmup_end.check_warmup(warmup)
     how = (scale, residual_dtype, local_dtype, bucket_bytes)
     exchange = Exchange(axis_name, *how, warmup_bits=warmup_bits)
+    refreshes = step_sets.refresh_steps("variance_refreshes", variance_refreshes)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
-    h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, exchange)
+    h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, refreshes, exchange)
     return warmup_then.warmup_then(
         h,
         init=init,
         before={"warmup": dense_step},
         freeze=freeze,
-        after={"compression": compressed_step},
+        after={"compression": compressed_step} | ({"refresh": refresh_step} if refreshes else {}),
         direction=direction,
+        upcoming=upcoming,
         like=lambda state: state.v_then_inverse_root,
     )
 
@@ -76,6 +82,7 @@ def onebit_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    variance_refreshes: int | StepSet | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
@@ -197,6 +204,7 @@ def onebit_adam(
             local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
             warmup_bits=warmup_bits,
+            variance_refreshes=variance_refreshes,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
