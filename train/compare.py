@@ -48,15 +48,16 @@ def compare(name: str, options: Options, task: Task, mesh: Mesh, folder: Folder)
 
     tried = sweep(_first_rates(name, options), options.widen, heldout)
     best = min(tried, key=tried.__getitem__)
-    a_step = trainer.bytes_sent()
+    phases = trainer.phases(records[best]["frozen_at"])
+    a_step = trainer.bytes_sent(phases)
     return Curve(
         label=OPTIMIZERS[name].label,
         tried=tried,
         learning_rate=best,
         heldout=tried[best],
         losses=records[best]["losses"],
-        sent=list(itertools.accumulate(a_step[phase] for phase in trainer.phases())),
-        rounds=sum(a_step[phase] > 0 for phase in trainer.phases()),
+        sent=list(itertools.accumulate(a_step[phase] for phase in phases)),
+        rounds=sum(a_step[phase] > 0 for phase in phases),
         state_bytes=records[best]["state_bytes"],
         seconds=records[best]["seconds"],
         bytes_a_step={**a_step},

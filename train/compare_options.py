@@ -8,9 +8,9 @@ from typing import Any, Literal
 from train.bert import model as bert
 from train.config import check_requirements
 from train.lm import model as lm
-from train.optimizers import check_names
+from train.optimizers import check_names, check_warmup
 
-_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
+_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "eval_batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,9 @@ class Options:
     """Optimizer steps of a training."""
     schedule_warmup: int = 20
     """Steps over which the learning rate rises to its peak, before a cosine takes it to 0."""
-    warmup: int = 50
-    """Dense steps of the optimizers that begin with such."""
+    warmup: int | Literal["auto"] = 50
+    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
+    no sooner than the learning rate's warm-up ends."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on all but biases and LayerNorms."""
     max_grad_norm: float | None = 1.0
@@ -84,6 +85,7 @@ class Options:
                 "finite numbers above 0, each once",
             ),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            ("warmup", *check_warmup(self.warmup, self.optimizers)),
             ("widen", self.widen >= 0, "0 or more"),
             ("size", self.size is None or self.size in sizes, f"one of {', '.join(sizes)}"),
             (

@@ -43,9 +43,9 @@ class ScaleByOnebitAdamState(NamedTuple):
         Returns:
           ``phase`` of the last update, by its place in
           :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
-          ``variance_ratio``; and ``residual_ratio``, ``||e_i|| / ||m||`` over what this worker
-          compresses, 0 in warm-up: where it keeps growing, the momentum changes faster than one bit
-          a step can follow.
+          ``variance_growth`` and ``variance_shrinkage``; and ``residual_ratio``,
+          ``||e_i|| / ||m||`` over what this worker compresses, 0 in warm-up: where it keeps
+          growing, the momentum changes faster than one bit a step can follow.
         """
         parts = (self.progress, self.variance_record, self.exchange)
         return {name: value for part in parts for name, value in part.metrics().items()}
@@ -81,7 +81,7 @@ def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitAdamState:
     coming = upcoming(h, jnp.int32(0), jnp.bool(False))
     return ScaleByOnebitAdamState(
         progress=phases.begin(coming),
-        variance_record=warmup_end.no_record(),
+        variance_record=warmup_end.no_record(params),
         variance_at=jnp.full([], -1, jnp.int32),
         v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
         exchange=h.exchange.over(params).init(),
@@ -115,7 +115,7 @@ def dense_step(
     v, tree = jax.tree.flatten(state.v_then_inverse_root)
     kept, v = update_moments(exchange, h.b1, h.b2, state.exchange, v, grads, when)
     _, correction = h.corrections(state.progress.count + 1)
-    state = warmup_end.recorded(h, state, exchange.sum(v) / correction, when)
+    state = warmup_end.recorded(h, state, exchange.sums(v) / correction, v, when)
     return state._replace(v_then_inverse_root=tree.unflatten(v), exchange=kept)
 
 
