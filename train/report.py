@@ -156,7 +156,7 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
     last = run.rows[-1]
     grew, shrank = last["variance_growth"] - 1, 1 - last["variance_shrinkage"]
     return (
-        f"after step {frozen_at:,}, by itself: since step {frozen_at // 2:,} the variance had grown "
+        f"after step {frozen_at:,}, by itself: since step {frozen_at // 2:,} variances had grown "
         f"by {grew:.1%} and shrunk by {shrank:.1%}"
     )
 

@@ -183,11 +183,10 @@ class BoundExchange(Parts):
         return means, state._replace(warmup=kept)
 
     def _dense_warmup_mean(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """The mean over all workers, in float32 or bfloat16; float32."""
+        """The mean over all workers, of sums in float32 or bfloat16; float32."""
         if self.how.warmup_bits != 16:
             return self.dense_mean(arrays)
         sums = lax.psum([x.astype(jnp.bfloat16) for x in arrays], self.axes.names)
-        # Divided in float32: the mean of two equal numbers is that number.
         return [x.astype(jnp.float32) / self.axes.workers for x in sums]
 
     def mean_of(

@@ -135,8 +135,8 @@ def onebit_adam(
     momentum of 0.
 
     ``update`` takes an extra argument ``phase``: ``"warmup"``, ``"compression"`` or ``"refresh"``
-    leaves out the other phases' programs. A phase that is not the state's own is refused: updates are 0, the state
-    stays as it was, and the metric ``phase`` is -1.
+    leaves out the other phases' programs. One of the other side of the freeze is refused: updates
+    are 0, the state stays as it was, and the metric ``phase`` is -1.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
