@@ -264,13 +264,10 @@ def check_names(names: tuple[str, ...]) -> str | None:
 
 def check_warmup(warmup: int | Literal["auto"], names: tuple[str, ...]) -> tuple[bool, str]:
     """Whether a warm-up is one that these optimizers have, and what it must be."""
-    by_number = [
-        name for name in names if name in OPTIMIZERS and OPTIMIZERS[name].freezes_by_number
-    ]
-    whole = "a whole number of at least 1"
-    if by_number:
-        return warmup != "auto" and warmup >= 1, f"{whole}, with {', '.join(by_number)}"
-    return warmup == "auto" or warmup >= 1, f"{whole}, or auto"
+    if warmup != "auto":
+        return warmup >= 1, "a whole number of at least 1, or auto"
+    by_number = [x for x in names if x in OPTIMIZERS and OPTIMIZERS[x].freezes_by_number]
+    return not by_number, f"a whole number of at least 1 with {', '.join(by_number)}"
 
 
 def warmup_end(

@@ -126,18 +126,18 @@ def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momen
 def test_every_step_has_its_program_and_a_run_resumes_anywhere(axes, bits):
     mesh = MESH if axes == "data" else NODES_MESH
     tx = onebit(axes, warmup_bits=bits, variance_refreshes=4)
-    step, state = start(tx, mesh)
+    step, (params, opt_state) = start(tx, mesh)
     batches, at = make_batches(13), []
-    states = [jax.device_get(state)]
+    states: list[Any] = [jax.device_get((params, opt_state))]
     for batch in batches:
-        *state, metrics = step(*state, batch)
+        params, opt_state, metrics = step(params, opt_state, batch)
         at.append(int(metrics["phase"]))
-        states.append(jax.device_get(tuple(state)))
+        states.append(jax.device_get((params, opt_state)))
     expected = [0] * WARMUP + [REFRESH if (t + 1) % 4 == 0 else 1 for t in range(WARMUP, 13)]
     assert at == expected
     for begin in (WARMUP, 7, 8):
         assert_equal(train(step, *states[begin], batches[begin:]), states[-1])
-    for leaf in jax.tree.leaves(state[0]):
+    for leaf in jax.tree.leaves(params):
         first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
         for other in others:
             np.testing.assert_array_equal(first, other)
@@ -186,7 +186,7 @@ def test_a_state_for_refreshes_takes_the_host_their_phase():
         warmup=onebit_jax.variance_stable(min_steps=8), axis_name=AXIS, variance_refreshes=steps
     )
     run_phases, coming = [], []
-    state = jax.vmap(tx.init, axis_name=AXIS)(jnp.zeros((2, 30)))
+    state: Any = jax.vmap(tx.init, axis_name=AXIS)(jnp.zeros((2, 30)))
     update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s)[1], axis_name=AXIS))
     for t in range(40):
         coming.append(np.asarray(state.progress.upcoming[0]))

@@ -94,7 +94,7 @@ def bfloat16_mean(grads):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bfloat16_is_summed_as_such_and_adds_no_state(name):
     """Workers' gradients are such that their sum is the same in any order."""
-    grads = np.tile(np.float32([1.0, 1.0 + 3 * 2**-10, -3.0, 2**-7]).reshape(4, 1), (1, 300))
+    grads = np.array([[1.0], [1.0 + 3 * 2**-10], [-3.0], [2**-7]], np.float32).repeat(300, 1)
     txs = [OPTIMIZERS[name](axis_name=AXIS, warmup_bits=bits) for bits in (16, 32)]
     params = {"w": jnp.ones((WORKERS, 300))}
     states = [on_workers(tx.init, WORKERS)(params) for tx in txs]
