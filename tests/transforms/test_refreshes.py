@@ -136,7 +136,7 @@ def test_every_step_has_its_program_and_a_run_resumes_anywhere(axes, bits):
     expected = [0] * WARMUP + [REFRESH if (t + 1) % 4 == 0 else 1 for t in range(WARMUP, 13)]
     assert at == expected
     for begin in (WARMUP, 7, 8):
-        assert_equal(train(step, *states[begin], batches[begin:]), states[-1])
+        assert_equal(train(step, *states[begin], batches=batches[begin:]), states[-1])
     for leaf in jax.tree.leaves(params):
         first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
         for other in others:
