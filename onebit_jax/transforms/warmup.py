@@ -17,7 +17,7 @@ _SHRINKING = 3
 
 
 class VarianceStable(NamedTuple):
-    """The rule that :func:`variance_stable` makes.
+    """The rule that :func:`onebit_jax.variance_stable` makes.
 
     Attributes:
       threshold: how little v must change to count as stable.
@@ -36,9 +36,9 @@ class VarianceRecord(NamedTuple):
 
     Attributes:
       norms: ``||v_l||_1`` at the last four updates at which it was looked at; float32 ``[4, P]``.
-      growth: of the last look, see :func:`variance_stable`, as is ``shrinkage``; 0 while there is
-        none; float32 ``[]``.
-      shrinkage: as ``growth``.
+      growth: as of the last look, see :func:`onebit_jax.variance_stable`; 0 while there is none;
+        float32 ``[]``.
+      shrinkage: likewise.
       stable: at how many looks in a row the variance was stable; int32 ``[]``.
       finite: whether it was after the last dense update; bool ``[]``.
     """
@@ -50,7 +50,7 @@ class VarianceRecord(NamedTuple):
     finite: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
-        """``variance_growth`` and ``variance_shrinkage``, what :func:`variance_stable` looks at."""
+        """``variance_growth`` and ``variance_shrinkage``."""
         return {"variance_growth": self.growth, "variance_shrinkage": self.shrinkage}
 
 
