@@ -121,8 +121,7 @@ def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momen
     np.testing.assert_array_equal(np.sign(run.updates[0, 8, 10:20]), np.sign(born))
 
 
-@pytest.mark.parametrize("axes", ["data", PAIR], ids=["flat", "nodes"])
-@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize(("axes", "bits"), [("data", 8), (PAIR, 32)], ids=["flat", "nodes"])
 def test_every_step_has_its_program_and_a_run_resumes_anywhere(axes, bits):
     mesh = MESH if axes == "data" else NODES_MESH
     tx = onebit(axes, warmup_bits=bits, variance_refreshes=4)
