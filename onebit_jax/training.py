@@ -338,8 +338,8 @@ def train_step(
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
       - ``grad_norm``, in calls in which it is measured: root of the workers' mean squared gradient
         norm, before clipping;
-      - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync"; -1 if it
-        was refused, 0 for an optimizer that has no phases;
+      - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
+        "refresh"; -1 if it was refused, 0 for an optimizer that has no phases;
       - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
         ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
 

@@ -46,6 +46,12 @@ def check_share(name: str, value: Any) -> None:
     _check_number(name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]; 1 is usual")
 
 
+def check_between(name: str, value: Any, low: float, high: float, usual: float) -> None:
+    """Raises ``ValueError`` unless ``value`` is between two numbers, neither included."""
+    expected = f"a number in ({low}, {high}); {usual} is usual"
+    _check_number(name, value, lambda x: low < x < high, expected)
+
+
 def check_positive(name: str, value: Any, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
     expected = f"a finite number above 0; {usual} is usual"

@@ -88,36 +88,59 @@ class Hierarchy:
 
 
 class OnebitAdam:
-    """1-bit Adam on one tensor, the same parameters on every worker."""
+    """1-bit Adam on one tensor, the same parameters on every worker.
+
+    Options: `refreshes`, of v after the warm-up, a function of the number of updates made; `means`,
+    an iterator of the mean gradients that warm-up and refreshes see, where those are not exact.
+    """
 
     def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup, per_node=None, **options):
         self.bias_correction = options.get("bias_correction", False)
         self.scale = options.get("scale", "rms")
+        self.refreshes, self.means = options.get("refreshes"), options.get("means")
         self.p = p.astype(np.float32).reshape(-1)
         self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
         self.residuals = zero_residuals(self.p.size, workers)
         self.hierarchy = per_node and Hierarchy(self.p.size, workers // per_node, per_node)
         self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
         self.weight_decay, self.warmup, self.count = weight_decay, warmup, 0
+        self.variance_at = 0
+
+    def mean(self, g):
+        """The mean gradient that v is made of."""
+        return next(self.means) if self.means else np.mean(g, axis=0, dtype=np.float32)
+
+    def correction(self):
+        """What v falls short by."""
+        return 1 - self.b2**self.variance_at if self.bias_correction else 1
+
+    def refresh(self, g):
+        """v as if the gradient had been this one since it last changed."""
+        mean, decay = self.mean(g), self.b2 ** (self.count + 1 - self.variance_at)
+        alive, self.variance_at = self.v > 0, self.count + 1
+        self.m = np.where(alive, self.m, 0)
+        followed = decay * self.v + (1 - decay) * mean**2
+        self.v = np.where(alive, followed, mean**2 * self.correction())
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
         g = [x.astype(np.float32).reshape(-1) for x in gradients]
         if self.count < self.warmup:
-            mean = np.mean(g, axis=0, dtype=np.float32)
+            mean, self.variance_at = self.mean(g), self.count + 1
             self.m = self.b1 * self.m + (1 - self.b1) * mean
             self.v = self.b2 * self.v + (1 - self.b2) * mean**2
         else:
+            if self.refreshes and self.refreshes(self.count):
+                self.refresh(g)
             m = [self.b1 * self.m + (1 - self.b1) * x for x in g]
             if self.hierarchy:
                 self.m = self.hierarchy.all_reduce(m, self.v > 0, self.scale)
             else:
                 self.m, self.residuals = ec1(m, self.residuals, self.v > 0, self.scale)
         self.count += 1
-        m, v = self.m, self.v
+        m, v = self.m, self.v / self.correction()
         if self.bias_correction:
             m = m / (1 - self.b1**self.count)
-            v = v / (1 - self.b2 ** min(self.count, self.warmup))
         u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         return self.p

@@ -63,15 +63,16 @@ def compare(
         for seed in options.seeds
     }
     first = records[options.seeds[0]]
-    a_step = trainer.bytes_sent()
+    phases = trainer.phases(first["frozen_at"])
+    a_step = trainer.bytes_sent(phases)
     return Curve(
         label=optimizer.label,
         tried=swept_at or {best: or_infinite(first["heldout"])},
         learning_rate=best,
         heldout={seed: or_infinite(made["heldout"]) for seed, made in records.items()},
         losses=first["losses"],
-        sent=list(itertools.accumulate(a_step[phase] for phase in trainer.phases())),
-        rounds=sum(a_step[phase] > 0 for phase in trainer.phases()),
+        sent=list(itertools.accumulate(a_step[phase] for phase in phases)),
+        rounds=sum(a_step[phase] > 0 for phase in phases),
         state_bytes=first["state_bytes"],
         seconds=first["seconds"],
         bytes_a_step={**a_step},
@@ -165,10 +166,12 @@ def _task_line(options: Options, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(task.params))
     model, unit = ("BERT", "tokens") if options.task == "bert" else ("Language model", "bytes")
     where = "a device each" if options.devices else "simulated on one device"
+    auto = options.warmup == "auto"
+    warmup = "dense until the variance is stable" if auto else f"{options.warmup:,} dense steps"
     return (
         f"{model} {options.model_size}, {parameters:,} parameters; {options.workers} workers, "
         f"{where}; {options.steps:,} steps of {options.batch_size} sequences of "
-        f"{options.sequence_length} {unit}; {options.warmup} dense steps where there is a warm-up."
+        f"{options.sequence_length} {unit}; {warmup} where there is a warm-up."
     )
 
 

@@ -13,7 +13,7 @@ import optax
 import tyro
 
 from train import schedules
-from train.optimizers import check_names
+from train.optimizers import check_names, check_warmup
 
 # Options that leave the trajectory alone, so a run may go on with others.
 _FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches", "profile")
@@ -90,7 +90,7 @@ class RunConfig:
     """Steps between two factors of the exponential schedule."""
     warmup: int | Literal["auto"] = 200
     """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
+    no sooner than the learning rate's warm-up ends."""
     b1: float = 0.9
     """Decay of the momentum."""
     b2: float = 0.999
@@ -154,7 +154,7 @@ class RunConfig:
             ),
             ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
             ("decay_rate", 0 < self.decay_rate <= 1, "a number above 0, at most 1"),
-            ("warmup", self.warmup == "auto" or self.warmup >= 1, f"{at_least_one}, or auto"),
+            ("warmup", *check_warmup(self.warmup, self.optimizer)),
             ("b1", 0 <= self.b1 < 1, fraction),
             ("b2", 0 <= self.b2 < 1, fraction),
             ("eps", 0 < self.eps < math.inf, "a finite number above 0"),

@@ -153,9 +153,13 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
         return "not yet"
     if config["warmup"] != "auto":
         return f"after step {frozen_at:,}, as given"
-    # It stays what it was when the variance froze.
-    ratio = run.rows[-1]["variance_ratio"]
-    return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
+    # They stay what they were when the variance froze.
+    last = run.rows[-1]
+    grew, shrank = last["variance_growth"] - 1, 1 - last["variance_shrinkage"]
+    return (
+        f"after step {frozen_at:,}, by itself: since step {frozen_at // 2:,} variances had grown "
+        f"by {grew:.1%} and shrunk by {shrank:.1%}"
+    )
 
 
 def _bytes_cell(run: Run, phase: str, dense: float) -> str:

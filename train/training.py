@@ -21,7 +21,7 @@ from onebit_jax.transforms.phases import Phase
 from train.checkpoint import Checkpoints, Progress, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
-from train.optimizers import OPTIMIZERS, Setting
+from train.optimizers import OPTIMIZERS, Setting, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
 from train.stop import Stopped, StopRequest
@@ -62,14 +62,11 @@ def make_optimizer(
     Raises:
         ValueError: a hyperparameter is out of range.
     """
-    warmup = config.warmup
-    if warmup == "auto":
-        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup)
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
         axis_name=AXIS,
         steps=config.steps,
-        warmup=warmup,
+        warmup=warmup_end(config.warmup, config.schedule_warmup),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
