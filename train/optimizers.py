@@ -175,29 +175,24 @@ def _lion(setting: Setting) -> optax.GradientTransformation:
     return optax.lion(**_decay_options(setting), b1=setting.b1)
 
 
-def _muon(setting: Setting) -> optax.GradientTransformation:
-    """Muon on matrices, and Adam, at the same learning rate, on norms and biases."""
-    return optax.contrib.muon(
-        setting.learning_rate,
-        beta=0.95,
-        weight_decay=setting.weight_decay,
-        weight_decay_mask=setting.mask,
-        adam_b1=setting.b1,
-        adam_b2=setting.b2,
-        # Steps as long as AdamW's, so that one learning rate does for both.
-        consistent_rms=0.2,
-    )
+def _muon(bits: int, adam_bits: int) -> Callable[[Setting], optax.GradientTransformation]:
+    """Muon on matrices, Adam at the same learning rate on embeddings, norms and biases."""
 
+    def matrices(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: p.ndim == 2 and path[-1].key != "embedding", params
+        )
 
-def _onebit_muon(bits: int) -> Callable[[Setting], optax.GradientTransformation]:
-    """Muon as `_muon` has it, on gradients of so many bits."""
     return lambda setting: onebit_jax.onebit_muon(
         setting.learning_rate,
         weight_decay=setting.weight_decay,
         axis_name=setting.axis_name,
         bits=bits,
+        matrices=matrices,
         adam_b1=setting.b1,
         adam_b2=setting.b2,
+        adam_bits=adam_bits,
+        # Steps about as long as AdamW's.
         consistent_rms=0.2,
     )
 
@@ -251,7 +246,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "lamb": dense("LAMB", 1e-2, lambda s: optax.lamb(**_adam_options(s))),
     "sgd": dense("SGD", 0.4, _sgd),
     "lion": dense("Lion", 3e-4, _lion),
-    "muon": dense("Muon", 2e-3, _muon),
+    "muon": Optimizer("Muon", 8e-3, _muon(32, 32), lambda *_: "warmup"),
     "onebit_adam": onebit(
         "1-bit Adam", 2e-3, lambda s: onebit_jax.onebit_adam(**_onebit_options(s))
     ),
@@ -299,9 +294,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
-    "onebit_muon": compressed("1-bit Muon", 2e-3, _onebit_muon(1))._replace(rate_of="muon"),
-    "onebit_muon_2": compressed("Muon, 2 bits", 2e-3, _onebit_muon(2))._replace(rate_of="muon"),
-    "onebit_muon_4": compressed("Muon, 4 bits", 2e-3, _onebit_muon(4))._replace(rate_of="muon"),
+    "onebit_muon": compressed("1-bit Muon", 8e-3, _muon(1, 8))._replace(rate_of="muon"),
+    "onebit_muon_2": compressed("Muon, 2 bits", 8e-3, _muon(2, 8))._replace(rate_of="muon"),
+    "onebit_muon_4": compressed("Muon, 4 bits", 8e-3, _muon(4, 8))._replace(rate_of="muon"),
     "local_steps": local("Local steps, float32", 32),
     "local_steps_4": local("Local steps, 4 bits", 4)._replace(rate_of="local_steps"),
     "local_steps_2": local("Local steps, 2 bits", 2)._replace(rate_of="local_steps"),
@@ -309,7 +304,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "compressed_mean_sgd": compressed_mean("SGD, compressed mean", 0.4, _sgd),
     "compressed_mean_adam": compressed_mean("Adam, compressed mean", 2e-3, _adamw),
     "compressed_mean_lion": compressed_mean("Lion, compressed mean", 3e-4, _lion),
-    "compressed_mean_muon": compressed_mean("Muon, compressed mean", 2e-3, _muon),
 }
 
 
