@@ -24,8 +24,8 @@ class Config(RunConfig):
     """Size of the model."""
     optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
         "adam",
-        "onebit_adam",
-        "onebit_adam_8",
+        "onebit_adam_refresh",
+        "onebit_muon",
     )
     """Optimizers to train with, one after another: names of train/optimizers.py."""
     sequence_length: int = 128
@@ -40,9 +40,9 @@ class Config(RunConfig):
     """Peak learning rate."""
     schedule_warmup: int = 40
     """Steps over which the learning rate rises linearly to its peak."""
-    warmup: int | Literal["auto"] = 60
+    warmup: int | Literal["auto"] = "auto"
     """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
+    no sooner than the learning rate's warm-up ends."""
     bfloat16: bool = False
     """Computes in bfloat16; parameters and optimizer state stay float32."""
     remat: bool = False
