@@ -229,7 +229,7 @@ def test_between_nodes_only_bytes_and_a_few_scalars_cross():
         ("all-reduce", "f32", everywhere),
         ("all-to-all", "u8", "node"),
     ]
-    assert [c.operand_bytes for c in sent["compression"] if c.axis == everywhere] == [4 * 3]
+    assert [c.operand_bytes for c in sent["compression"] if c.axis == everywhere] == [4 * 4]
 
 
 # How it is called
