@@ -77,8 +77,8 @@ def _table(task: str, rows: list[tuple[str, list[dict[str, Any]]]]) -> list[str]
     dense = 8 * (first["workers"] - 1) / first["workers"] * first["parameters"] * first["steps"]
     lines = [
         f"{TASKS[task].name}: {first['steps']:,} steps, of which the first {first['warmup']:,} are "
-        f"dense where there is a warm-up; judged on {first['heldout_examples']:,} examples. Medians "
-        "over the seeds, in percent; in brackets each of them.",
+        f"dense where there is a warm-up; judged on {first['heldout_examples']:,} examples. "
+        "Medians over the seeds, in percent; in brackets each of them.",
         "",
         "| | " + " | ".join(metrics) + " | MB a worker sent |",
         "|---" * (len(metrics) + 2) + "|",
