@@ -31,7 +31,25 @@ def _parser() -> argparse.ArgumentParser:
         "--warmup",
         type=float,
         default=defaults["warmup"],
-        help="share of the steps that are dense (default: %(default)s)",
+        help="share of the steps that is an optimizer's warm-up (default: %(default)s)",
+    )
+    command.add_argument(
+        "--warmup-bits",
+        type=int,
+        default=defaults["warmup_bits"],
+        help="of the gradients in a warm-up: 32, 16, 8 or 4 (default: %(default)s)",
+    )
+    command.add_argument(
+        "--every",
+        type=int,
+        default=defaults["every"],
+        help="steps from one exchange of local steps to the next (default: %(default)s)",
+    )
+    command.add_argument(
+        "--local-bits",
+        type=int,
+        default=defaults["local_bits"],
+        help="per value that local steps exchange: 32, 8, 4, 2 or 1 (default: %(default)s)",
     )
     command.add_argument(
         "--per-node",
@@ -83,6 +101,9 @@ def main(arguments: list[str]) -> None:
             step_time=plan.parse_seconds("step_time", options.step_time),
             steps=options.steps,
             warmup=options.warmup,
+            warmup_bits=options.warmup_bits,
+            every=options.every,
+            local_bits=options.local_bits,
             per_node=options.per_node,
             latency=plan.parse_seconds("latency", options.latency),
             local_bandwidth=plan.parse_rate("local_bandwidth", options.local_bandwidth),

@@ -53,6 +53,14 @@ class Instruction(NamedTuple):
         names = (found[1] or found[2]).split(",") if found else []
         return [name.strip().lstrip("%") for name in names]
 
+    def alternative(self) -> tuple[int, str] | None:
+        """Which of several that exclude one another it is, and of which, where the program says.
+
+        It does so by the scope that :func:`onebit_jax.collectives.in_place.overwrite_one` sets.
+        """
+        named = re.search(r'op_name="[^"]*\balternative_(\d+)_of_(\d+_\d+)', self.attributes)
+        return (int(named[1]), named[2]) if named else None
+
     def trip_count(self) -> int | None:
         """How often a loop's body runs, where the program states it."""
         stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)

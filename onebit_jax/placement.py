@@ -192,6 +192,42 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
                 )
 
 
+def check_plans(
+    tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState, mesh: Mesh
+) -> None:
+    """Checks numbers that a state was made with, where it goes on with those alone.
+
+    Args:
+      tx: the optimizer.
+      params: the parameters, or their shapes.
+      opt_state: the state, in the mesh view; of shapes nothing is known, and nothing checked.
+      mesh: what it is to be on.
+
+    Raises:
+      ValueError: from a state with a ``plan``, such as that of :func:`onebit_jax.local_steps`, for
+        another than the optimizer's.
+    """
+
+    def has_plan(node: Any) -> bool:
+        return hasattr(node, "check_plan")
+
+    def nodes(state: Any) -> list[Any]:
+        return list(filter(has_plan, jax.tree.leaves(state, is_leaf=has_plan)))
+
+    saved, shapes = nodes(opt_state), jax.eval_shape(lambda x: x, params)
+    unknown = jax.ShapeDtypeStruct, jax.core.Tracer
+    if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
+        return
+
+    def plans() -> list[Any]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return [node.plan for node in nodes(_on_mesh(tx, mesh)(P())(zeros))]
+
+    # Of the whole state, only the numbers are computed.
+    for node, plan in zip(saved, jax.device_get(jax.jit(plans)()), strict=False):
+        node.check_plan(plan)
+
+
 def _other_structure(opt_state: Any, expected: Any) -> str:
     """Says how a state is none that fits, and what to do."""
     got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (opt_state, expected))

@@ -195,6 +195,7 @@ class TrainStep:
         placement.check_whole(params)
         check_random_keys(given.rng, given.batch)
         shapes = placement.state_shapes(self._tx, params, self._mesh)
+        placement.check_plans(self._tx, params, opt_state, self._mesh)
         placement.check_state(opt_state, shapes, self._mesh)
         specs = placement.state_specs(shapes, self._mesh.axis_names)
         check_replicas(self._tx, params, shapes, specs, self._mesh, given.extra_args)
@@ -337,8 +338,8 @@ def train_step(
       - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
       - ``grad_norm``, in calls in which it is measured: root of the workers' mean squared gradient
         norm, before clipping;
-      - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync"; -1 if it
-        was refused, 0 for an optimizer that has no phases;
+      - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
+        "refresh"; -1 if it was refused, 0 for an optimizer that has no phases;
       - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
         ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
 
@@ -357,7 +358,8 @@ def train_step(
       ValueError: for ``accumulation``, ``max_grad_norm``, ``clip`` or ``grad_norm_every`` outside
         their range. From the step, before anything is compiled: for a batch that does not divide
         into workers and microbatches; a state that is not the optimizer's for these parameters and
-        this mesh, or has lost its :class:`~onebit_jax.PerWorker` nodes; parameters that are split
+        this mesh, has lost its :class:`~onebit_jax.PerWorker` nodes, or was saved by a
+        :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are split
         between devices; an ``rng`` that is not one key, and keys in a batch that are the same; a
         ``loss_fn`` that returns something else than it may; updates that would differ between
         workers, naming the parameter; a collective under a condition that workers do not share, on

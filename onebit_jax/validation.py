@@ -46,6 +46,12 @@ def check_share(name: str, value: Any) -> None:
     _check_number(name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]; 1 is usual")
 
 
+def check_between(name: str, value: Any, low: float, high: float, usual: float) -> None:
+    """Raises ``ValueError`` unless ``value`` is between two numbers, neither included."""
+    expected = f"a number in ({low}, {high}); {usual} is usual"
+    _check_number(name, value, lambda x: low < x < high, expected)
+
+
 def check_positive(name: str, value: Any, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and above zero."""
     expected = f"a finite number above 0; {usual} is usual"
@@ -101,13 +107,18 @@ def check_seed(seed: Any) -> None:
         )
 
 
-def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
-    """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
-    if _is_traced(bits):
+def check_static(name: str, value: Any) -> None:
+    """Raises ``ValueError`` for an option that decides what program is compiled and is traced."""
+    if _is_traced(value):
         raise ValueError(
             f"{name} is traced, but decides what program is compiled: in optax.inject_hyperparams "
             f"name it among static_args."
         )
+
+
+def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
+    """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
+    check_static(name, bits)
     if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
         *others, last = map(str, allowed)
         raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")

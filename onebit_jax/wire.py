@@ -37,7 +37,8 @@ class Collective(NamedTuple):
             set of its axes makes these groups.
         where: "" if every step executes it once, else the path to it, such as "loop 1" or
             "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one. Loops of
-            at most one turn, in which this library's updates write in place, are "once or never".
+            at most one turn, in which this library's updates write in place, are "once or never";
+            several of which at most one makes a turn are the branches of a "choice 1".
         executions: how often a step executes it (inside a branch or such a loop: if it is taken);
             None inside a loop whose trip count the program does not state.
         bytes_sent: what a worker sends in a step, all executions together; if their number is not
@@ -88,7 +89,7 @@ def collectives(
     [('all-reduce', 'f32', 'data', 700)]
     """
     if isinstance(program, jax.stages.Lowered):
-        text = program.as_text("hlo")
+        text = program.as_text("hlo", debug_info=True)
     elif isinstance(program, jax.stages.Compiled):
         text = program.as_text()
     else:
@@ -102,7 +103,7 @@ def collectives(
 
 
 def bytes_sent(collectives: Iterable[Collective]) -> int:
-    """Bytes that a worker sends in a step: the sum, with of each conditional the costliest branch.
+    """Bytes that a worker sends in a step: the sum, with of each choice the costliest branch.
 
     What is executed once or never counts once: of a training step that was lowered without its
     phase, what all phases send.
@@ -159,7 +160,7 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     ]
     everything = list(itertools.chain.from_iterable(phases.values()))
     if any(" branch " in c.where for c in everything):
-        lines.append("total: of each conditional, the branch that sends most")
+        lines.append("total: of each conditional or choice, the branch that sends most")
     if any(_CHOICE in c.where for c in everything):
         lines.append(f"{_CHOICE}: in a loop of at most one turn; counted once")
     if any(c.executions is None for c in everything):
@@ -219,6 +220,9 @@ class _Walk:
         self._mesh = mesh
         self._devices = module.devices or (mesh.size if mesh is not None else None)
         self._loops = self._conditionals = 0
+        # How often each alternative was met, and the number of each choice.
+        self._met: collections.Counter[tuple[int, str]] = collections.Counter()
+        self._choices: dict[tuple[str, int], int] = {}
 
     def walk(self, computation: str, executions: int | None) -> Iterator[Collective]:
         for instruction in self._module.computations[computation].values():
@@ -227,7 +231,7 @@ class _Walk:
                 yield from self._collectives(computation, instruction, executions)
             elif op == "while" and self._module.at_most_one_turn(instruction):
                 [body] = instruction.callees("body")
-                yield from _within(_CHOICE, self.walk(body, executions))
+                yield from _within(self._choice(instruction), self.walk(body, executions))
             elif op == "while":
                 turns = instruction.trip_count()
                 inside: list[Collective] = []
@@ -253,6 +257,17 @@ class _Walk:
             elif not op.endswith(("-done", "-update")):
                 for callee in instruction.callees("(?:calls|to_apply|called_computations)"):
                     yield from self.walk(callee, executions)
+
+    def _choice(self, loop: hlo.Instruction) -> str:
+        """What a loop of at most one turn is called in ``where``."""
+        alternative = loop.alternative()
+        if alternative is None:
+            return _CHOICE
+        which, of_what = alternative
+        self._met[alternative] += 1
+        choice = of_what, self._met[alternative]
+        number = self._choices.setdefault(choice, len(self._choices) + 1)
+        return f"choice {number} branch {which}"
 
     def _collectives(
         self, computation: str, instruction: hlo.Instruction, executions: int | None

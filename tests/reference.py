@@ -88,36 +88,59 @@ class Hierarchy:
 
 
 class OnebitAdam:
-    """1-bit Adam on one tensor, the same parameters on every worker."""
+    """1-bit Adam on one tensor, the same parameters on every worker.
+
+    Options: `refreshes`, of v after the warm-up, a function of the number of updates made; `means`,
+    an iterator of the mean gradients that warm-up and refreshes see, where those are not exact.
+    """
 
     def __init__(self, p, workers, lr, b1, b2, eps, weight_decay, warmup, per_node=None, **options):
         self.bias_correction = options.get("bias_correction", False)
         self.scale = options.get("scale", "rms")
+        self.refreshes, self.means = options.get("refreshes"), options.get("means")
         self.p = p.astype(np.float32).reshape(-1)
         self.m, self.v = np.zeros_like(self.p), np.zeros_like(self.p)
         self.residuals = zero_residuals(self.p.size, workers)
         self.hierarchy = per_node and Hierarchy(self.p.size, workers // per_node, per_node)
         self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
         self.weight_decay, self.warmup, self.count = weight_decay, warmup, 0
+        self.variance_at = 0
+
+    def mean(self, g):
+        """The mean gradient that v is made of."""
+        return next(self.means) if self.means else np.mean(g, axis=0, dtype=np.float32)
+
+    def correction(self):
+        """What v falls short by."""
+        return 1 - self.b2**self.variance_at if self.bias_correction else 1
+
+    def refresh(self, g):
+        """v as if the gradient had been this one since it last changed."""
+        mean, decay = self.mean(g), self.b2 ** (self.count + 1 - self.variance_at)
+        alive, self.variance_at = self.v > 0, self.count + 1
+        self.m = np.where(alive, self.m, 0)
+        followed = decay * self.v + (1 - decay) * mean**2
+        self.v = np.where(alive, followed, mean**2 * self.correction())
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
         g = [x.astype(np.float32).reshape(-1) for x in gradients]
         if self.count < self.warmup:
-            mean = np.mean(g, axis=0, dtype=np.float32)
+            mean, self.variance_at = self.mean(g), self.count + 1
             self.m = self.b1 * self.m + (1 - self.b1) * mean
             self.v = self.b2 * self.v + (1 - self.b2) * mean**2
         else:
+            if self.refreshes and self.refreshes(self.count):
+                self.refresh(g)
             m = [self.b1 * self.m + (1 - self.b1) * x for x in g]
             if self.hierarchy:
                 self.m = self.hierarchy.all_reduce(m, self.v > 0, self.scale)
             else:
                 self.m, self.residuals = ec1(m, self.residuals, self.v > 0, self.scale)
         self.count += 1
-        m, v = self.m, self.v
+        m, v = self.m, self.v / self.correction()
         if self.bias_correction:
             m = m / (1 - self.b1**self.count)
-            v = v / (1 - self.b2 ** min(self.count, self.warmup))
         u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         return self.p
@@ -303,36 +326,74 @@ class Birder:
         return self.p
 
 
-def quantized_means(values, bits):
+def quantized_layout(shapes, workers, bits, large=2**16):
+    """Where the exchange at 2, 4 and 8 bits has each value: section 10 of the algorithms.
+
+    Tensors of more than `large` elements, and of so many that padding makes them longer by 1/16 at
+    most, are parts; the others are one part, end to end. A part is padded to `workers` chunks, each
+    of blocks of 256 values, as many as make whole bytes of blocks.
+
+    Returns:
+      For each part the place of each of its values among all values, end to end, `[workers,
+      blocks, 256]`; -1 where it is padded.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    starts = np.cumsum([0, *sizes])
+    whole = workers * 256 * (8 // bits)
+    places = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    is_large = [size > max(large, 16 * whole) for size in sizes]
+    parts = [x for x, alone in zip(places, is_large, strict=True) if alone]
+    small = [x for x, alone in zip(places, is_large, strict=True) if not alone]
+    parts.append(np.concatenate([np.zeros(0, int), *small]))
+    return [
+        np.pad(x, (0, -x.size % whole), constant_values=-1).reshape(workers, -1, 256)
+        for x in parts
+        if x.size
+    ]
+
+
+def quantized_means(values, bits, layout=None, residual_decay=1.0):
     """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
 
     Args:
-      values: float32 ``[calls, workers, elements]``.
+      values: float32 ``[calls, workers, elements]``, of all tensors end to end.
       bits: per value.
+      layout: from :func:`quantized_layout`; by default of one tensor.
+      residual_decay: what the workers' residuals are multiplied with.
 
     Returns:
-      The means, a list; the workers' residuals ``[workers, padded]``, and the servers', ``[workers,
-      chunk]``, after the last call.
+      The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
+      and the servers', each in the place of its value, ``[elements]``.
     """
     _, workers, elements = values.shape
-    chunk = -(-elements // (workers * 256)) * 256
     levels = np.float32(2 ** (bits - 1) - 1)
+    if layout is None:
+        layout = quantized_layout([(elements,)], workers, bits)
 
     def compress(c):
-        blocks = c.reshape(-1, 256)
-        s = np.abs(blocks).max(1, keepdims=True)
-        unit = np.where(s > 0, s, np.float32(1))
-        return (np.round(blocks / unit * levels) * (s / levels)).reshape(c.shape)
+        s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
+        return np.round(c * (levels / s)) * (s / levels)
 
-    e = np.zeros((workers, workers * chunk), np.float32)
-    E = np.zeros((workers, chunk), np.float32)
+    e = [np.zeros((workers, *part.shape), np.float32) for part in layout]
+    E = [np.zeros(part.shape, np.float32) for part in layout]
     means = []
     for call in values:
-        c = np.pad(call, ((0, 0), (0, workers * chunk - elements))) + e
-        sent = np.stack([compress(x) for x in c])
-        e = c - sent
-        a = sent.reshape(workers, workers, chunk).mean(0) + E
-        answers = np.stack([compress(x) for x in a])
-        E = a - answers
-        means.append(answers.reshape(-1)[:elements])
-    return means, e, E
+        mean = np.zeros(elements, np.float32)
+        for i, part in enumerate(layout):
+            z = np.where(part >= 0, call[:, part], np.float32(0))
+            c = z + np.float32(residual_decay) * e[i]
+            sent = compress(c)
+            e[i] = c - sent
+            a = sent.mean(0) + E[i]
+            answer = compress(a)
+            E[i] = a - answer
+            mean[part[part >= 0]] = answer[part >= 0]
+        means.append(mean)
+
+    def in_place(parts):
+        flat = np.zeros((*parts[0].shape[:-3], elements), np.float32) if parts else np.zeros(0)
+        for part, x in zip(layout, parts, strict=True):
+            flat[..., part[part >= 0]] = x[..., part >= 0]
+        return flat
+
+    return means, in_place(e), in_place(E)

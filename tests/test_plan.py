@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import onebit_jax
@@ -12,6 +13,7 @@ from onebit_jax import __main__ as command
 from onebit_jax import plan, wire
 
 FLAT, HIERARCHICAL = plan.ONEBIT_ADAM, plan.ONEBIT_ADAM_HIERARCHICAL
+DILOCO = plan.local_steps(30, 32)
 SETTING = plan.Setting(
     parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
 )
@@ -110,17 +112,67 @@ def test_volume_is_the_published_formula():
         assert share == pytest.approx(w + (1 - w) / 32)
 
 
-def test_volume_is_that_of_the_compiled_programs():
+@pytest.mark.parametrize("warmup_bits", [32, 8, 4])
+def test_volume_of_a_warm_up_is_its_bits(warmup_bits):
+    setting = SETTING._replace(warmup=1.0, warmup_bits=warmup_bits)
+    dense = plan.predict(plan.FLOAT32, setting)
+    share = plan.predict(FLAT, setting).run_bytes / dense.run_bytes
+    assert share == pytest.approx((warmup_bits + (warmup_bits < 32) / 8) / 32)
+    bfloat16 = plan.predict(FLAT, setting._replace(warmup_bits=16))
+    assert bfloat16.run_bytes == dense.run_bytes / 2
+    assert bfloat16.warmup_step == pytest.approx(plan.predict(plan.BFLOAT16, setting).step)
+
+
+def bytes_of_programs(tx, *phases):
     mesh = jax.make_mesh((8,), ("data",))
-    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
     params = {"w": jnp.ones((1024, 1024))}
     step = onebit_jax.train_step(lambda p, x: jnp.sum(p["w"] @ x[0]), tx, mesh)
-    state = onebit_jax.init(tx, params, mesh)
-    sent = wire.by_phase(step, params, state, np.ones((8, 1024), np.float32), mesh=mesh)
+    state, batch = onebit_jax.init(tx, params, mesh), np.ones((8, 1024), np.float32)
+    sent = wire.by_phase(step, params, state, batch, mesh=mesh, phases=phases)
+    return [wire.bytes_sent(sent[phase]) for phase in phases]
+
+
+def test_volume_is_that_of_the_compiled_programs():
+    setting = SETTING._replace(parameters=1024 * 1024, warmup=1.0, steps=1)
+    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
+    dense, onebit = bytes_of_programs(tx, "warmup", "compression")
+    for sent, optimizer in ((dense, plan.FLOAT32), (onebit, FLAT)):
+        assert plan.predict(optimizer, setting).step_bytes == pytest.approx(sent, rel=0.01)
+    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data", warmup_bits=8)
+    predicted = plan.predict(FLAT, setting._replace(warmup_bits=8)).run_bytes
+    assert [predicted] == pytest.approx(bytes_of_programs(tx, "warmup"), rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_volume_of_local_steps_is_that_of_an_exchange_shared_out(bits):
+    tx = onebit_jax.local_steps(
+        optax.adam(1e-3), optax.sgd(1.0), every=10, axis_name="data", bits=bits
+    )
+    [sent] = bytes_of_programs(tx, "sync")
     setting = SETTING._replace(parameters=1024 * 1024)
-    for phase, optimizer in (("warmup", plan.FLOAT32), ("compression", FLAT)):
-        predicted = plan.predict(optimizer, setting).step_bytes
-        assert predicted == pytest.approx(wire.bytes_sent(sent[phase]), rel=0.01)
+    predicted = plan.predict(plan.local_steps(10, bits), setting).step_bytes
+    assert 10 * predicted == pytest.approx(sent, rel=0.01)
+
+
+def test_a_plan_has_local_steps_dense_and_at_the_bits_asked_for():
+    def names(bits):
+        result = plan.plan(SETTING._replace(every=7, local_bits=bits))
+        return [p.optimizer.name for p in result.onebit[len(plan.ONEBIT) :]]
+
+    assert names(32) == ["DiLoCo, every 7"]
+    assert names(2) == ["DiLoCo, every 7", "local steps, 2 bits, every 7"]
+
+
+def test_a_warm_up_at_8_bits_is_calibrated_by_the_mean_at_8_bits(tmp_path):
+    calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
+    setting = SETTING._replace(calibration=calibration, warmup_bits=8)
+    work = calibration["compressed_mean at 8 bits, Adam"] - calibration["Adam, no exchange"]
+    [warmup] = {p.warmup_step for p in plan.plan(setting).onebit if p.optimizer == FLAT}
+    on_the_wire = plan.predict(plan.COMPRESSED_MEAN_8, setting).exchange
+    assert warmup == pytest.approx(setting.step_time + work * setting.parameters + on_the_wire)
+    del calibration["compressed_mean at 8 bits, Adam"]
+    with pytest.raises(ValueError, match=r"needs \['compressed_mean at 8 bits, Adam'\] too"):
+        plan.plan(setting)
 
 
 def test_sockets_cost_time_on_top_of_the_wire():
@@ -257,15 +309,16 @@ def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, caps
     path = write_calibration(tmp_path / "step.json", kinds=dict.fromkeys(kinds, seconds))
     calibration = plan.read_calibration(path)
     result = plan.plan(SETTING._replace(calibration=calibration))
-    assert [p.optimizer for p in result.onebit] == [FLAT, HIERARCHICAL]
-    assert result.left_out == plan.ONEBIT[2:]
-    assert result.thresholds.keys() == {FLAT.name, HIERARCHICAL.name}
+    assert [p.optimizer for p in result.onebit] == [FLAT, HIERARCHICAL, DILOCO]
+    assert result.left_out == (*plan.ONEBIT[2:], plan.local_steps(30, 4))
+    assert result.thresholds.keys() == {FLAT.name, HIERARCHICAL.name, DILOCO.name}
     command.main(["plan", *ARGUMENTS, "--calibration", str(path)])
     printed = capsys.readouterr().out
-    measured = [line.split("  ")[-1].strip() for line in printed.splitlines()[2:8]]
+    measured = [line.split("  ")[-1].strip() for line in printed.splitlines()[2:9]]
     dense, onebit = ["Adam with pmean"] * 2, ["1-bit Adam"] * 2
-    assert measured == ["work measured as", *dense, *onebit, ""]
-    names = "1-bit LAMB, 0/1 Adam, Birder, Signum, Distributed Lion, EF sign SGD"
+    assert measured == ["work measured as", *dense, *onebit, dense[0], ""]
+    names = ", ".join(row.name for row in result.left_out)
+    assert names.startswith("1-bit LAMB, 0/1 Adam, ")
     assert f"\nLeft out, since the calibration does not have them: {names}.\n" in printed
 
 
@@ -312,6 +365,10 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ({"memory_bandwidth": math.inf}, r"memory_bandwidth=inf must be"),
         ({"latency": -1.0}, r"latency=-1\.0 must be at least 0"),
         ({"warmup": 15}, r"warmup=15 must be in \[0, 1\]"),
+        ({"warmup_bits": 2}, r"warmup_bits=2 must be 32, 16, 8 or 4, bits per value"),
+        ({"local_bits": 16}, r"local_bits=16 must be 32, 8, 4, 2 or 1, bits per value"),
+        ({"every": 0}, r"every=0 must be an int of at least 1: the steps from one exchange"),
+        ({"every": 2.5}, r"every=2\.5 must be an int of at least 1"),
         ({"efficiency": 0.0}, r"efficiency=0\.0 must be in \(0, 1\]"),
         ({"host_bandwidth": 0.0}, r"host_bandwidth=0\.0 must be above 0"),
         (
@@ -365,9 +422,10 @@ def test_durations_in_no_known_unit_are_refused(text):
 
 
 def test_command_prints_the_table_and_ends_with_the_advice(capsys):
-    command.main(["plan", *ARGUMENTS])
+    command.main(["plan", *ARGUMENTS, "--warmup-bits", "8", "--every", "20", "--local-bits", "2"])
     printed = capsys.readouterr().out
     setting = plan.Setting(340_000_000, 64, 10e9, 0.45, 150_000, 0.15, per_node=4)
+    setting = setting._replace(warmup_bits=8, every=20, local_bits=2)
     assert printed == plan.table(plan.plan(setting)) + "\n"
     assert printed.rstrip().endswith(plan.plan(setting).advice)
 
@@ -378,6 +436,9 @@ def test_command_prints_the_table_and_ends_with_the_advice(capsys):
         (["--warmup", "15"], "warmup=15.0 must be in [0, 1]"),
         (["--bandwidth", "10Gb"], "bandwidth='10Gb' must be a rate"),
         (["--bandwidth", "10"], "bandwidth='10' means 10 bit/s"),
+        (["--warmup-bits", "12"], "warmup_bits=12 must be 32, 16, 8 or 4"),
+        (["--local-bits", "3"], "local_bits=3 must be 32, 8, 4, 2 or 1"),
+        (["--every", "0"], "every=0 must be an int of at least 1"),
         (["--parameters", "0.5"], "parameters=0.5 must be an int"),
         (["--calibration", "absent.json"], "calibration='absent.json' cannot be read"),
     ],

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
-from onebit_jax.collectives.in_place import overwrite_if
+from onebit_jax.collectives.in_place import overwrite_if, overwrite_one
 from tests import small_task
 
 AXES = ("node", "local")
@@ -257,6 +257,25 @@ def test_a_loop_of_at_most_one_turn_is_a_choice(mesh):
     ]
     assert wire.bytes_sent(found) == LOCAL + 4 * LOCAL * 3 // 2
     assert wire.table(found).splitlines()[-1].startswith("once or never: in a loop of at most one")
+
+
+def test_of_loops_that_exclude_one_another_the_one_that_sends_most_counts(mesh):
+    def average(x, _):
+        return lax.pmean(x, "local")
+
+    def worker(x, flag):
+        which, half = flag[0] - 1, x[:, : x.shape[1] // 2]
+        [x, half] = overwrite_one(which, average, [x, half], [(), ()])
+        [half, quarter] = overwrite_one(which, average, [half, half[:, ::2]], [(), ()])
+        return jnp.concatenate([x, half, quarter], 1)
+
+    lowered = lower(worker, mesh, FLOATS, jax.ShapeDtypeStruct((8,), jnp.int32))
+    for program in (lowered, lowered.compile()):
+        found = wire.collectives(program, mesh)
+        where = sorted(c.where for c in found)
+        assert where == [f"choice {i} branch {branch}" for i in (1, 2) for branch in (0, 1)]
+        assert wire.bytes_sent(found) == (LOCAL + LOCAL // 2) * 3 // 2
+        assert "of each conditional or choice" in wire.table(found).splitlines()[-1]
 
 
 def test_of_a_conditional_the_branch_that_sends_most_counts(mesh):

@@ -12,9 +12,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.collectives import ec1
+from onebit_jax.collectives import ec1, quantized
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
+from onebit_jax.collectives.quantized import BoundQuantizedExchange, QuantizedState
 from onebit_jax.collectives.signs import unpack_bits
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
@@ -148,7 +149,22 @@ def server_residuals(exchange: BoundExchange, state: ExchangeState) -> Any:
     return exchange.scatter(parts)
 
 
-def _of_all_shards(exchange: BoundExchange, part: jax.Array) -> jax.Array:
+def quantized_residuals(exchange: BoundQuantizedExchange, state: QuantizedState) -> tuple[Any, Any]:
+    """`e_i` and `E_j` of an exchange at a few bits, in the worker view: two trees like its own."""
+    bits, c, a = exchange.how.bits, state.worker_compensated.value, state.server_compensated.value
+    scales = state.worker_scales.value
+    e = [
+        quantized.residual(x, exchange.own_scales(scales, part), bits)[0]
+        for part, x in zip(exchange.parts, c, strict=True)
+    ]
+    own = quantized.residual(a, state.server_scales.value, bits)[0]
+    servers = lax.all_gather(own, exchange.axes.node)
+    E = [servers[:, :, part.first : part.first + part.rows] for part in exchange.parts]
+    whole = [[_of_all_shards(exchange, x) for x in parts] for parts in (e, E)]
+    return exchange.scatter(whole[0]), exchange.scatter(whole[1])
+
+
+def _of_all_shards(exchange: BoundExchange | BoundQuantizedExchange, part: jax.Array) -> jax.Array:
     return part if exchange.axes.local is None else lax.all_gather(part, exchange.axes.local)
 
 

@@ -51,8 +51,10 @@ def compare(
     """
     optimizer = OPTIMIZERS[name]
     swept = optimizer.rate_of or name
-    tried = _sweep(swept, options, task_of, mesh, folder)
-    best = min(tried, key=tried.__getitem__)
+    rates = _first_rates(swept, options)
+    # A single one is the best without a sweep.
+    swept_at = _sweep(swept, rates, options, task_of, mesh, folder) if len(rates) > 1 else {}
+    best = min(swept_at, key=swept_at.__getitem__, default=rates[0])
     trainer = Trainer(name, options, task_of(options.seeds[0]), mesh)
     records = {
         seed: folder.training(
@@ -61,15 +63,16 @@ def compare(
         for seed in options.seeds
     }
     first = records[options.seeds[0]]
-    a_step = trainer.bytes_sent()
+    phases = trainer.phases(first["frozen_at"])
+    a_step = trainer.bytes_sent(phases)
     return Curve(
         label=optimizer.label,
-        tried=tried,
+        tried=swept_at or {best: or_infinite(first["heldout"])},
         learning_rate=best,
         heldout={seed: or_infinite(made["heldout"]) for seed, made in records.items()},
         losses=first["losses"],
-        sent=list(itertools.accumulate(a_step[phase] for phase in trainer.phases())),
-        rounds=sum(a_step[phase] > 0 for phase in trainer.phases()),
+        sent=list(itertools.accumulate(a_step[phase] for phase in phases)),
+        rounds=sum(a_step[phase] > 0 for phase in phases),
         state_bytes=first["state_bytes"],
         seconds=first["seconds"],
         bytes_a_step={**a_step},
@@ -77,7 +80,12 @@ def compare(
 
 
 def _sweep(
-    name: str, options: Options, task_of: Callable[[int], Task], mesh: Mesh, folder: Folder
+    name: str,
+    rates: Sequence[float],
+    options: Options,
+    task_of: Callable[[int], Task],
+    mesh: Mesh,
+    folder: Folder,
 ) -> dict[float, float]:
     """The held-out losses at the learning rates that were tried, with the first seed."""
     shorter, seed = options.of_sweep(), options.seeds[0]
@@ -89,7 +97,7 @@ def _sweep(
         )
         return record["heldout"]
 
-    return sweep(_first_rates(name, options), options.widen, heldout)
+    return sweep(rates, options.widen, heldout)
 
 
 def _make_mesh(options: Options) -> Mesh:
@@ -132,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.create()
     count = len(options.learning_rates) or options.sweep
     print(
-        f"{len(options.optimizers)} optimizers, {count} learning rates each, "
-        f"{options.of_sweep().steps} steps with each of them, {options.steps} with the best"
+        f"{len(options.optimizers)} optimizers: {count} learning rates each, "
+        f"{options.of_sweep().steps} steps with each, {options.steps} steps with the best"
     )
     curves = [compare(name, options, task_of, mesh, folder) for name in options.optimizers]
     title = _task_line(options, task)
@@ -158,10 +166,12 @@ def _task_line(options: Options, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(task.params))
     model, unit = ("BERT", "tokens") if options.task == "bert" else ("Language model", "bytes")
     where = "a device each" if options.devices else "simulated on one device"
+    auto = options.warmup == "auto"
+    warmup = "dense until the variance is stable" if auto else f"{options.warmup:,} dense steps"
     return (
         f"{model} {options.model_size}, {parameters:,} parameters; {options.workers} workers, "
         f"{where}; {options.steps:,} steps of {options.batch_size} sequences of "
-        f"{options.sequence_length} {unit}; {options.warmup} dense steps where there is a warm-up."
+        f"{options.sequence_length} {unit}; {warmup} where there is a warm-up."
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from train.bert import model as bert
 from train.config import check_requirements
 from train.lm import model as lm
-from train.optimizers import check_names
+from train.optimizers import check_names, check_warmup
 
-_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "warmup", "eval_batches")
+_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "eval_batches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Options:
     """Optimizer steps of a training."""
     schedule_warmup: int = 20
     """Steps over which the learning rate rises to its peak, before a cosine takes it to 0."""
-    warmup: int = 50
-    """Dense steps of the optimizers that begin with such."""
+    warmup: int | Literal["auto"] = 50
+    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
+    no sooner than the learning rate's warm-up ends."""
     weight_decay: float = 0.01
     """Decoupled weight decay, on all but biases and LayerNorms."""
     max_grad_norm: float | None = 1.0
@@ -87,6 +88,7 @@ class Options:
                 "finite numbers above 0, each once",
             ),
             *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            ("warmup", *check_warmup(self.warmup, self.optimizers)),
             ("widen", self.widen >= 0, "0 or more"),
             (
                 "sweep_steps",
@@ -141,10 +143,11 @@ class Options:
         if self.sweep_steps is None:
             return self
         share = self.sweep_steps / self.steps
+        warmup = self.warmup if self.warmup == "auto" else max(1, round(share * self.warmup))
         return dataclasses.replace(
             self,
             steps=self.sweep_steps,
-            warmup=max(1, round(share * self.warmup)),
+            warmup=warmup,
             schedule_warmup=round(share * self.schedule_warmup),
         )
 

@@ -5,16 +5,18 @@ import json
 import math
 import os
 import pathlib
+import types
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import optax
 import tyro
 
 from train import schedules
-from train.optimizers import check_names
+from train.optimizers import check_names, check_warmup
 
 # Options that leave the trajectory alone, so a run may go on with others.
-_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches")
+_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches", "profile")
 _COUNTS = (
     "workers",
     "batch_size",
@@ -26,6 +28,7 @@ _COUNTS = (
     "eval_batches",
     "processes",
 )
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id")
 
@@ -83,7 +86,7 @@ class RunConfig:
     """Steps between two factors of the exponential schedule."""
     warmup: int | Literal["auto"] = 200
     """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
+    no sooner than the learning rate's warm-up ends."""
     b1: float = 0.9
     """Decay of the momentum."""
     b2: float = 0.999
@@ -105,6 +108,9 @@ class RunConfig:
     """Steps between two checkpoints."""
     eval_batches: int = 64
     """Held-out batches to evaluate on, at most."""
+    profile: bool = False
+    """Writes what JAX's profiler saw of a few steps of each phase, once it is compiled, into the
+    folder profile beside the optimizer's metrics."""
     coordinator: str | None = None
     """For a run of several processes: HOST:PORT of process 0, or auto where JAX finds the cluster
     itself (Slurm, Open MPI, Cloud TPU)."""
@@ -144,7 +150,7 @@ class RunConfig:
             ),
             ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
             ("decay_rate", 0 < self.decay_rate <= 1, "a number above 0, at most 1"),
-            ("warmup", self.warmup == "auto" or self.warmup >= 1, f"{at_least_one}, or auto"),
+            ("warmup", *check_warmup(self.warmup, self.optimizer)),
             ("b1", 0 <= self.b1 < 1, fraction),
             ("b2", 0 <= self.b2 < 1, fraction),
             ("eps", 0 < self.eps < math.inf, "a finite number above 0"),
@@ -204,11 +210,15 @@ class TextConfig(RunConfig):
     """Folder of the held-out text; without it, a part of the corpus is held out."""
 
 
-def check_folder(config: RunConfig) -> None:
+def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
     """Checks that the output folder, where there is one, holds a run of the same trajectory.
 
+    Args:
+        config: the run.
+        identity: what must not have changed either, as for `write_config`.
+
     Raises:
-        ValueError: an option that decides the trajectory differs, or the folder is something else.
+        ValueError: what decides the trajectory differs, or the folder is something else.
     """
     path = config.folder / "config.json"
     if not path.exists():
@@ -227,12 +237,23 @@ def check_folder(config: RunConfig) -> None:
                 f"--out {config.folder}: holds a run with --{option.replace('_', '-')} "
                 f"{earlier.get(option)}, this one has {value}; give the same, or another --out"
             )
+    for name, value in identity.items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"--out {config.folder}: holds a run whose {name} is {earlier.get(name)!r}, "
+                f"here it is {value!r}; put back what the run began with, or give another --out"
+            )
 
 
-def write_config(config: RunConfig) -> None:
-    """Writes `config.json` into the output folder, which is made."""
+def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
+    """Writes `config.json` into the output folder, which is made.
+
+    Args:
+        config: the run.
+        identity: what else it holds, under names that no option has.
+    """
     config.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_shared(config), indent=2) + "\n"
+    text = json.dumps(_shared(config) | dict(identity), indent=2) + "\n"
     (config.folder / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 
 import onebit_jax
 from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.step_sets import published_variance_steps
 
 # Updates from one exchange to the next of the optimizers that take local steps.
 LOCAL_STEPS = 16
@@ -58,6 +59,7 @@ class Optimizer(NamedTuple):
         local_steps: whether the workers' parameters differ between exchanges; its state then has
             `synced_parameters`.
         rate_of: the optimizer whose best learning rate it takes, where it is a variant of one.
+        freezes_by_number: whether its variance freezes after a number of updates only.
     """
 
     label: str
@@ -67,6 +69,7 @@ class Optimizer(NamedTuple):
     warms_up: bool = False
     local_steps: bool = False
     rate_of: str | None = None
+    freezes_by_number: bool = False
 
 
 def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -78,15 +81,20 @@ def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> O
     return Optimizer(label, learning_rate, chained, lambda *_: "warmup")
 
 
-def onebit(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
-    """One that begins densely and compresses once its variance is frozen."""
-    return Optimizer(
-        label,
-        learning_rate,
-        make,
-        lambda step, warmup, _: "warmup" if step < warmup else "compression",
-        warms_up=True,
-    )
+def onebit(
+    label: str,
+    learning_rate: float,
+    make: Callable[[Setting], Any],
+    refreshes: Callable[[int], bool] = lambda step: False,
+) -> Optimizer:
+    """One that begins densely and compresses once its variance is frozen, but for refreshes."""
+
+    def phase_of(step: int, warmup: int, _: int) -> Phase:
+        if step < warmup:
+            return "warmup"
+        return "refresh" if refreshes(step) else "compression"
+
+    return Optimizer(label, learning_rate, make, phase_of, warms_up=True)
 
 
 def compressed(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Optimizer:
@@ -167,29 +175,24 @@ def _lion(setting: Setting) -> optax.GradientTransformation:
     return optax.lion(**_decay_options(setting), b1=setting.b1)
 
 
-def _muon(setting: Setting) -> optax.GradientTransformation:
-    """Muon on matrices, and Adam, at the same learning rate, on norms and biases."""
-    return optax.contrib.muon(
-        setting.learning_rate,
-        beta=0.95,
-        weight_decay=setting.weight_decay,
-        weight_decay_mask=setting.mask,
-        adam_b1=setting.b1,
-        adam_b2=setting.b2,
-        # Steps as long as AdamW's, so that one learning rate does for both.
-        consistent_rms=0.2,
-    )
+def _muon(bits: int, adam_bits: int) -> Callable[[Setting], optax.GradientTransformation]:
+    """Muon on matrices, Adam at the same learning rate on embeddings, norms and biases."""
 
+    def matrices(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: p.ndim == 2 and path[-1].key != "embedding", params
+        )
 
-def _onebit_muon(bits: int) -> Callable[[Setting], optax.GradientTransformation]:
-    """Muon as `_muon` has it, on gradients of so many bits."""
     return lambda setting: onebit_jax.onebit_muon(
         setting.learning_rate,
         weight_decay=setting.weight_decay,
         axis_name=setting.axis_name,
         bits=bits,
+        matrices=matrices,
         adam_b1=setting.b1,
         adam_b2=setting.b2,
+        adam_bits=adam_bits,
+        # Steps about as long as AdamW's.
         consistent_rms=0.2,
     )
 
@@ -225,8 +228,11 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
     def phase_of(step: int, warmup: int, count: int) -> Phase:
         return onebit_jax.zero_one_adam_phase(step, **steps(warmup, count))
 
-    return Optimizer(label, learning_rate, make, phase_of, local_steps=True)
+    return Optimizer(label, learning_rate, make, phase_of, local_steps=True, freezes_by_number=True)
 
+
+# After the freeze, gaps that grow with the number of updates made: a 32nd to a 16th of it.
+REFRESHES = published_variance_steps(16)
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adam": dense("Adam", 2e-3, _adamw),
@@ -240,7 +246,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "lamb": dense("LAMB", 1e-2, lambda s: optax.lamb(**_adam_options(s))),
     "sgd": dense("SGD", 0.4, _sgd),
     "lion": dense("Lion", 3e-4, _lion),
-    "muon": dense("Muon", 2e-3, _muon),
+    "muon": Optimizer("Muon", 8e-3, _muon(32, 32), lambda *_: "warmup"),
     "onebit_adam": onebit(
         "1-bit Adam", 2e-3, lambda s: onebit_jax.onebit_adam(**_onebit_options(s))
     ),
@@ -253,6 +259,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "1-bit Adam, warm-up at 4 bits",
         2e-3,
         lambda s: onebit_jax.onebit_adam(**_onebit_options(s), warmup_bits=4),
+    )._replace(rate_of="onebit_adam"),
+    "onebit_adam_refresh": onebit(
+        "1-bit Adam, warm-up at 8 bits, refreshes",
+        2e-3,
+        lambda s: onebit_jax.onebit_adam(
+            **_onebit_options(s), warmup_bits=8, variance_refreshes=REFRESHES
+        ),
+        REFRESHES,
     )._replace(rate_of="onebit_adam"),
     "onebit_adam_matrices": onebit("1-bit Adam, norms and biases dense", 2e-3, _onebit_matrices),
     "onebit_lamb": onebit(
@@ -280,9 +294,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
-    "onebit_muon": compressed("1-bit Muon", 2e-3, _onebit_muon(1))._replace(rate_of="muon"),
-    "onebit_muon_2": compressed("Muon, 2 bits", 2e-3, _onebit_muon(2))._replace(rate_of="muon"),
-    "onebit_muon_4": compressed("Muon, 4 bits", 2e-3, _onebit_muon(4))._replace(rate_of="muon"),
+    "onebit_muon": compressed("1-bit Muon", 8e-3, _muon(1, 8))._replace(rate_of="muon"),
+    "onebit_muon_2": compressed("Muon, 2 bits", 8e-3, _muon(2, 8))._replace(rate_of="muon"),
+    "onebit_muon_4": compressed("Muon, 4 bits", 8e-3, _muon(4, 8))._replace(rate_of="muon"),
     "local_steps": local("Local steps, float32", 32),
     "local_steps_4": local("Local steps, 4 bits", 4)._replace(rate_of="local_steps"),
     "local_steps_2": local("Local steps, 2 bits", 2)._replace(rate_of="local_steps"),
@@ -290,7 +304,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "compressed_mean_sgd": compressed_mean("SGD, compressed mean", 0.4, _sgd),
     "compressed_mean_adam": compressed_mean("Adam, compressed mean", 2e-3, _adamw),
     "compressed_mean_lion": compressed_mean("Lion, compressed mean", 3e-4, _lion),
-    "compressed_mean_muon": compressed_mean("Muon, compressed mean", 2e-3, _muon),
 }
 
 
@@ -299,3 +312,18 @@ def check_names(names: tuple[str, ...]) -> str | None:
     if names and len(names) == len(set(names)) and OPTIMIZERS.keys() >= set(names):
         return None
     return f"one or more, each once, of {', '.join(OPTIMIZERS)}"
+
+
+def check_warmup(warmup: int | Literal["auto"], names: tuple[str, ...]) -> tuple[bool, str]:
+    """Whether a warm-up is one that these optimizers have, and what it must be."""
+    if warmup != "auto":
+        return warmup >= 1, "a whole number of at least 1, or auto"
+    by_number = [x for x in names if x in OPTIMIZERS and OPTIMIZERS[x].freezes_by_number]
+    return not by_number, f"a whole number of at least 1 with {', '.join(by_number)}"
+
+
+def warmup_end(
+    warmup: int | Literal["auto"], schedule_warmup: int
+) -> int | onebit_jax.VarianceStable:
+    """When warm-up ends; by itself it does not before the learning rate has risen."""
+    return onebit_jax.variance_stable(min_steps=schedule_warmup) if warmup == "auto" else warmup

@@ -52,7 +52,7 @@ def run(
             _check(run_config, task)
         for run_config, task in runs:
             if jax.process_index() == 0:
-                write_config(run_config)
+                write_config(run_config, task.identity)
                 task.write_files(run_config.folder)
         multihost_utils.sync_global_devices("the output folders are there")
         with StopRequest() as stop:
@@ -85,7 +85,7 @@ def _check(config: RunConfig, task: Task) -> None:
             batches()
         except ValueError as error:
             raise ValueError(f"{part} text: {error}") from error
-    check_folder(config)
+    check_folder(config, task.identity)
 
 
 def _make_mesh(config: RunConfig) -> Mesh:

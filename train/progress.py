@@ -13,6 +13,7 @@ _STEPS: dict[Phase | None, str] = {
     "compression": "compressed step",
     "local": "local step",
     "sync": "step that synchronises",
+    "refresh": "step that refreshes the variance",
     None: "step",
 }
 

@@ -41,7 +41,7 @@ class Wording(NamedTuple):
     Attributes:
         program: the module that trains it.
         title: its name and size, from the run's options.
-        unit: what a sequence consists of.
+        unit: what a sequence consists of, from the run's options.
         heldout_loss: the entry of `result.json` that optimizers are compared by.
         held_out: how much was held out, from `result.json`.
         rows: titles and cells of the rows on held-out text; a cell is told the run, and the first.
@@ -49,7 +49,7 @@ class Wording(NamedTuple):
 
     program: str
     title: Callable[[dict[str, Any]], str]
-    unit: str
+    unit: Callable[[dict[str, Any]], str]
     heldout_loss: str
     held_out: Callable[[dict[str, Any]], str]
     rows: dict[str, Callable[[Run, Run], str]]
@@ -117,11 +117,12 @@ def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
             for phase in phases
         },
     }
+    sequence = f"{config['sequence_length']} {wording.unit(config)}"
     lines = [
         f"# {wording.title(config)}, {config['workers']} workers, "
         f"{runs[0].result['parameters']:,} parameters",
         "",
-        f"{config['batch_size']} sequences of {config['sequence_length']} {wording.unit} a step, "
+        f"{config['batch_size']} sequences of {sequence} a step, "
         f"seed {config['seed']}, the same batches for each optimizer. Corpus: "
         f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
         f"{wording.held_out(runs[0].result)}.",
@@ -152,9 +153,13 @@ def _warmup_end(run: Run, config: dict[str, Any]) -> str:
         return "not yet"
     if config["warmup"] != "auto":
         return f"after step {frozen_at:,}, as given"
-    # It stays what it was when the variance froze.
-    ratio = run.rows[-1]["variance_ratio"]
-    return f"after step {frozen_at:,}, by itself: variance ratio {ratio:.4f}"
+    # They stay what they were when the variance froze.
+    last = run.rows[-1]
+    grew, shrank = last["variance_growth"] - 1, 1 - last["variance_shrinkage"]
+    return (
+        f"after step {frozen_at:,}, by itself: since step {frozen_at // 2:,} variances had grown "
+        f"by {grew:.1%} and shrunk by {shrank:.1%}"
+    )
 
 
 def _bytes_cell(run: Run, phase: str, dense: float) -> str:
@@ -185,6 +190,7 @@ def _draw(runs: list[Run], config: dict[str, Any], wording: Wording, path: pathl
     ]
     title = (
         f"{wording.title(config)} on {config['workers']} workers, {runs[0].result['steps']:,} "
-        f"steps of {config['batch_size']} sequences of {config['sequence_length']} {wording.unit}"
+        f"steps of {config['batch_size']} sequences of {config['sequence_length']} "
+        f"{wording.unit(config)}"
     )
     draw_losses(curves, title, path)

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from onebit_jax import wire
 from onebit_jax.markers import is_per_worker
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.phase_choice import progress_of
+from onebit_jax.transforms.phases import PHASES, Phase
 from train import schedules
 from train.bert import pretrain as bert
 from train.compare_options import Options
 from train.lm import pretrain as lm
-from train.optimizers import OPTIMIZERS, Setting
+from train.optimizers import OPTIMIZERS, Setting, warmup_end
 from train.progress import StepBar
 from train.sweep import or_none
 from train.workers import (
@@ -100,6 +101,7 @@ class Trainer:
     def __init__(self, name: str, options: Options, task: Task, mesh: Mesh):
         self._name, self._optimizer = name, OPTIMIZERS[name]
         self._options, self._task, self._mesh = options, task, mesh
+        warmup = warmup_end(options.warmup, options.schedule_warmup)
 
         def make(peak: float) -> optax.GradientTransformation:
             rate = schedules.cosine(peak, warmup=options.schedule_warmup, steps=options.steps)
@@ -108,7 +110,7 @@ class Trainer:
                     learning_rate=rate,
                     axis_name=AXIS,
                     steps=options.steps,
-                    warmup=options.warmup,
+                    warmup=warmup,
                     weight_decay=options.weight_decay,
                     mask=task.mask,
                 )
@@ -117,33 +119,48 @@ class Trainer:
         # The peak is a part of the state, so that another one compiles nothing anew.
         self._tx = optax.inject_hyperparams(make)(peak=0.0)
         self._init = jax.jit(task.workers.map(self._tx.init))
-        self._updates = {phase: self._update(task.workers, phase) for phase in set(self.phases())}
-        self._compiled: set[Phase] = set()
+        self._updates: dict[Phase, Any] = {}
 
     def _update(self, on: Workers, phase: Phase) -> Any:
         worker = worker_update(self._tx, phase)
         return jax.jit(on.map(worker), donate_argnums=(0, 1))
 
-    def phases(self) -> list[Phase]:
-        """The phase of every step."""
-        of = self._optimizer.phase_of
-        steps, warmup = self._options.steps, self._options.warmup
-        return [of(step, warmup, steps) for step in range(steps)]
+    def phases(self, frozen_at: int | None) -> list[Phase]:
+        """The phase of every step of a training.
+
+        Args:
+            frozen_at: what its record says: the steps made when the variance froze, -1 if it never
+                did, None for an optimizer that freezes none.
+        """
+        return [self._phase(step, frozen_at) for step in range(self._options.steps)]
+
+    def _phase(self, step: int, frozen_at: int | None) -> Phase:
+        warmup, steps = self._options.warmup, self._options.steps
+        if frozen_at is not None:
+            warmup = frozen_at if frozen_at >= 0 else steps
+        return self._optimizer.phase_of(step, steps if warmup == "auto" else warmup, steps)
+
+    def _next_phase(self, step: int, opt_state: Any) -> Phase:
+        if self._optimizer.warms_up:
+            return PHASES[int(progress_of(opt_state)[0].upcoming[0])]
+        return self._phase(step, None)
 
     def train(self, task: Task, learning_rate: float) -> dict[str, Any]:
         """Makes one training, on the batches of a seed, and returns its record, as JSON holds it.
 
         Of a task that has more batches than there are steps the first ones are taken.
         """
-        phases = self.phases()
+        phases, steps = [], self._options.steps
         params, opt_state = self._begin(task, learning_rate)
         losses, ends = [], []
         title = f"{self._name}, learning rate {learning_rate:g}"
-        with StepBar(title, len(phases), leave=False) as bar:
-            for batch, phase in zip(task.batches[: len(phases)], phases, strict=True):
-                if phase not in self._compiled:
+        with StepBar(title, steps, leave=False) as bar:
+            for step, batch in enumerate(task.batches[:steps]):
+                phase = self._next_phase(step, opt_state)
+                phases.append(phase)
+                if phase not in self._updates:
                     bar.compiling(phase)
-                    self._compiled.add(phase)
+                    self._updates[phase] = self._update(task.workers, phase)
                 loss, grads = task.gradients(params, batch)
                 params, opt_state = self._updates[phase](params, opt_state, grads)
                 jax.block_until_ready(params)
@@ -156,8 +173,12 @@ class Trainer:
             # The first step of a phase compiles it.
             if phase == before:
                 seconds.setdefault(phase, []).append(took)
+        frozen_at = None
+        if self._optimizer.warms_up:
+            frozen_at = int(progress_of(opt_state)[0].frozen_at)
         return {
             "learning_rate": learning_rate,
+            "frozen_at": frozen_at,
             "heldout": or_none(task.heldout(mean_over_workers(jax.device_get(params)))),
             "losses": list(map(or_none, losses)),
             "seconds": {phase: statistics.median(took) for phase, took in seconds.items()},
@@ -184,9 +205,9 @@ class Trainer:
         parameters = sum(x.size for x in jax.tree.leaves(self._task.params))
         return sum(map(of_a_worker, nodes)) / parameters
 
-    def bytes_sent(self) -> dict[Phase, int]:
-        """What a worker sends in an update of each phase that occurs."""
-        return {phase: self._bytes_of(phase) for phase in dict.fromkeys(self.phases())}
+    def bytes_sent(self, phases: Sequence[Phase]) -> dict[Phase, int]:
+        """What a worker sends in an update of each of these phases."""
+        return {phase: self._bytes_of(phase) for phase in dict.fromkeys(phases)}
 
     def _bytes_of(self, phase: Phase) -> int:
         on = OnDevices(self._mesh)

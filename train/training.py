@@ -3,11 +3,13 @@
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import grain
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +21,8 @@ from onebit_jax.transforms.phases import Phase
 from train.checkpoint import Checkpoints, Progress, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
-from train.optimizers import OPTIMIZERS, Setting
+from train.optimizers import OPTIMIZERS, Setting, warmup_end
+from train.profiling import Profiler
 from train.progress import announced
 from train.stop import Stopped, StopRequest
 from train.stream import Arrays
@@ -38,6 +41,7 @@ class Task(NamedTuple):
         heldout_batches: this process's shares of the held-out batches.
         judge: what `result.json` says of parameters on these, as arrays on the mesh.
         write_files: writes what else belongs into the output folder.
+        identity: what else than its options a run must have kept to go on, under names.
     """
 
     init: Callable[[], Any]
@@ -47,6 +51,7 @@ class Task(NamedTuple):
     heldout_batches: Callable[[], Iterator[Arrays]]
     judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
+    identity: Mapping[str, str] = types.MappingProxyType({})
 
 
 def make_optimizer(
@@ -57,14 +62,11 @@ def make_optimizer(
     Raises:
         ValueError: a hyperparameter is out of range.
     """
-    warmup = config.warmup
-    if warmup == "auto":
-        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup)
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
         axis_name=AXIS,
         steps=config.steps,
-        warmup=warmup,
+        warmup=warmup_end(config.warmup, config.schedule_warmup),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
@@ -87,9 +89,13 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
         return
 
-    train_step, params, opt_state = _start(
-        name, config, task, mesh, lambda phase: log.compiling(phase)
-    )
+    profiler = Profiler(folder / "profile" if config.profile else None)
+
+    def compiling(phase: Phase | None) -> None:
+        log.compiling(phase)
+        profiler.compiling()
+
+    train_step, params, opt_state = start(name, config, task, mesh, compiling)
     batches = task.batches()
     shapes = abstract((params, opt_state, next(_heldout_batches(task, mesh))))
 
@@ -113,14 +119,15 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                 f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
                 "as many or more, or give another --out"
             )
-        with MetricsLog(name, config, progress, bytes_sent) as log:
+        with profiler, MetricsLog(name, config, progress, bytes_sent) as log:
             for step in range(progress.step, config.steps):
                 done = step + 1
                 saving = done == config.steps or done % config.checkpoint_every == 0
-                batch = _to_mesh(next(batches), mesh)
+                batch = to_mesh(next(batches), mesh)
                 phase = "sync" if saving and _takes_local_steps(name, config, step) else None
                 params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
                 log.dispatched(step, metrics)
+                profiler.dispatched(done, params)
                 stopping = stop.requested(step)
                 if stopping or saving:
                     progress = log.land()
@@ -145,7 +152,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
         result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _start(
+def start(
     name: str,
     config: RunConfig,
     task: Task,
@@ -185,7 +192,8 @@ def _phases(name: str, config: RunConfig, progress: Progress) -> list[Phase]:
     return list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
 
 
-def _to_mesh(batch: Arrays, mesh: Mesh) -> dict[str, jax.Array]:
+def to_mesh(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's share of a batch, as a part of arrays that are split over the mesh."""
     sharding = NamedSharding(mesh, P(AXIS))
     return {
         name: jax.make_array_from_process_local_data(sharding, array)
@@ -194,4 +202,4 @@ def _to_mesh(batch: Arrays, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def _heldout_batches(task: Task, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:
-    return (_to_mesh(batch, mesh) for batch in task.heldout_batches())
+    return (to_mesh(batch, mesh) for batch in task.heldout_batches())

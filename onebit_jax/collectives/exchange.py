@@ -59,8 +59,8 @@ class Exchange:
       bucket_bytes: the most that one collective carries from a worker to another; None for all in
         one, ``"auto"`` for all in one but between CPU hosts.
       fused: whether the whole tree is one block, with one scale; else every tensor is one.
-      warmup_bits: per value of a warm-up's mean gradients: 32 or None for full precision; 8 or 4,
-        with residuals of its own.
+      warmup_bits: per value of a warm-up's mean gradients: 32 or None for full precision; 16 for
+        bfloat16; 8 or 4, with residuals of its own.
 
     Raises:
       ValueError: for an option that it has not.
@@ -76,7 +76,7 @@ class Exchange:
 
     def __post_init__(self):
         if self.warmup_bits is not None:
-            validation.check_bits("warmup_bits", self.warmup_bits, (4, 8, 32))
+            validation.check_bits("warmup_bits", self.warmup_bits, (4, 8, 16, 32))
         validation.check_scale(self.scale)
         validation.check_residual_dtype(self.residual_dtype)
         validation.check_local_dtype(self.local_dtype, self.axis_name)
@@ -84,8 +84,8 @@ class Exchange:
 
     @property
     def quantized_warmup(self) -> bool:
-        """Whether a warm-up's gradients are not averaged at full precision."""
-        return self.warmup_bits not in (None, 32)
+        """Whether a warm-up's gradients are averaged with error feedback."""
+        return self.warmup_bits in (4, 8)
 
     def over(self, tree: Any) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.
@@ -176,21 +176,28 @@ class BoundExchange(Parts):
         The state, which has the residuals of that, stays as it is where ``when`` is false.
         """
         if not self.how.quantized_warmup:
-            return self.dense_mean(list(grads)), state
+            return self._dense_warmup_mean(list(grads)), state
         means, kept = self._quantized().mean(
             list(grads), cast(QuantizedState, state.warmup), when=when
         )
         return means, state._replace(warmup=kept)
 
+    def _dense_warmup_mean(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """The mean over all workers, of sums in float32 or bfloat16; float32."""
+        if self.how.warmup_bits != 16:
+            return self.dense_mean(arrays)
+        sums = lax.psum([x.astype(jnp.bfloat16) for x in arrays], self.axes.names)
+        return [x.astype(jnp.float32) / self.axes.workers for x in sums]
+
     def mean_of(
         self, own: list[jax.Array], leaves: Sequence[int], places: Sequence[int], averaged: bool
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The mean at full precision of some leaves: their parts, at these places, and tensors.
+        """The warm-up's mean of some leaves: their parts, at these places, and tensors.
 
         ``own`` are the leaves, or the block that they are fused to; ``averaged`` says that they are
         that mean already.
         """
-        means = own if averaged else self.dense_mean(own)
+        means = own if averaged else self._dense_warmup_mean(own)
         if self.fused:
             return means, self.fused.cut(means[0])
         g = dict(zip(leaves, means, strict=True))

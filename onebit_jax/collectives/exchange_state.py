@@ -43,8 +43,8 @@ class ExchangeState(NamedTuple):
         hierarchical form ``[L, N, row_bytes]``.
       residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
         float32 ``[1]``. Of large tensors some 16,000 elements are looked at, evenly spread.
-      warmup: what the exchange of a warm-up's gradients keeps, if that is not at full precision;
-        of no meaning afterwards.
+      warmup: what the exchange of a warm-up's gradients keeps, if that has error feedback; of no
+        meaning once none follows.
     """
 
     worker_compensated: PerWorker

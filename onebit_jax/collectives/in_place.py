@@ -1,7 +1,8 @@
 """Large arrays written in place, where XLA would copy them or compute them twice."""
 
 import functools
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +43,37 @@ def overwrite_if(
         return jnp.zeros_like(predicate), update(over, *tied)
 
     return lax.while_loop(lambda carry: carry[0], turn, (predicate, arrays))[1]
+
+
+def overwrite_one(
+    which: jax.Array,
+    update: Callable[..., Arrays],
+    arrays: Sequence[Arrays],
+    reads: Sequence[Any],
+    *,
+    axis_names: tuple[str, ...] = (),
+) -> list[Arrays]:
+    """Of several trees number ``which`` by ``update(arrays[i], reads[i])``, the others as they are.
+
+    A loop for each, of which one makes a turn. They are named as alternatives, so that
+    :mod:`onebit_jax.wire` counts one.
+
+    Args:
+      which: int32 ``[]``, the same on all workers; -1 for none.
+      update: as for :func:`overwrite_if`.
+      arrays: trees of arrays.
+      reads: for each of them what ``update`` reads besides.
+      axis_names: the axes that the workers run along.
+    """
+    if len(arrays) == 1:
+        return [overwrite_if(which == 0, update, arrays[0], reads[0], axis_names=axis_names)]
+    # Two calls in one program may be carried out in any order, and must not be taken for one.
+    shapes = repr([(x.shape, x.dtype) for x in jax.tree.leaves(arrays)])
+    call, overwritten = zlib.crc32(shapes.encode()), []
+    for i, (own, read) in enumerate(zip(arrays, reads, strict=True)):
+        with jax.named_scope(f"alternative_{i}_of_{len(arrays)}_{call}"):
+            overwritten.append(overwrite_if(which == i, update, own, read, axis_names=axis_names))
+    return overwritten
 
 
 def materialize(arrays: Arrays, axis_name: str) -> Arrays:

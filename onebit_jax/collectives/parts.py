@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
@@ -62,15 +63,25 @@ class Parts:
                 tensors[i] = unpadded(one if piece.joined else part, shapes[i])
         return self._structure.unflatten(self.fused.cut(tensors[0]) if self.fused else tensors)
 
-    def sum(self, tree: Any) -> jax.Array:
-        """The sum of all elements, float32 ``[]``."""
+    def sums(self, tree: Any) -> jax.Array:
+        """Each tensor's sum, of a block that is fused to one its own; float32 ``[tensors]``."""
         parts = self.gather(tree)
         joined = [i for i, piece in enumerate(self.pieces) if piece.joined]
         # Written first, or XLA would sum small tensors one by one.
         written = materialize([parts[i] for i in joined], self.axes.node)
         for i, part in zip(joined, written, strict=True):
             parts[i] = part
-        return sum((jnp.sum(part.reshape(-1)) for part in parts), jnp.float32(0))
+        places = [place for piece in self.pieces for place in piece.tensors]
+        sums = jnp.zeros((len(self._shapes),), jnp.float32)
+        if not places:
+            return sums
+        rows = [
+            jnp.moveaxis(part, len(self.shards), 0).reshape(len(piece.tensors), -1)
+            if piece.joined
+            else part.reshape(1, -1)
+            for piece, part in zip(self.pieces, parts, strict=True)
+        ]
+        return sums.at[np.array(places)].set(jnp.concatenate([jnp.sum(x, 1) for x in rows]))
 
     def gather_piece(self, piece: Piece, tensors: Any) -> jax.Array:
         """A piece's array, of all shards, from its tensors by place."""

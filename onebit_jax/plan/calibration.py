@@ -11,13 +11,13 @@ from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer
 ADAM_ALONE = "Adam, no exchange"
 
 
-def _kinds(optimizers: Iterable[Optimizer]) -> frozenset[str]:
-    return frozenset({ADAM_ALONE}.union(*(optimizer.kinds for optimizer in optimizers)))
+def _kinds(optimizers: Iterable[Optimizer], warmup_bits: int = 32) -> frozenset[str]:
+    return frozenset({ADAM_ALONE}.union(*(row.kinds(warmup_bits) for row in optimizers)))
 
 
 CALIBRATED_KINDS = _kinds((FLOAT32, BFLOAT16, *ONEBIT))
 # What the advice compares.
-_NEEDED_KINDS = _kinds((FLOAT32, BFLOAT16, *(row for row in ONEBIT if row.advised)))
+_COMPARED = (FLOAT32, BFLOAT16, *(row for row in ONEBIT if row.advised))
 
 
 def read_calibration(path: pathlib.Path) -> dict[str, float]:
@@ -51,14 +51,14 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
         ) from None
 
 
-def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer) -> bool:
+def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer, warmup_bits: int) -> bool:
     """Whether a calibration has an optimizer's kinds; None, which is no calibration, covers all."""
-    return calibration is None or calibration.keys() >= set(optimizer.kinds)
+    return calibration is None or calibration.keys() >= set(optimizer.kinds(warmup_bits))
 
 
-def check(calibration: Mapping[str, float]) -> None:
+def check(calibration: Mapping[str, float], warmup_bits: int) -> None:
     """Raises ``ValueError`` where a kind that the advice needs is missing, or one takes no time."""
-    if missing := sorted(_NEEDED_KINDS - calibration.keys()):
+    if missing := sorted(_kinds(_COMPARED, warmup_bits) - calibration.keys()):
         raise ValueError(
             f"calibration has the kinds {sorted(calibration)}, but needs {missing} too. Make a new "
             f"one with: python -m benchmarks.step --json FILE."

@@ -28,7 +28,9 @@ The dense all-reduce is given the least that any all-reduce can send between nod
 exchange what the collectives of XLA send, so that in doubt dense comes out ahead.
 
 A step is its own compute, the exchange, and the work that the exchange makes on each device; none
-of them overlap. A run is its warm-up, dense in float32, and the steps after it.
+of them overlap. A run is its warm-up, whose gradients travel in ``warmup_bits``, and the steps
+after it: 32 and 16 are dense all-reduces, 8 and 4 the optimizer's own exchange at so many bits.
+Where only some steps exchange, their time and bytes are shared out over all of them.
 """
 
 import math
@@ -36,7 +38,14 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from onebit_jax.plan import calibration
-from onebit_jax.plan.optimizers import FLOAT32_BYTES, Optimizer
+from onebit_jax.plan.optimizers import (
+    FLOAT32_BYTES,
+    LOCAL_BITS,
+    WARMUP_BITS,
+    Optimizer,
+    bytes_at,
+    encoding_bytes_at,
+)
 
 
 class Setting(NamedTuple):
@@ -48,7 +57,7 @@ class Setting(NamedTuple):
       bandwidth: of one node's network card.
       step_time: seconds of a step's own compute: forward, backward and Adam, without exchange.
       steps: of the run.
-      warmup: share of them that a one-bit optimizer makes dense.
+      warmup: share of them that is an optimizer's warm-up, if it has one.
       per_node: devices that share a card.
       latency: seconds that one message takes between nodes, however small it is.
       local_bandwidth: between the devices of a node; the default is PCIe 4.0 x16's 25 GB/s.
@@ -59,6 +68,9 @@ class Setting(NamedTuple):
         card reads memory by itself, as RDMA does.
       calibration: seconds an element of each kind of step, from
         :func:`~onebit_jax.plan.read_calibration`.
+      warmup_bits: of the gradients that a warm-up averages: 32, 16 (bfloat16), 8 or 4.
+      every: number of steps from one exchange of local steps to the next.
+      local_bits: per value that local steps exchange, beside 32: 8, 4, 2 or 1; 32 for no such row.
     """
 
     parameters: int
@@ -74,6 +86,9 @@ class Setting(NamedTuple):
     efficiency: float = 1.0
     host_bandwidth: float = math.inf
     calibration: Mapping[str, float] | None = None
+    warmup_bits: int = 32
+    every: int = 30
+    local_bits: int = 4
 
 
 class Prediction(NamedTuple):
@@ -118,13 +133,14 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     if not optimizer.warmup:
         run, run_bytes = setting.steps * step, setting.steps * step_bytes
         return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
-    dense = _collectives("dense", FLOAT32_BYTES, setting)
-    warmup_step = (
-        setting.step_time + _seconds(dense, setting) + _work(optimizer.kinds[-1], 0.0, setting)
-    )
+    bits = setting.warmup_bits
+    how, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
+    warming = _collectives(how, bytes_at(bits), setting)
+    of_warmup = _work(optimizer.kinds(bits)[-1], encoding, setting)
+    warmup_step = setting.step_time + _seconds(warming, setting) + of_warmup
     share, steps = setting.warmup, setting.steps
     run = steps * (share * warmup_step + (1 - share) * step)
-    run_bytes = steps * (share * sum(c.card for c in dense) + (1 - share) * step_bytes)
+    run_bytes = steps * (share * sum(c.card for c in warming) + (1 - share) * step_bytes)
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
 
 
@@ -189,6 +205,7 @@ def check(setting: Setting) -> None:
         ("workers", 2, "a single worker exchanges nothing and gains nothing"),
         ("per_node", 1, "the devices that share a network card"),
         ("steps", 1, "the steps of the run"),
+        ("every", 1, "the steps from one exchange of local steps to the next"),
     ):
         value = getattr(setting, field)
         if not isinstance(value, int) or value < least:
@@ -197,7 +214,10 @@ def check(setting: Setting) -> None:
         unit = "seconds" if field == "step_time" else "bit/s"
         number(field, lambda x: 0 < x < math.inf, f"above 0 and finite, in {unit}")
     number("latency", lambda x: 0 <= x < math.inf, "at least 0 and finite, in seconds")
-    number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps that are dense")
+    number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps before one bit")
+    for field, allowed in (("warmup_bits", WARMUP_BITS), ("local_bits", LOCAL_BITS)):
+        names = ", ".join(map(str, allowed[:-1]))
+        number(field, allowed.__contains__, f"{names} or {allowed[-1]}, bits per value")
     number("host_bandwidth", lambda x: x > 0, "above 0, in bit/s")
     number("efficiency", lambda x: 0 < x <= 1, "in (0, 1]: the share of the bandwidth")
     if setting.workers % setting.per_node:
@@ -206,4 +226,4 @@ def check(setting: Setting) -> None:
             f"nodes have the same number of devices. Change one of the two."
         )
     if setting.calibration is not None:
-        calibration.check(setting.calibration)
+        calibration.check(setting.calibration, setting.warmup_bits)

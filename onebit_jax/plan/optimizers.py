@@ -3,6 +3,23 @@
 from typing import Literal, NamedTuple
 
 FLOAT32_BYTES = 4.0
+WARMUP_BITS = (32, 16, 8, 4)
+LOCAL_BITS = (32, 8, 4, 2, 1)
+
+
+def bytes_at(bits: int) -> float:
+    """Bytes per parameter each way on the wire; below 16 bits, but for one, with the scales."""
+    return bits / 8 + (4 / 256 if 1 < bits < 16 else 0.0)
+
+
+def encoding_bytes_at(bits: int) -> float:
+    """Bytes an element that the exchange at 2, 4 or 8 bits reads and writes on a device.
+
+    The worker reads the value and the residual and writes their sum (12), reads that for the
+    scales, for the levels and for the residual, which it writes (16); the server does so with its
+    chunk (24 / n, at most 12); the mean is written (4); levels are written and read twice.
+    """
+    return 44 + 4 * bits / 8
 
 
 class Optimizer(NamedTuple):
@@ -15,7 +32,8 @@ class Optimizer(NamedTuple):
       bytes_per_parameter: on the wire, after the warm-up if it has one.
       benchmark: the kind of ``benchmarks.step`` that calibrates it, :attr:`kinds` with its warm-up.
       rounds: share of the steps after the warm-up in which it exchanges anything.
-      warmup: whether a run begins with dense steps in float32.
+      warmup: whether a run begins with steps that exchange gradients at the setting's
+        ``warmup_bits``.
       encoding_bytes: bytes an element that encoding and decoding read and write beyond what Adam's
         own update does.
       advised: whether the advice may be to use it: for a dense run's loss alone, and with nothing
@@ -31,10 +49,17 @@ class Optimizer(NamedTuple):
     encoding_bytes: float = 0.0
     advised: bool = False
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
+    def kinds(self, warmup_bits: int = 32) -> tuple[str, ...]:
         """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
-        return (self.benchmark, f"{self.benchmark}, warm-up") if self.warmup else (self.benchmark,)
+        if not self.warmup:
+            return (self.benchmark,)
+        if warmup_bits >= 16:
+            return (self.benchmark, f"{self.benchmark}, warm-up")
+        return (self.benchmark, _mean_kind(warmup_bits))
+
+
+def _mean_kind(bits: int) -> str:
+    return f"compressed_mean at {bits} bits, Adam"
 
 
 FLOAT32 = Optimizer("dense float32", "dense", FLOAT32_BYTES, "Adam with pmean")
@@ -65,6 +90,19 @@ BIRDER = Optimizer("Birder", "hierarchical", 1 / 8, "Birder", encoding_bytes=8)
 SIGNUM = Optimizer("Signum", "flat", 1 / 8, "Signum")
 DISTRIBUTED_LION = Optimizer("Distributed Lion", "flat", 1 / 8, "Distributed Lion")
 EF_SIGNSGD = Optimizer("EF sign SGD", "flat", 1 / 8, "EF sign SGD", encoding_bytes=13)
+# The exchange of EF sign SGD before Muon; orthogonalizing is Muon's own compute. The parameters
+# that are no matrices are taken for one bit, too.
+ONEBIT_MUON = Optimizer("1-bit Muon", "hierarchical", 1 / 8, "1-bit Muon", encoding_bytes=13)
+COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
+    Optimizer(
+        f"Adam on a mean at {bits} bits",
+        "hierarchical",
+        bytes_at(bits),
+        _mean_kind(bits),
+        encoding_bytes=encoding_bytes_at(bits),
+    )
+    for bits in (8, 4)
+)
 ONEBIT = (
     ONEBIT_ADAM,
     ONEBIT_ADAM_HIERARCHICAL,
@@ -74,4 +112,31 @@ ONEBIT = (
     SIGNUM,
     DISTRIBUTED_LION,
     EF_SIGNSGD,
+    ONEBIT_MUON,
+    COMPRESSED_MEAN_8,
+    COMPRESSED_MEAN_4,
 )
+
+
+def local_steps(every: int, bits: int) -> Optimizer:
+    """Local steps that exchange every so many updates; with 32 bits DiLoCo.
+
+    The worker's own parameters, the outer gradient and the outer momentum are read and written
+    besides what the exchange does: ``x``, ``x_i``, the mean and ``u`` are read, the momentum, ``x``
+    and ``x_i`` written (28).
+    """
+    if bits == 32:
+        name, benchmark, encoding = "DiLoCo", "Adam with pmean", 0.0
+    elif bits == 1:
+        name, benchmark, encoding = "local steps, 1 bit", "1-bit Adam", 13.0
+    else:
+        name, benchmark = f"local steps, {bits} bits", _mean_kind(bits)
+        encoding = encoding_bytes_at(bits)
+    return Optimizer(
+        f"{name}, every {every}",
+        "dense" if bits == 32 else "hierarchical",
+        bytes_at(bits),
+        benchmark,
+        rounds=1 / every,
+        encoding_bytes=encoding + 28,
+    )

@@ -5,6 +5,11 @@ import math
 from onebit_jax.plan.advice import Plan
 from onebit_jax.plan.quantities import format_rate, format_size, format_time
 
+_LOSS = (
+    "Of time and bytes alone. The advice is of 1-bit Adam: other rows reach other losses, local "
+    "steps another one with each every."
+)
+
 
 def table(plan: Plan) -> str:
     """Plain text: the predictions, the bandwidths from which one bit pays, and the advice.
@@ -41,6 +46,7 @@ def table(plan: Plan) -> str:
             f"{name}: faster than dense float32 {_below(float32)}, "
             f"than dense bfloat16 {_below(bfloat16)}."
         )
+    lines += ["", _LOSS]
     return "\n".join([*lines, "", plan.advice])
 
 

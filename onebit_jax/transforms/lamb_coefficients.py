@@ -76,7 +76,7 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 def lamb_coefficients(
     bounds: Bounds, u: Callable[..., jax.Array], tensors: Sequence[Tensor]
 ) -> tuple[jax.Array, jax.Array]:
-    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0; and ``||v||_1``, from the same pass.
+    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0; and ``||v_l||_1``, from one pass.
 
     Args:
       bounds: what ``c`` may be.
@@ -92,7 +92,7 @@ def lamb_coefficients(
     defined = (squared_p > 0) & (squared_u > 0)
     c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
     c = jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
-    return c, jnp.sum(v_sums)
+    return c, v_sums
 
 
 def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> jax.Array:

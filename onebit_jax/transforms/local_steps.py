@@ -1,161 +1,23 @@
 """Local steps with an exchanged outer gradient (DiLoCo), at any number of bits."""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr
 
 from onebit_jax import validation
-from onebit_jax.collective_check import collectives
-from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.in_place import overwrite_if
-from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.compressed_mean import compressed_mean
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin
+from onebit_jax.transforms.local_steps_steps import (
+    Hyperparameters,
+    LocalStepsState,
+    init,
+    update,
+)
 
-_LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
-
-
-class LocalStepsState(NamedTuple):
-    """State of :func:`local_steps`, equal on all workers but for what is in a ``PerWorker``.
-
-    Attributes:
-      progress: updates made, and the phase; ``"local"`` or ``"sync"``.
-      since_sync: number of updates since the last exchange; int32 ``[]``.
-      inner: the inner optimizer's state, each worker's own; leaves ``[1, *shape]``.
-      outer: the outer optimizer's.
-      shared: the parameters ``x`` that all workers share, as of the last exchange; float32, a tree
-        like the parameters.
-      own: the worker's own, ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      exchange: what the exchange keeps.
-    """
-
-    progress: Progress
-    since_sync: jax.Array
-    inner: PerWorker
-    outer: Any
-    shared: Any
-    own: PerWorker
-    exchange: Any
-
-    def synced_parameters(self, params: optax.Params) -> optax.Params:
-        """``x``, in the dtypes of ``params``: what to evaluate, and what to save for others."""
-        return jax.tree.map(lambda x, p: x.astype(p.dtype), self.shared, params)
-
-    def worker_parameters(self, params: optax.Params) -> optax.Params:
-        """``x_i``, in the dtypes of ``params``, in the worker view: what a worker trains."""
-        return jax.tree.map(lambda x, p: x[0].astype(p.dtype), self.own.value, params)
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
-
-        Returns:
-          ``phase`` of the last update, by its place in
-          :data:`~onebit_jax.transforms.phases.PHASES`; with fewer than 32 bits
-          ``residual_ratio`` of the last exchange.
-        """
-        exchanged = self.exchange.exchange.metrics() if self.exchange else {}
-        return {"phase": self.progress.phase, **exchanged}
-
-
-class Hyperparameters(NamedTuple):
-    """What all functions of the algorithm share."""
-
-    inner: optax.GradientTransformationExtraArgs
-    outer: optax.GradientTransformation
-    every: int | Callable[[jax.Array], jax.Array]
-    axis_name: str | tuple[str, str]
-    average: optax.GradientTransformationExtraArgs
-
-
-def init(h: Hyperparameters, params: optax.Params) -> LocalStepsState:
-    """The state before the first update; ``x`` is the parameters."""
-    validation.check_parameters(params)
-    state = h.inner.init(params)
-    _check_exchanges_nothing(h.inner, params, state)
-    shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-    zero = jnp.zeros([], jnp.int32)
-    return LocalStepsState(
-        progress=begin(upcoming(h, zero, zero)),
-        since_sync=zero,
-        inner=PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], state)),
-        outer=h.outer.init(shared),
-        shared=shared,
-        own=PerWorker(jax.tree.map(lambda x: x[None], shared)),
-        exchange=h.average.init(shared),
-    )
-
-
-def upcoming(h: Hyperparameters, count: jax.Array, since_sync: jax.Array) -> jax.Array:
-    """The phases of the updates that follow ``count`` ones: see :class:`~.phases.Progress`."""
-    found = []
-    for i in range(OUTLOOK):
-        gap = h.every(count + i) if callable(h.every) else h.every
-        syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32)
-        found.append(jnp.where(syncs, _SYNC, _LOCAL))
-        since_sync = jnp.where(syncs, 0, since_sync + 1)
-    return jnp.stack(found).astype(jnp.int32)
-
-
-def outer_gradient(shared: Any, moved: Any) -> Any:
-    """``x - x_i``: how far a worker has gone since the last exchange, as a gradient."""
-    return jax.tree.map(lambda x, y: x - y, shared, moved)
-
-
-def outer_step(h: Hyperparameters, kept: tuple[Any, Any, Any], moved: Any) -> tuple[Any, Any, Any]:
-    """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both."""
-    shared, of_outer, of_exchange = kept
-    D, of_exchange = h.average.update(outer_gradient(shared, moved), of_exchange)
-    moves, of_outer = h.outer.update(D, of_outer, shared)
-    return optax.apply_updates(shared, moves), of_outer, of_exchange
-
-
-def update(
-    h: Hyperparameters,
-    updates: optax.Updates,
-    state: LocalStepsState,
-    params: optax.Params | None = None,
-    *,
-    phase: Phase | None = None,
-    **extra_args: Any,
-) -> tuple[optax.Updates, LocalStepsState]:
-    """An inner step; in a sync an outer step after it."""
-    if params is None:
-        raise ValueError(
-            "params=None, but local steps move them: call update(grads, state, params)."
-        )
-    if phase not in (None, "local", "sync"):
-        raise ValueError(f"phase={phase!r} must be 'local', 'sync' or None.")
-    steps, inner_state = h.inner.update(updates, own(state.inner), params, **extra_args)
-    moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), own(state.own), steps)
-    kept = state.shared, state.outer, state.exchange
-    made = jnp.int32(PHASES.index(phase)) if phase else state.progress.upcoming[0]
-    if phase == "sync":
-        kept = outer_step(h, kept, moved)
-    elif phase is None:
-        one, names = functools.partial(outer_step, h), bound_axes(h.axis_name).names
-        kept = overwrite_if(made == _SYNC, one, kept, moved, axis_names=names)
-    shared, of_outer, of_exchange = kept
-    if phase != "local":
-        moved = jax.tree.map(lambda x, y: jnp.where(made == _SYNC, x, y), shared, moved)
-    count = state.progress.count + 1
-    since_sync = jnp.where(made == _SYNC, 0, state.since_sync + 1)
-    next_ones = upcoming(h, count, since_sync)
-    steps = jax.tree.map(lambda x, p: (x - p.astype(jnp.float32)).astype(p.dtype), moved, params)
-    return steps, LocalStepsState(
-        progress=state.progress._replace(count=count, phase=made, upcoming=next_ones),
-        since_sync=since_sync,
-        inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
-        outer=of_outer,
-        shared=shared,
-        own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
-        exchange=of_exchange,
-    )
+__all__ = ["LocalStepsState", "local_steps"]
 
 
 def local_steps(
@@ -165,6 +27,7 @@ def local_steps(
     every: int | Callable[[jax.Array], jax.Array],
     axis_name: str | tuple[str, str],
     bits: int = 32,
+    fragments: int = 1,
     error_decay: float = 1.0,
     local_dtype: LocalDtype = "float32",
 ) -> optax.GradientTransformationExtraArgs:
@@ -193,21 +56,37 @@ def local_steps(
     may be off by a unit in the last place. What all workers share, to evaluate and to publish, is
     ``state.synced_parameters(params)``. Nothing may change the updates after this transformation.
 
+    **Fragments.** With ``fragments=F`` the tensors are in :math:`F` groups of about the same size,
+    the largest tensors dealt out first, and take turns: group :math:`f` is exchanged in the updates
+    :math:`f H / F` modulo :math:`H`. A link carries about :math:`1 / F` each time, :math:`F` times
+    as often. Each group has its own residuals and outer state, and after its turn :math:`x_i` of
+    its tensors is :math:`x`, bit for bit; there is no update after which all of them are. The outer
+    optimizer sees one group at a time, with :class:`optax.MaskedNode` for the other tensors.
+
     By the extra argument ``phase`` a host may choose, ``"local"`` (whose program sends nothing) or
-    ``"sync"``; ``every`` is then not asked.
+    ``"sync"``, in which the group whose turn is next is exchanged; ``every`` is then not asked.
+
+    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step`, in its first
+    call and with a state that comes from the host, refuses one that was saved between two exchanges
+    with others.
 
     When to choose it: between data centres, where even one bit per step is too much. Four bits cost
-    no loss that was seen; one bit needs many exchanges, since what is left out comes with a later
-    one.
+    no loss that was seen. One bit needs many exchanges, since what is left out comes with a later
+    one, and small outer steps: its error is as large as what it carries, and the outer learning
+    rate scales it. Take ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
+    ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 it stays behind, and an
+    ``error_decay`` of 0.5 makes up for a part of that alone.
 
     Args:
       inner: any optimizer that exchanges nothing, such as ``optax.adamw(1e-3)``.
       outer: any optimizer, such as ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
       every: the number of updates from one exchange to the next, ``H``; or a function of the number
-        of updates made that gives it.
+        of updates made that gives it. A multiple of ``fragments``.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``. In the
         hierarchical form every device takes local steps of its own.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
+      fragments: the number of groups of tensors that take turns; above 1 for an ``every`` that is a
+        number.
       error_decay: what residuals are multiplied with before they are added; with 1 all
         of them is made up for.
       local_dtype: what the devices of a node average in.
@@ -219,7 +98,8 @@ def local_steps(
 
     Raises:
       ValueError: for an option that it has not; from ``init`` for an inner optimizer that exchanges
-        over an axis, for parameters that are not real floating-point arrays, or an axis that is not
+        over an axis, an outer one that never moves, as with a learning rate of 0, more fragments
+        than tensors, parameters that are not real floating-point arrays, or an axis that is not
         bound; from ``update`` without parameters, or for a phase of another name.
 
     Example:
@@ -244,33 +124,30 @@ def local_steps(
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
       <https://arxiv.org/abs/2311.08105>`_, 2023; with compressed outer gradients, `MuLoCo
-      <https://arxiv.org/abs/2505.23725>`_, 2025.
+      <https://arxiv.org/abs/2505.23725>`_, 2025; tensors that take turns, `Streaming DiLoCo
+      <https://arxiv.org/abs/2501.18512>`_, 2025.
 
     Differences from the papers:
       MuLoCo compresses what workers send and gathers it from all of them, so that bytes grow with
       the number of workers, and its residuals decay. Here what comes back is compressed too, with
       residuals of its own: ``2 (n-1)/n`` times ``bits`` per parameter however many workers there
-      are. Streaming, in which tensors take turns, is not there.
+      are. Streaming DiLoCo cuts a model by layers, overlaps an exchange with the steps that follow
+      and then mixes ``x`` and ``x_i``; here groups are balanced by size, and ``x_i`` becomes ``x``
+      in the update of the exchange.
     """
+    validation.check_static("fragments", fragments)
+    validation.check_step_count("fragments", fragments, 1, "1 exchanges all tensors at once.")
     if not callable(every):
         validation.check_step_count("every", every, 1, "Give the updates per exchange.")
+    if fragments > 1 and (not isinstance(every, int) or every % fragments):
+        raise ValueError(
+            f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
+            f"tensors take turns every / fragments updates apart."
+        )
     validation.check_share("error_decay", error_decay)
     average = compressed_mean(axis_name, bits, residual_decay=error_decay, local_dtype=local_dtype)
-    h = Hyperparameters(optax.with_extra_args_support(inner), outer, every, axis_name, average)
+    inner = optax.with_extra_args_support(inner)
+    h = Hyperparameters(inner, outer, every, fragments, axis_name, average)
     return optax.GradientTransformationExtraArgs(
         functools.partial(init, h), cast(Any, functools.partial(update, h))
     )
-
-
-def _check_exchanges_nothing(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
-) -> None:
-    """Raises ``ValueError`` for an inner optimizer that calls a collective."""
-    program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
-    found: Iterator[Any] = collectives([cast(Jaxpr, program.jaxpr)])
-    for eqn in found:
-        raise ValueError(
-            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
-            f"every step what local steps are there to save. Give one without an exchange, such as "
-            f"optax.adamw(1e-3)."
-        )

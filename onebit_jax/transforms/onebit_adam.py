@@ -10,8 +10,8 @@ from onebit_jax import validation
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.exchange import Exchange, ResidualDtype
 from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.transforms import step_sets, warmup_then
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms import warmup_then
 from onebit_jax.transforms.onebit_adam_steps import (
     Hyperparameters,
     compressed_step,
@@ -19,7 +19,11 @@ from onebit_jax.transforms.onebit_adam_steps import (
     direction,
     freeze,
     init,
+    refresh_step,
+    upcoming,
 )
+from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceStable, Warmup
 
 
@@ -37,6 +41,7 @@ def scale_by_onebit_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    variance_refreshes: int | StepSet | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -46,15 +51,20 @@ def scale_by_onebit_adam(
     warmup_end.check_warmup(warmup)
     how = (scale, residual_dtype, local_dtype, bucket_bytes)
     exchange = Exchange(axis_name, *how, warmup_bits=warmup_bits)
+    refreshes = step_sets.refresh_steps("variance_refreshes", variance_refreshes)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
-    h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, exchange)
+    h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, refreshes, exchange)
+    after: dict[Phase, Any] = {"compression": compressed_step}
+    if refreshes is not None:
+        after["refresh"] = refresh_step
     return warmup_then.warmup_then(
         h,
         init=init,
         before={"warmup": dense_step},
         freeze=freeze,
-        after={"compression": compressed_step},
+        after=after,
         direction=direction,
+        upcoming=upcoming,
         like=lambda state: state.v_then_inverse_root,
     )
 
@@ -76,6 +86,7 @@ def onebit_adam(
     local_dtype: LocalDtype = "float32",
     bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    variance_refreshes: int | StepSet | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
@@ -111,9 +122,21 @@ def onebit_adam(
     ``axis_name`` bound, on each worker's own gradients, not averaged. :func:`onebit_jax.train_step`
     does this for a mesh; docs/your-own-loop.md shows how else.
 
-    ``update`` takes an extra argument ``phase``: ``"warmup"`` or ``"compression"`` leaves out the
-    other phase's program. A phase that is not the state's own is refused: updates are 0, the state
-    stays as it was, and the metric ``phase`` is -1.
+    With ``variance_refreshes`` the variance follows after the freeze, now and then: a *refresh* is
+    a compressed update that also averages the gradients, as warm-up does, and with ``k`` updates
+    since v last changed takes
+
+    .. math::
+
+        v \leftarrow \beta_2^k v + (1-\beta_2^k) g^2,
+
+    as if the gradient had been this one in all of them, so that v looks back as long as Adam's. A
+    dead coordinate that has a gradient then is dead no more: it begins with :math:`v = g^2`, and a
+    momentum of 0.
+
+    ``update`` takes an extra argument ``phase``: ``"warmup"``, ``"compression"`` or ``"refresh"``
+    leaves out the other phases' programs. One of the other side of the freeze is refused: updates
+    are 0, the state stays as it was, and the metric ``phase`` is -1.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -141,10 +164,15 @@ def onebit_adam(
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
         128; None for all in one. ``"auto"`` is what is measured to pay (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
-      warmup_bits: per value of the gradients that a warm-up update averages: 32, float32, the
-        default; 8 or 4, with error feedback and a scale per 256 values
+      warmup_bits: per value of the gradients that a warm-up update averages, or a refresh: 32,
+        float32, the default; 16, summed in bfloat16, which XLA for CPUs sends as float32 all the
+        same; 8 or 4, with error feedback and a scale per 256 values
         (:mod:`onebit_jax.collectives.quantized`), for ``4 + 4/n`` bytes per parameter more of
-        state.
+        state. What a refresh leaves is added in the next one, however far.
+      variance_refreshes: when v is refreshed after the freeze: a number ``k`` for every ``k``-th
+        update; a function of the number of updates made, from 0, that returns a boolean (traced),
+        such as ``onebit_jax.transforms.step_sets.published_variance_steps(16)``, whose gaps grow
+        with that number, from a 32nd to a 16th of it; None for never, as in the paper.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -197,6 +225,7 @@ def onebit_adam(
             local_dtype=local_dtype,
             bucket_bytes=bucket_bytes,
             warmup_bits=warmup_bits,
+            variance_refreshes=variance_refreshes,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

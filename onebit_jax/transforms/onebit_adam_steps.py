@@ -13,6 +13,7 @@ from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.adam_moments import update_moments
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
+from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup
 
 
@@ -22,14 +23,17 @@ class ScaleByOnebitAdamState(NamedTuple):
     Attributes:
       progress: updates made, and the phase; equal on all workers.
       variance_record: what ends the warm-up; equal on all workers.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
-        with 0 for dead coordinates; float32, a tree like the parameters, equal on all workers.
+      variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
+        int32 ``[]``, equal on all workers.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
+        for dead coordinates; float32, a tree like the parameters, equal on all workers.
       exchange: what the exchange keeps. In warm-up the momentum ``m`` is where the workers'
         residuals will be, then equal on all workers; in compression it is ``packed``.
     """
 
     progress: Progress
     variance_record: VarianceRecord
+    variance_at: jax.Array
     v_then_inverse_root: Any
     exchange: ExchangeState
 
@@ -39,9 +43,9 @@ class ScaleByOnebitAdamState(NamedTuple):
         Returns:
           ``phase`` of the last update, by its place in
           :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
-          ``variance_ratio``; and ``residual_ratio``, ``||e_i|| / ||m||`` over what this worker
-          compresses, 0 in warm-up: where it keeps growing, the momentum changes faster than one bit
-          a step can follow.
+          ``variance_growth`` and ``variance_shrinkage``; and ``residual_ratio``,
+          ``||e_i|| / ||m||`` over what this worker compresses, 0 in warm-up: where it keeps
+          growing, the momentum changes faster than one bit a step can follow.
         """
         parts = (self.progress, self.variance_record, self.exchange)
         return {name: value for part in parts for name, value in part.metrics().items()}
@@ -56,6 +60,7 @@ class Hyperparameters(NamedTuple):
     eps_root: Any
     warmup: Warmup
     bias_correction: bool
+    refreshes: StepSet | None
     exchange: Exchange
 
     def root(self, v: jax.Array, correction: Any) -> jax.Array:
@@ -73,13 +78,24 @@ class Hyperparameters(NamedTuple):
 def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitAdamState:
     """The state before the first update: ``m = v = 0``."""
     validation.check_parameters(params)
-    upcoming = warmup_end.upcoming(h, jnp.int32(0), jnp.bool(False))
+    coming = upcoming(h, jnp.int32(0), jnp.bool(False))
     return ScaleByOnebitAdamState(
-        progress=phases.begin(upcoming),
-        variance_record=warmup_end.no_record(h.warmup, h.b2),
+        progress=phases.begin(coming),
+        variance_record=warmup_end.no_record(params),
+        variance_at=jnp.full([], -1, jnp.int32),
         v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
         exchange=h.exchange.over(params).init(),
     )
+
+
+def upcoming(h: Hyperparameters, count: jax.Array, frozen: jax.Array) -> jax.Array:
+    """The phases of the updates that follow ``count`` ones: see :class:`~.phases.Progress`."""
+    coming = warmup_end.upcoming(h, count, frozen)
+    if h.refreshes is None:
+        return coming
+    due = jnp.stack([jnp.asarray(h.refreshes(count + i)) for i in range(phases.OUTLOOK)])
+    compressed = coming == PHASES.index("compression")
+    return jnp.where(compressed & due, PHASES.index("refresh"), coming).astype(jnp.int32)
 
 
 def _bound(h: Hyperparameters, state: ScaleByOnebitAdamState) -> BoundExchange:
@@ -98,7 +114,8 @@ def dense_step(
     exchange = _bound(h, state)
     v, tree = jax.tree.flatten(state.v_then_inverse_root)
     kept, v = update_moments(exchange, h.b1, h.b2, state.exchange, v, grads, when)
-    state = warmup_end.recorded(h, state, exchange.sum(v), when)
+    _, correction = h.corrections(state.progress.count + 1)
+    state = warmup_end.recorded(h, state, exchange.sums(v) / correction, v, when)
     return state._replace(v_then_inverse_root=tree.unflatten(v), exchange=kept)
 
 
@@ -115,7 +132,11 @@ def freeze(
     exchange = _bound(h, state)
     m = exchange.lent(state.exchange)
     active = exchange.activate(state.exchange, inverse_root)
-    return state._replace(v_then_inverse_root=inverse_root, exchange=exchange.lend(active, m))
+    return state._replace(
+        variance_at=state.progress.count + 1,
+        v_then_inverse_root=inverse_root,
+        exchange=exchange.lend(active, m),
+    )
 
 
 def compressed_step(
@@ -127,8 +148,19 @@ def compressed_step(
 ) -> ScaleByOnebitAdamState:
     """``m <- EC1(b1 m + (1 - b1) g_i)``."""
     del params
+    m = _bound(h, state).last_mean(state.exchange)
+    return _with_momentum(h, state, m, grads, when)
+
+
+def _with_momentum(
+    h: Hyperparameters,
+    state: ScaleByOnebitAdamState,
+    m: list[jax.Array],
+    grads: list[jax.Array],
+    when: jax.Array,
+) -> ScaleByOnebitAdamState:
     exchange = _bound(h, state)
-    m, g = exchange.last_mean(state.exchange), exchange.local_mean(grads)
+    g = exchange.local_mean(grads)
     m_i = [jnp.multiply(h.b1, x) + (1 - h.b1) * y for x, y in zip(m, g, strict=True)]
     # The first one still finds m in the residual's place, and no last mean: with b1 m for the
     # residual its m_i is right, without a program of its own.
@@ -137,6 +169,44 @@ def compressed_step(
     return state._replace(
         exchange=exchange.all_reduce(m_i, state.exchange, residual_decay=decay, when=when)
     )
+
+
+def refresh_step(
+    h: Hyperparameters,
+    state: ScaleByOnebitAdamState,
+    grads: list[jax.Array],
+    params: Any,
+    when: jax.Array,
+) -> ScaleByOnebitAdamState:
+    """``v <- b2^gap v + (1 - b2^gap) g^2`` of the mean gradient, then a compressed update.
+
+    A dead coordinate that has a gradient begins with ``v = g^2``.
+    """
+    del params
+    exchange, t = _bound(h, state), state.progress.count + 1
+    g, kept = exchange.warmup_mean(grads, state.exchange, when)
+    _, correction = h.corrections(t)
+    share = (1 - jnp.float32(h.b2) ** (t - state.variance_at)) / correction
+    old, tree = jax.tree.flatten(state.v_then_inverse_root)
+    new = [jnp.where(when, _refreshed(h, share, *x), x[0]) for x in zip(old, g, strict=True)]
+    # What came back for a dead coordinate is not its momentum.
+    alive = exchange.shard(tree.unflatten([(y > 0).astype(jnp.float32) for y in old]))
+    m = [x * y for x, y in zip(exchange.last_mean(kept), alive, strict=True)]
+    inverse_root = tree.unflatten(new)
+    state = state._replace(
+        variance_at=jnp.where(when, t, state.variance_at),
+        v_then_inverse_root=inverse_root,
+        exchange=exchange.activate(kept, inverse_root),
+    )
+    return _with_momentum(h, state, m, grads, when)
+
+
+def _refreshed(h: Hyperparameters, share: jax.Array, y: jax.Array, g: jax.Array) -> jax.Array:
+    """``1 / (sqrt(v) + eps)``, from what it was and the mean gradient."""
+    was = y > 0
+    v = jnp.square(1 / jnp.where(was, y, 1.0) - h.eps) - h.eps_root
+    v = jnp.where(was, (1 - share) * jnp.maximum(v, 0.0) + share * g**2, g**2)
+    return jnp.where(was | (g != 0), 1 / h.root(v, 1.0), 0.0)
 
 
 def direction(
@@ -150,22 +220,23 @@ def direction(
     exchange = _bound(h, state)
     of_m, of_v = h.corrections(state.progress.count)
     frozen = state.progress.frozen_at >= 0
-    compressed = state.progress.phase == PHASES.index("compression")
+    compressed = phase in ("compression", "refresh")
 
     def m_in_residuals_place() -> Any:
         return exchange.scatter(exchange.lent_alike(state.exchange))
 
-    if phase == "compression":
+    if compressed:
         m = exchange.mean(state.exchange)
     elif phase == "warmup":
         m = m_in_residuals_place()
     else:
-        both = (exchange.mean(state.exchange), m_in_residuals_place())
-        m = jax.tree.map(lambda x, y: jnp.where(compressed, x, y), *both)
+        dense = state.progress.phase == PHASES.index("warmup")
+        both = (m_in_residuals_place(), exchange.mean(state.exchange))
+        m = jax.tree.map(lambda x, y: jnp.where(dense, x, y), *both)
 
     def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
         m = m / of_m
-        if phase == "compression":
+        if compressed:
             return m * y
         return jnp.where(frozen, m * y, m / h.root(y, of_v))
 

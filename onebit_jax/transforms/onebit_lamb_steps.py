@@ -92,7 +92,7 @@ def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitLambState:
     upcoming = warmup_end.upcoming(h, jnp.int32(0), jnp.bool(False))
     return ScaleByOnebitLambState(
         progress=phases.begin(upcoming),
-        variance_record=warmup_end.no_record(h.warmup, h.b2),
+        variance_record=warmup_end.no_record(params),
         v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
         fresh_variance=jnp.zeros(cast(Fused, exchange.fused).shape, jnp.float32),
         exchange=exchange.init(),
@@ -156,9 +156,11 @@ def dense_step(
         Tensor((rate,), (m, v, p))
         for rate, m, v, p in zip(rates, _lent_momenta(h, state), v, params, strict=True)
     ]
-    c, v_norm = lamb_coefficients.lamb_coefficients(h.bounds, u, tensors)
+    c, v_norms = lamb_coefficients.lamb_coefficients(h.bounds, u, tensors)
     running = lamb_coefficients.running_coefficients(h.bounds, state.coefficients, c)
-    return warmup_end.recorded(h, state, v_norm, when)._replace(
+    # Corrected: a factor common to a tensor's variances is in its coefficient too.
+    correction = 1 - jnp.float32(h.b2) ** (state.progress.count + 1)
+    return warmup_end.recorded(h, state, v_norms / correction, v, when)._replace(
         coefficients=keep(when, running, state.coefficients),
         factors=keep(when, c, state.factors),
     )

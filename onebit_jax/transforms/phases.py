@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-Phase = Literal["warmup", "compression", "local", "sync"]
+Phase = Literal["warmup", "compression", "local", "sync", "refresh"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # How many of the next updates a state tells the phase of: a host that waits for the update before
@@ -18,7 +18,7 @@ class Progress(NamedTuple):
 
     ``"warmup"`` updates exchange at full precision, ``"compression"`` ones at one bit
     per element, ``"local"`` ones nothing, and ``"sync"`` ones, at one bit per element, what local
-    ones gathered.
+    ones gathered. ``"refresh"`` ones are compressed, and exchange the gradients as warm-up does.
 
     Attributes:
       count: number of updates made; int32 ``[]``.

@@ -1,4 +1,4 @@
-"""The two step sets of 0/1 Adam: when v is refreshed, and when workers synchronise."""
+"""Step sets: when a variance is refreshed, and when workers of 0/1 Adam synchronise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -80,6 +80,23 @@ def published_variance_steps(var_update_scaler: Any) -> StepSet:
     return refreshes
 
 
+def refresh_steps(name: str, refreshes: int | StepSet | None) -> StepSet | None:
+    """As a function of the number of updates made: every k-th update, or the function given.
+
+    Raises:
+      ValueError: for what is neither a positive int nor a function of a count to a boolean.
+    """
+    if refreshes is None:
+        return None
+    if callable(refreshes):
+        check_step_set(name, refreshes, "a number k for every k-th update")
+        return refreshes
+    mend = "Every k-th update refreshes v; or give a function of the number of updates made."
+    validation.check_step_count(name, refreshes, 1, mend)
+    every = refreshes
+    return lambda count: (count + 1) % every == 0
+
+
 def published_sync_steps(
     variance_freeze: Any, local_step_scaler: Any, local_step_clipper: Any
 ) -> StepSet:
@@ -104,6 +121,21 @@ def published_sync_steps(
     return syncs
 
 
+def check_step_set(name: str, steps: Any, otherwise: str) -> None:
+    """Raises ``ValueError`` unless ``steps`` is a function of a count that gives a boolean."""
+    mend = (
+        f"a function of the number of updates made, such as lambda count: count % 4 == 0, or "
+        f"{otherwise}. With optax.inject_hyperparams pass static_args={name!r}."
+    )
+    if not callable(steps):
+        raise ValueError(f"{name}={steps!r} must be {mend}")
+    returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
+    if [(x.shape, x.dtype) for x in returned] != [((), jnp.bool)]:
+        raise ValueError(
+            f"{name}={steps!r} returns {returned} where one boolean is expected; it must be {mend}"
+        )
+
+
 def check_step_sets(
     variance_freeze: Any, variance_steps: StepSet | None, sync_steps: StepSet | None
 ) -> None:
@@ -112,21 +144,8 @@ def check_step_sets(
     The second can only be seen where ``variance_freeze`` is not traced.
     """
     for name, steps in (("variance_steps", variance_steps), ("sync_steps", sync_steps)):
-        if steps is None:
-            continue
-        mend = (
-            f"a function of the number of updates made, such as lambda count: count % 4 == 0, or "
-            f"None for the published policy. With optax.inject_hyperparams pass "
-            f"static_args={name!r}."
-        )
-        if not callable(steps):
-            raise ValueError(f"{name}={steps!r} must be {mend}")
-        returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
-        if [(x.shape, x.dtype) for x in returned] != [((), jnp.bool)]:
-            raise ValueError(
-                f"{name}={steps!r} returns {returned} where one boolean is expected; it must be "
-                f"{mend}"
-            )
+        if steps is not None:
+            check_step_set(name, steps, "None for the published policy")
     if variance_steps is None or isinstance(variance_freeze, jax.core.Tracer):
         return
     with jax.ensure_compile_time_eval():

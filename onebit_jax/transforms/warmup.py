@@ -1,24 +1,26 @@
 """When warm-up ends: after a number of updates, or once the variance is stable."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, keep
 
-# Length of the record of ||v|| where warm-up ends by number and the record serves metrics alone:
-# the window of b2 = 0.999. It cannot follow b2 there, which may be injected, hence traced.
-_RECORD = 1000
+# Looks at the variance in an octave of updates, and how many in a row must find it stable.
+_AN_OCTAVE, _IN_A_ROW = 4, 3
+# How much further, in logarithms, a variance may shrink than grow: too long a step can ruin a run.
+_SHRINKING = 3
 
 
 class VarianceStable(NamedTuple):
-    """The rule that :func:`variance_stable` makes.
+    """The rule that :func:`onebit_jax.variance_stable` makes.
 
     Attributes:
-      threshold: the ratio of variance norms from which on v counts as stable.
+      threshold: how little v must change to count as stable.
       min_steps: the number of updates before which warm-up does not end.
     """
 
@@ -30,55 +32,82 @@ Warmup = int | VarianceStable
 
 
 class VarianceRecord(NamedTuple):
-    """The variance over the last updates; equal on all workers.
+    """The variances of ``P`` tensors over the last octave of updates; equal on all workers.
 
     Attributes:
-      norms: the last values of ``||v_t||_1``, that of update ``t`` at ``t`` modulo the length;
-        float32.
-      ratio: ``||v_t||_1 / ||v_{t-D}||_1`` of the last dense update, 0 while there is none;
+      norms: ``||v_l||_1`` at the last four updates at which it was looked at; float32 ``[4, P]``.
+      growth: as of the last look, see :func:`onebit_jax.variance_stable`; 0 while there is none;
         float32 ``[]``.
+      shrinkage: likewise.
+      stable: at how many looks in a row the variance was stable; int32 ``[]``.
+      finite: whether it was after the last dense update; bool ``[]``.
     """
 
     norms: jax.Array
-    ratio: jax.Array
+    growth: jax.Array
+    shrinkage: jax.Array
+    stable: jax.Array
+    finite: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
-        """``variance_ratio``: what :func:`variance_stable` looks at."""
-        return {"variance_ratio": self.ratio}
+        """``variance_growth`` and ``variance_shrinkage``."""
+        return {"variance_growth": self.growth, "variance_shrinkage": self.shrinkage}
 
 
-def variance_stable(threshold: float = 0.96, min_steps: int = 1) -> VarianceStable:
+def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStable:
     r"""Ends warm-up by itself, once Adam's variance has become stable.
 
-    At the first update :math:`t \ge` ``min_steps`` with
+    Frozen, a variance that would have grown by :math:`r` leaves steps :math:`\sqrt r` times too
+    long, and one that would have shrunk leaves them too short. So the rule looks at how much the
+    variances changed while the number of updates doubled. With the bias-corrected variance
+    :math:`\hat v_{l,t}` of tensor :math:`l`, which has :math:`d_l` of all :math:`d` parameters,
 
     .. math::
 
-        \|v_t\|_1 / \|v_{t-D}\|_1 \ge \mathrm{threshold}, \quad D = \mathrm{round}(1/(1-\beta_2))
+        \begin{aligned}
+          r_l &= \|\hat v_{l,t}\|_1 / \|\hat v_{l,t/2}\|_1 \\
+          \mathrm{growth} &=
+            \exp \textstyle\sum_l \frac{d_l}{d} \min(\max(\log r_l, 0), \log 2) \\
+          \mathrm{shrinkage} &=
+            \exp \textstyle\sum_l \frac{d_l}{d} \max(\min(\log r_l, 0), -\log 2)
+        \end{aligned}
 
-    v is frozen. v is the same on all workers, so all of them agree. The rule looks ``D`` updates
-    back, so that ``D + 1`` is the earliest update at which it can hold: 1,001 for b2 = 0.999. That
-    is also where it mostly holds, as v is then still filling up from zero, and growth counts as
-    stable: it watches the gradients shrink only with ``min_steps`` well above ``D``.
+    v is stable where growth is at most ``1 / threshold`` and shrinkage at least ``threshold ** 3``:
+    steps that are too short cost less than steps that are too long. It is looked at in updates
+    4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., four to an octave, and warm-up ends where it was stable
+    three times in a row from ``min_steps`` on. v is the same on all workers, so all of them agree.
+
+    Where the optimizer does not correct v for beginning at 0, that is what is looked at, and it is
+    not stable before it has filled up. 1-bit LAMB, whose coefficients make up for a factor that all
+    of a tensor's variances have in common, looks at corrected ones.
+
+    docs/warm-up.md derives the rule and shows where it ended warm-up, and at what loss.
 
     Args:
-      threshold: in (0, inf); the paper's 0.96.
-      min_steps: set it to the length of the learning rate's own warm-up, as the paper does: while
-        the learning rate rises, the gradients have not settled.
+      threshold: in (0, 1).
+      min_steps: set it to the length of the learning rate's own warm-up: while the learning rate is
+        small gradients hardly change, whatever they will do.
 
     Returns:
       A rule for the ``warmup`` argument of the optimizers.
 
     Raises:
-      ValueError: for a threshold that is not a finite number above 0, or a negative ``min_steps``.
+      ValueError: for a threshold that is not in (0, 1), or a negative ``min_steps``.
 
     >>> variance_stable(min_steps=500)
-    VarianceStable(threshold=0.96, min_steps=500)
+    VarianceStable(threshold=0.85, min_steps=500)
 
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021, section 7.1.
+
+    Differences from the paper:
+      It ends warm-up at the first update :math:`t \ge` ``min_steps`` with
+      :math:`\|v_t\|_1 / \|v_{t-D}\|_1 \ge 0.96`, :math:`D = 1/(1-\beta_2)`. There v is not
+      corrected, so that it grows until it has filled up, and growth counts as stable: it ends at
+      ``D + 1`` whatever the gradients do. Over all parameters, the norm is that of the few tensors
+      with the largest gradients.
     """
-    validation.check_positive("threshold", threshold, usual=0.96)
+    validation.check_between("threshold", threshold, 0, 1, usual=0.85)
     validation.check_step_count("min_steps", min_steps, 0, "Give the learning rate's warm-up.")
     return VarianceStable(threshold, min_steps)
 
@@ -95,64 +124,90 @@ def check_warmup(warmup: int | VarianceStable) -> None:
         )
 
 
-def no_record(warmup: Warmup, b2: Any) -> VarianceRecord:
-    """The record before the first update.
+def no_record(params: Any) -> VarianceRecord:
+    """The record before the first update of a tree of parameters."""
+    norms = jnp.zeros((_AN_OCTAVE, len(jax.tree.leaves(params))), jnp.float32)
+    none = jnp.zeros([], jnp.float32)
+    return VarianceRecord(norms, none, none, jnp.zeros([], jnp.int32), jnp.ones([], jnp.bool))
 
-    Raises:
-      ValueError: if the rule needs ``b2`` and it is traced.
+
+def _on_grid(t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether ``t`` is one of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., and its place in its octave.
+
+    These are the numbers of three significant bits: half of an even one is one, at the same place.
     """
-    length = _window(warmup, b2) if isinstance(warmup, VarianceStable) else _RECORD
-    return VarianceRecord(jnp.zeros((length,), jnp.float32), jnp.zeros([], jnp.float32))
+    doublings = jnp.maximum(29 - lax.clz(t), 0)
+    digits = t >> doublings
+    return (digits << doublings == t) & (t >= _AN_OCTAVE), digits % _AN_OCTAVE
 
 
-def _window(warmup: VarianceStable, b2: Any) -> int:
-    """``D``, how many updates the rule looks back."""
-    if isinstance(b2, jax.core.Tracer):
-        raise ValueError(
-            "b2 is traced, but variance_stable needs its value for the length of its window. With "
-            "optax.inject_hyperparams pass static_args='b2'."
-        )
-    return round(1 / (1 - float(b2)))
+def _changes(norms: jax.Array, before: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Growth and shrinkage of tensors; those that had no variance before have no part in them."""
+    known = (before > 0) & (norms > 0)
+    ratios = jnp.where(known, norms / jnp.where(known, before, 1.0), 1.0)
+    logs = jnp.clip(jnp.log(ratios), -jnp.log(2.0), jnp.log(2.0))
+    shares = jnp.where(known, sizes, 0.0)
+    shares = shares / jnp.maximum(jnp.sum(shares), 1.0)
+    growth = jnp.exp(jnp.sum(shares * jnp.maximum(logs, 0.0)))
+    return growth, jnp.exp(jnp.sum(shares * jnp.minimum(logs, 0.0)))
 
 
 def observe(
-    warmup: Warmup,
-    record: VarianceRecord,
-    norm: jax.Array,
-    t: jax.Array,
-    b2: jax.typing.ArrayLike,
+    warmup: Warmup, record: VarianceRecord, norms: jax.Array, sizes: Sequence[int], t: jax.Array
 ) -> VarianceRecord:
-    """Records ``||v_t||_1`` and compares it with the one a window earlier.
+    """Records the variances' norms, and compares them with those after half as many updates.
 
     Args:
-      warmup: the rule that the record was made for.
+      warmup: when warm-up ends.
       record: the record.
-      norm: ``||v_t||_1``, float32 ``[]``.
+      norms: ``||v_l||_1``, float32 ``[P]``.
+      sizes: the numbers of the tensors' elements.
       t: the number of the update, from 1; int32 ``[]``.
-      b2: decay of v. Where ``warmup`` is a number, its window is cut to the record's length.
     """
-    length = record.norms.shape[0]
+    looked_at, place = _on_grid(t)
+    before = record.norms[place]
+    growth, shrinkage = _changes(norms, before, jnp.array(sizes, jnp.float32))
+    # A tensor that had no gradient an octave ago may have grown by any factor.
+    any_before = jnp.any(before > 0)
+    stable = record.stable
     if isinstance(warmup, VarianceStable):
-        window = length
-    else:
-        window = jnp.clip(jnp.round(1 / (1 - jnp.float32(b2))), 1, length).astype(jnp.int32)
-    before = record.norms[(t - window) % length]
-    defined = (t > window) & (before > 0)
-    ratio = jnp.where(defined, norm / jnp.where(defined, before, 1.0), 0.0)
-    return VarianceRecord(record.norms.at[t % length].set(norm), ratio)
+        bound = warmup.threshold
+        small = (growth <= 1 / bound) & (shrinkage >= bound**_SHRINKING) & any_before
+        stable = jnp.where(small & (t >= warmup.min_steps), record.stable + 1, 0)
+    seen = VarianceRecord(
+        record.norms.at[place].set(norms),
+        jnp.where(any_before, growth, 0.0),
+        jnp.where(any_before, shrinkage, 0.0),
+        stable,
+        record.finite,
+    )
+    return keep(looked_at, seen, record)._replace(finite=jnp.all(jnp.isfinite(norms)))
 
 
-def recorded(h: Any, state: Any, norm: jax.Array, when: jax.Array) -> Any:
+def recorded(
+    h: Any, state: Any, norms: jax.Array, tensors: Sequence[jax.Array], when: jax.Array
+) -> Any:
     """The state with the record of the dense update that was made.
 
     Args:
-      h: the optimizer's hyperparameters, with ``warmup`` and ``b2``.
+      h: the optimizer's hyperparameters, with ``warmup``.
       state: its state, with ``progress`` and ``variance_record``.
-      norm: as for :func:`observe`.
+      norms: ``||v_l||_1`` of each tensor, of the variance as steps are divided by it; float32
+        ``[P]``.
+      tensors: arrays of their sizes.
       when: where false, the record stays.
     """
-    new = observe(h.warmup, state.variance_record, norm, state.progress.count + 1, h.b2)
-    return state._replace(variance_record=keep(when, new, state.variance_record))
+    record, sizes = state.variance_record, [x.size for x in tensors]
+    new = observe(h.warmup, record, norms, sizes, state.progress.count + 1)
+    return state._replace(variance_record=keep(when, new, record))
+
+
+def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
+    """Whether the update of this number can be the last dense one."""
+    if isinstance(warmup, VarianceStable):
+        earliest = max(warmup.min_steps, 2 * _AN_OCTAVE)
+        return _on_grid(t)[0] & (t >= earliest)
+    return t >= warmup
 
 
 def ends(h: Any, state: Any) -> jax.Array:
@@ -160,24 +215,19 @@ def ends(h: Any, state: Any) -> jax.Array:
 
     Nothing that is not finite is frozen.
     """
-    record, t = state.variance_record, state.progress.count + 1
-    if isinstance(h.warmup, VarianceStable):
-        over = (t >= h.warmup.min_steps) & (record.ratio >= h.warmup.threshold)
-    else:
-        over = t >= h.warmup
-    return over & jnp.isfinite(record.norms[t % len(record.norms)])
+    record = state.variance_record
+    over = _may_end(h.warmup, state.progress.count + 1) & record.finite
+    return over & (record.stable >= _IN_A_ROW) if isinstance(h.warmup, VarianceStable) else over
 
 
 def upcoming(h: Any, count: jax.Array, frozen: jax.Array) -> jax.Array:
     """The phases of the updates that follow ``count`` ones: see :class:`~.phases.Progress`."""
-    warmup, b2 = h.warmup, h.b2
     dense, compressed = PHASES.index("warmup"), PHASES.index("compression")
-    if isinstance(warmup, VarianceStable):
-        earliest, then = max(warmup.min_steps, _window(warmup, b2) + 1), -1
-    else:
-        earliest, then = warmup, compressed
-    after = count + jnp.arange(OUTLOOK)
+    may_end = _may_end(h.warmup, count + jnp.arange(OUTLOOK))
     # A warm-up that should have ended, but whose variance is not finite, goes on.
-    overdue = jnp.where(count >= earliest, -1, then)
-    phases = jnp.where(frozen, compressed, jnp.where(after < earliest, dense, overdue))
-    return phases.at[0].set(jnp.where(frozen, compressed, dense)).astype(jnp.int32)
+    then = -1
+    if not isinstance(h.warmup, VarianceStable):
+        then = jnp.where(may_end[0], -1, compressed)
+    ended = jnp.cumsum(may_end.at[0].set(False)) > 0
+    phases = jnp.where(ended, then, dense)
+    return jnp.where(frozen, compressed, phases).astype(jnp.int32)

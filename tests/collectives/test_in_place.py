@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_jax.collectives.in_place import materialize, overwrite_if, unfolded
+from onebit_jax.collectives.in_place import materialize, overwrite_if, overwrite_one, unfolded
 from tests.workers import AXIS, BINDINGS, on_workers
 
 
@@ -26,6 +26,22 @@ def test_it_overwrites_where_the_predicate_is_true(binding):
         overwritten = program(np.full(2, flag), x, y)
         np.testing.assert_array_equal(overwritten[0], x + 2 * flag)
         np.testing.assert_array_equal(overwritten[1], y + flag)
+
+
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_of_several_it_overwrites_the_one_asked_for(binding):
+    def add(which, x, y):
+        def update(x, y):
+            return x + jax.lax.psum(y, AXIS)
+
+        return overwrite_one(which, update, [x, 2 * x], [y, 3 * y], axis_names=(AXIS,))
+
+    x, y = np.arange(6.0, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)
+    program = on_workers(add, 2, binding)
+    for which in (-1, 0, 1):
+        first, second = program(np.full(2, which), x, y)
+        np.testing.assert_array_equal(first, x + 2 * (which == 0))
+        np.testing.assert_array_equal(second, 2 * x + 6 * (which == 1))
 
 
 def test_simulated_workers_share_a_loop():

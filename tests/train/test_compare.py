@@ -131,6 +131,28 @@ def test_bytes_rounds_and_state_are_those_of_the_programs(finished):
     assert all(seconds > 0 for f in compared.values() for seconds in f["seconds"].values())
 
 
+@pytest.mark.slow
+def test_a_warm_up_that_ends_by_itself_is_counted_as_long_as_it_was(tmp_path):
+    steps = 24
+    options = f"--steps {steps} --warmup auto --schedule-warmup 2 --eval-batches 2"
+    options += f" --learning-rates 1e-3 --optimizers adam onebit_adam_refresh --out {tmp_path}"
+    assert compare.main([*RUN[: RUN.index("--steps")], *options.split()]) == 0
+    trained = json.loads(
+        (tmp_path / "trainings" / f"onebit_adam_refresh-{steps}-0.001-0.json").read_text()
+    )
+    frozen_at = trained["frozen_at"]
+    assert 12 <= frozen_at < steps
+    of = OPTIMIZERS["onebit_adam_refresh"].phase_of
+    phases = [of(step, frozen_at, steps) for step in range(steps)]
+    assert {"warmup", "refresh", "compression"} == set(phases)
+    a_step = figures(tmp_path)["onebit_adam_refresh"]["bytes_a_step"]
+    assert a_step["refresh"] > a_step["warmup"] > a_step["compression"]
+    sent = np.diff([0, *figures(tmp_path)["onebit_adam_refresh"]["sent"]])
+    np.testing.assert_array_equal(sent, [a_step[phase] for phase in phases])
+    dense = json.loads((tmp_path / "trainings" / f"adam-{steps}-0.001-0.json").read_text())
+    assert dense["frozen_at"] is None
+
+
 def test_table_and_picture(finished):
     out, printed = finished
     assert printed.splitlines()[-1] == str(out / "comparison.png")
@@ -195,7 +217,7 @@ def test_seeds_and_a_shorter_sweep(tmp_path, capsys):
 
 
 def test_bytes_to_a_loss():
-    losses = [4.0, 3.0, 2.0, 1.0] + [1.0] * 76  # of 80 the mean of 2
+    losses: list[float | None] = [4.0, 3.0, 2.0, *([1.0] * 77)]  # of 80 the mean of 2
     curve = comparison.Curve(
         label="", tried={}, learning_rate=1.0, heldout={}, losses=losses, rounds=0, state_bytes=0,
         sent=list(range(10, 810, 10)), seconds={}, bytes_a_step={},
@@ -232,7 +254,11 @@ def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
         ("--size huge", "--size huge: expected one of tiny, mini"),
         ("--batch-size 5", "--batch-size 5: expected a multiple of --workers 2"),
         ("--workers 9 --batch-size 9", "--workers 9: there are 8 devices (cpu)"),
-        ("--warmup 0", "--warmup 0: expected a whole number of at least 1"),
+        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
+        (
+            "--warmup auto --optimizers adam zero_one_adam",
+            "--warmup auto: expected a whole number of at least 1 with zero_one_adam",
+        ),
         ("--schedule-warmup 8", "--schedule-warmup 8: expected 0 or more, and fewer than"),
         ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
         ("--sequence-length 3", "sequence_length is 3"),

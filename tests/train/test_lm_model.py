@@ -13,6 +13,7 @@ from train.lm.model import (
     SIZES,
     LMConfig,
     apply,
+    attend,
     decay_mask,
     init_params,
     next_token_loss,
@@ -64,6 +65,27 @@ def test_rotary_positions_are_relative():
         np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
     assert np.ptp(products[0]) > 1
     np.testing.assert_allclose(products[0, 0], np.vdot(query, key), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_attention_is_that_of_jax(dtype, tolerance):
+    tensors = [x.astype(dtype) for x in jax.random.normal(jax.random.key(0), (3, 2, 20, 4, 16))]
+    weights = jax.random.normal(jax.random.key(1), tensors[0].shape)
+
+    def with_gradients(f):
+        def weighted(*tensors):
+            attended = f(*tensors)
+            assert attended.dtype == dtype
+            return jnp.sum(attended * weights), attended
+
+        gradients, attended = jax.jit(jax.grad(weighted, (0, 1, 2), has_aux=True))(*tensors)
+        return [attended, *gradients]
+
+    expected = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+    for ours, theirs in zip(with_gradients(attend), with_gradients(expected), strict=True):
+        np.testing.assert_allclose(
+            ours.astype("float32"), theirs.astype("float32"), rtol=tolerance, atol=tolerance
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The language model's program: a whole small run, resuming, and bad input."""
 
+import gzip
 import json
 import math
 import os
+import shutil
 import signal
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 
 from train import compare
 from train.lm import model, pretrain
+from train.lm.tokenizer import train_bpe
 from train.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
@@ -118,9 +121,74 @@ def test_optimizers_are_compared_on_it(tmp_path, capsys):
     assert figure["losses"][-1] < figure["losses"][0]
 
 
+BPE = (*RUN, "--tokenizer", "bpe", "--vocab-size", "300", "--optimizers", "adam")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, compilation_cache):
+    """A run with a tokenizer of its own, seen by the profiler: its folder."""
+    out = tmp_path_factory.mktemp("pairs") / "run"
+    assert pretrain.main([*BPE, "--profile", "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_on_byte_pairs(pairs):
+    result = json.loads((pairs / "adam" / "result.json").read_text())
+    assert result["heldout_tokens"] == 2 * 16 * 32
+    assert result["heldout_bytes"] > 1.1 * result["heldout_tokens"]
+    nats = result["heldout_loss"] * result["heldout_tokens"]
+    assert result["heldout_bits_per_byte"] == pytest.approx(
+        nats / result["heldout_bytes"] / math.log(2)
+    )
+    assert metrics(pairs / "adam")[0]["loss"] == pytest.approx(math.log(300), abs=0.1)
+    assert "16 sequences of 32 tokens a step" in (pairs / "report.md").read_text()
+
+
+def test_profile_has_steps_after_compilation(pairs, finished):
+    [folder] = (pairs / "adam" / "profile").iterdir()
+    # Step 1 is compiled, and during step 2 its program is read.
+    assert folder.name == "step-3"
+    [trace] = folder.rglob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert sum(event.get("name", "").startswith("dot") for event in events) >= 3
+    assert not (finished[0] / "adam" / "profile").exists()
+
+
+def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(pairs, out)
+    again = [*BPE, "--out", str(out)]
+    path = out / "tokenizer.json"
+    own = path.read_text()
+    assert pretrain.main(again) == 0
+    assert path.read_text() == own
+    capsys.readouterr()
+
+    train_bpe(["Another text than that of the run. " * 9, own], 300).save(out)
+    assert pretrain.main(again) == 2
+    assert "holds a run whose tokenizer_digest is '" in capsys.readouterr().err
+    train_bpe([own], 310).save(out)
+    assert pretrain.main(again) == 2
+    assert f"{path} has 310 tokens, not --vocab-size 300; put back" in capsys.readouterr().err
+    path.unlink()
+    assert pretrain.main([*again, "--vocab-size", "310"]) == 2
+    assert "with --vocab-size 300, this one has 310" in capsys.readouterr().err
+    assert pretrain.main([*again, "--tokenizer", "bytes"]) == 2
+    assert "with --tokenizer bpe, this one has bytes" in capsys.readouterr().err
+    # The same text gives the same tokenizer again.
+    assert pretrain.main(again) == 0
+    assert path.read_text() == own
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        ("--tokenizer bpe --vocab-size 256", "--vocab-size 256: expected more than the 256 bytes"),
+        ("--tokenizer bpe --corpus SHORT --heldout SHORT", "gives no more than"),
+        (
+            "--tokenizer bpe --vocab-size 257 --corpus SHORT --heldout SHORT",
+            "training text: the corpus gives 1 sequences of 32 tokens, less than one batch",
+        ),
         ("--sequence-length 1", "--sequence-length 1: expected a whole number of at least 2"),
         ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
         ("--optimizers rprop", "expected one or more, each once, of adam"),

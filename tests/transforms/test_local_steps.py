@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.collectives.quantized import QuantizedExchange
 from onebit_jax.transforms.phases import PHASES
 from tests.small_task import (
     MESH,
@@ -24,7 +26,7 @@ from tests.small_task import (
     start,
     train,
 )
-from tests.workers import AXIS, BINDINGS, PAIR, on_workers
+from tests.workers import AXIS, BINDINGS, PAIR, on_workers, quantized_residuals
 
 EVERY, LOCAL, SYNC = 3, PHASES.index("local"), PHASES.index("sync")
 
@@ -103,10 +105,10 @@ def test_nothing_is_lost(bits):
     moved = -np.asarray(state.shared["w"][0])
     exact = 0.1 * grads.mean(1, dtype=np.float64).sum(0)
     if bits == 4:
-        kept = state.exchange.exchange
-        e = np.asarray(kept.worker_residual.value).reshape(WORKERS, -1).mean(0)
-        E = np.asarray(kept.server_residual.value).reshape(-1)
-        np.testing.assert_allclose(moved + (e + E)[:600], exact, atol=1e-5)
+        exchange = QuantizedExchange(AXIS, bits)
+        residuals = on_workers(lambda g, s: quantized_residuals(exchange.over(g), s), WORKERS)
+        e, E = residuals({"w": grads[0]}, state.exchange[0].exchange)
+        np.testing.assert_allclose(moved + e["w"].mean(0) + E["w"][0], exact, atol=1e-5)
     else:
         assert np.abs(moved - exact).max() < np.abs(exact).max()
 
@@ -153,6 +155,33 @@ def test_a_local_step_sends_nothing_and_an_exchange_the_bits():
     assert sum(c.operand_bytes for c in sent["local"]) <= 4 * 3
     payload = [c for c in sent["sync"] if c.dtype == "u8"]
     assert sorted(c.op for c in payload) == ["all-gather", "all-to-all"]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_bytes_of_an_exchange_do_not_grow_with_the_workers_as_those_of_a_gather_do(bits):
+    """MuLoCo gathers what all workers compressed; it is held to 2 bits a value, without scales."""
+    size, scales = 2**20, 0 if bits == 1 else 4 / 256
+    params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
+
+    def sent(f, *args, workers):
+        mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return wire.bytes_sent(wire.collectives(jax.jit(mapped).lower(*args).compile(), mesh))
+
+    def exchange(params) -> Any:
+        tx: Any = make_tx(bits=bits)
+        state = tx.init(params)
+        return tx.update(params, state, params, phase="sync")[1].shared
+
+    def gather(packed):
+        return jax.lax.all_gather(packed, "data")
+
+    for workers in (2, 4, 8):
+        ours = sent(exchange, params, workers=workers)
+        per_value = ours / (2 * (workers - 1) / workers * size)
+        assert per_value == pytest.approx(bits / 8 + scales, rel=0.01)
+        packed = jax.ShapeDtypeStruct((size * 2 // 8,), jnp.uint8)
+        assert sent(gather, packed, workers=workers) == (workers - 1) * size * 2 // 8
 
 
 def test_a_schedule_says_how_often():

@@ -23,7 +23,6 @@ WORKERS, SIZE, UPDATES, B2 = 3, 40, 60, 0.8
 
 class Hyperparameters(NamedTuple):
     warmup: Any
-    b2: float
 
 
 class State(NamedTuple):
@@ -31,112 +30,195 @@ class State(NamedTuple):
     variance_record: warmup.VarianceRecord
 
 
-def dense_updates(rule, b2, norms):
-    """After each dense update: whether it was the last, the variance ratio, and what is expected.
+def dense_updates(rule, norms, sizes=(1,)):
+    """After each dense update: whether it was the last, what was seen, and what is expected.
 
-    The warm-up goes on all the same.
+    The warm-up goes on all the same. `norms` has a row for each update.
     """
-    h = Hyperparameters(rule, b2)
+    h, tensors = Hyperparameters(rule), [jnp.zeros(size) for size in sizes]
 
-    def step(state, norm):
-        state = warmup.recorded(h, state, norm, jnp.bool(True))
+    def step(state, row):
+        state = warmup.recorded(h, state, row, tensors, jnp.bool(True))
         over, count = warmup.ends(h, state), state.progress.count + 1
         coming = warmup.upcoming(h, count, jnp.bool(False))
         state = state._replace(progress=state.progress._replace(count=count))
-        return state, (over, state.variance_record.ratio, coming)
+        return state, (over, state.variance_record.metrics(), coming)
 
-    start = State(phases.begin(jnp.zeros(2, jnp.int32)), warmup.no_record(rule, b2))
-    return jax.device_get(jax.jit(lambda x: lax.scan(step, start, x)[1])(jnp.float32(norms)))
-
-
-def settling_gradients():
-    """Gradients whose scale falls to a twentieth, the norms of their variance, and their ratios.
-
-    They fall so fast that the ratio is small from the start, though v has only begun to fill.
-    """
-    noise = np.random.default_rng(0).standard_normal((WORKERS, UPDATES, SIZE))
-    scale = np.maximum(0.6 ** np.arange(UPDATES), 0.05)
-    gradients = (noise * scale[:, None]).astype(np.float32)
-    window, v, norms = 5, np.zeros(SIZE), [0.0]
-    for g in gradients.astype(np.float64).mean(0):
-        v = B2 * v + (1 - B2) * g**2
-        norms.append(np.abs(v).sum())
-    ratios = np.zeros(UPDATES)
-    ratios[window:] = [norms[t] / norms[t - window] for t in range(window + 1, UPDATES + 1)]
-    return gradients, norms[1:], ratios
+    start = State(phases.begin(jnp.zeros(2, jnp.int32)), warmup.no_record(tensors))
+    rows = np.float32(norms).reshape(len(norms), -1)
+    return jax.device_get(jax.jit(lambda x: lax.scan(step, start, x)[1])(rows))
 
 
-@pytest.mark.parametrize(
-    ("threshold", "min_steps"), [(0.96, 1), (0.96, 50), (0.8, 0), (0.1, 1), (0.1, 17)]
-)
-def test_variance_stable_ends_warmup_where_its_formula_says(threshold, min_steps):
-    _, norms, expected = settling_gradients()
-    rule = onebit_jax.variance_stable(threshold, min_steps)
-    over, ratios, coming = dense_updates(rule, B2, norms)
-    np.testing.assert_allclose(ratios, expected, rtol=1e-5)
-    t = np.arange(1, UPDATES + 1)
-    np.testing.assert_array_equal(over, (expected >= threshold) & (t >= min_steps))
-    # The next update is dense as long as this one was not the last; the one after it depends on
-    # the next, from the first at which the rule can hold.
-    np.testing.assert_array_equal(coming[:, 0], 0)
-    np.testing.assert_array_equal(coming[:, 1], np.where(t + 1 < max(6, min_steps), 0, -1))
+def looks(last):
+    """The numbers of the updates at which the variance is looked at, up to one."""
+    grid = [digits * 2**k for k in range(20) for digits in (4, 5, 6, 7)]
+    return [t for t in grid if t <= last]
 
 
-@pytest.mark.parametrize("b2", [0.0, 0.5, 0.9, 0.99, 0.9999])
-def test_variance_stable_never_fires_before_its_window_has_passed(b2):
-    """Constant gradients make v grow, so the rule holds as soon as there is a ratio."""
-    window = round(1 / (1 - b2))
-    over, _, _ = dense_updates(onebit_jax.variance_stable(), b2, np.arange(1.0, window + 2))
-    np.testing.assert_array_equal(over, [False] * window + [True])
+def expected_record(norms, sizes, threshold, min_steps):
+    """By NumPy: growth and shrinkage after each update, and whether it may be the last."""
+    norms = np.asarray(norms, np.float64).reshape(len(norms), -1)
+    growth, shrinkage = np.zeros((2, len(norms)))
+    over, row = np.zeros(len(norms), bool), 0
+    for t in looks(len(norms)):
+        now, before = norms[t - 1], norms[t // 2 - 1]
+        if t < 8 or not before.any():
+            continue
+        known = (before > 0) & (now > 0)
+        shares = np.array(sizes)[known] / max(np.array(sizes)[known].sum(), 1)
+        logs = np.clip(np.log(now[known] / before[known]), -np.log(2), np.log(2))
+        growth[t - 1 :] = np.exp(shares @ np.maximum(logs, 0))
+        shrinkage[t - 1 :] = np.exp(shares @ np.minimum(logs, 0))
+        stable = growth[t - 1] <= 1 / threshold and shrinkage[t - 1] >= threshold**3
+        row = row + 1 if stable and t >= min_steps else 0
+        over[t - 1] = row >= 3
+    return growth, shrinkage, over
+
+
+def variance_norms(scale, b2=B2, size=SIZE):
+    """``||v^_t||_1`` of gradients of one scale in each update, bias-corrected."""
+    rng, v, norms = np.random.default_rng(0), np.zeros(size), []
+    for t, at in enumerate(scale, 1):
+        v = b2 * v + (1 - b2) * (at * rng.standard_normal(size)) ** 2
+        norms.append(np.sum(v) / (1 - b2**t))
+    return np.array(norms)
+
+
+def first(over):
+    """The number of the update that warm-up ends with, or None."""
+    return int(np.argmax(over)) + 1 if over.any() else None
+
+
+@pytest.mark.parametrize(("threshold", "min_steps"), [(0.5, 0), (0.85, 1), (0.85, 200), (0.97, 25)])
+def test_variance_stable_agrees_with_numpy(threshold, min_steps):
+    """Four tensors: one grows and then stays, one shrinks, one is noise, one begins late."""
+    steps, sizes = 300, (40, 300, 7, 80)
+    t = np.arange(1, steps + 1)
+    noise = np.exp(np.random.default_rng(1).normal(size=steps) / 5)
+    norms = np.stack([np.minimum(t, 90) ** 1.5, 1 / t + 0.01, noise, np.maximum(t - 40, 0)], 1)
+    over, seen, coming = dense_updates(
+        onebit_jax.variance_stable(threshold, min_steps), norms, sizes
+    )
+    growth, shrinkage, expected = expected_record(norms, sizes, threshold, min_steps)
+    np.testing.assert_allclose(seen["variance_growth"], growth, rtol=1e-5)
+    np.testing.assert_allclose(seen["variance_shrinkage"], shrinkage, rtol=1e-5)
+    np.testing.assert_array_equal(over, expected)
+    # Only updates at which it is looked at can end it: what follows others is known before them.
+    unknown = [t + 1 in looks(steps + 1) and t + 1 >= max(min_steps, 8) for t in t]
+    np.testing.assert_array_equal(coming, [[0, -1 if x else 0] for x in unknown])
+
+
+T = np.arange(1, 1025)
+SCALES = {
+    "stable": (np.ones(1024), 12),
+    "growing": (T**0.5, None),
+    "growing, then stable": (np.minimum(T, 100) ** 0.4, 512),
+    "shrinking": (T**-1.0, None),
+    "shrinking a little": (T**-0.1, 12),
+    "shrinking at first": (np.where(T <= 4, 10.0, 1.0), 448),
+    "shrinking late": (np.where(T <= 300, 1.0, 0.1), 12),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_where_variance_stable_ends_warm_up(name):
+    """With b2 = 0.999, whose window is 1,000 updates: none of it is waited for."""
+    scale, expected = SCALES[name]
+    over, _, _ = dense_updates(onebit_jax.variance_stable(), variance_norms(scale, 0.999))
+    assert first(over) == expected, first(over)
+
+
+def test_the_rule_does_not_end_warm_up_because_a_window_has_passed():
+    """Gradients that never stop growing: a window of 1 / (1 - b2) updates ends nothing."""
+    for b2 in (0.5, 0.9, 0.99):
+        over, _, _ = dense_updates(onebit_jax.variance_stable(), variance_norms(T**0.5, b2))
+        assert not over.any(), b2
+
+
+def test_an_uncorrected_variance_is_stable_once_it_is_full():
+    """So an optimizer that does not correct it does not freeze one that is too small."""
+    full = 1 - 0.99**T
+    over, _, _ = dense_updates(onebit_jax.variance_stable(), full)
+    end = first(over)
+    assert end is not None
+    assert 300 < end < 1000
+    assert full[end - 1] > 0.95
 
 
 def test_variance_stable_waits_for_gradients():
-    """After 15 updates without any, v of 10 updates ago is first above zero at update 26."""
-    norms = np.maximum(np.arange(30.0) - 14, 0)
-    over, ratios, _ = dense_updates(onebit_jax.variance_stable(), 0.9, norms)
-    np.testing.assert_array_equal(over, [False] * 25 + [True] * 5)
-    assert not ratios[:25].any()
+    norms = np.maximum(np.arange(1.0, 65) - 14, 0) > 0
+    over, seen, _ = dense_updates(onebit_jax.variance_stable(), norms)
+    assert not seen["variance_growth"][:31].any()
+    assert first(over) == 48
 
 
 def test_a_number_ends_warmup_unless_the_variance_is_not_finite():
-    over, _, coming = dense_updates(4, 0.9, [1.0, 1.0, np.inf, np.nan, np.inf, 1.0])
+    over, _, coming = dense_updates(4, [1.0, 1.0, np.inf, np.nan, np.inf, 1.0])
     np.testing.assert_array_equal(over, [False] * 5 + [True])
     np.testing.assert_array_equal(coming[:3], [[0, 0], [0, 0], [0, 1]])
     # Overdue: it ends with whichever update is the first to be finite.
     np.testing.assert_array_equal(coming[3:5], [[0, -1], [0, -1]])
 
 
-def test_the_variance_ratio_is_measured_also_where_warmup_ends_by_number():
-    _, norms, expected = settling_gradients()
-    _, ratios, _ = dense_updates(UPDATES, B2, norms)
-    np.testing.assert_allclose(ratios, expected, rtol=1e-5)
+def test_variance_stable_freezes_nothing_that_is_not_finite():
+    norms = np.ones((80, 2))
+    norms[10:30, 1] = np.nan
+    norms[12:14, 0] = np.inf
+    over, _, _ = dense_updates(onebit_jax.variance_stable(), norms, (3, 4))
+    assert not over[:31].any()
+    assert over[79]
 
 
-def test_adam_freezes_where_the_rule_says_and_foretells_its_phases():
-    gradients, _, ratios = settling_gradients()
-    rule = onebit_jax.variance_stable(0.8, 0)
-    tx = onebit_jax.scale_by_onebit_adam(b2=B2, warmup=rule, axis_name=AXIS)
+def settling_gradients():
+    """Gradients of two tensors whose scale falls to a twentieth and then stays."""
+    rng = np.random.default_rng(0)
+    scale = np.maximum(0.9 ** np.arange(UPDATES), 0.3)
+    draw = lambda *shape: rng.standard_normal((WORKERS, UPDATES, *shape))  # noqa: E731
+    return {
+        "a": (draw(SIZE) * scale[:, None]).astype(np.float32),
+        "b": (draw(6, 3) * scale[:, None, None]).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_adam_freezes_where_the_rule_says_and_foretells_its_phases(corrected):
+    """Where b2 is traced, too."""
+    gradients = settling_gradients()
+    norms, v = [], dict.fromkeys(gradients, 0.0)
+    for t in range(UPDATES):
+        v = {
+            k: B2 * v[k] + (1 - B2) * g[:, t].astype(np.float64).mean(0) ** 2
+            for k, g in gradients.items()
+        }
+        norms.append([x.sum() / (1 - B2 ** (t + 1) if corrected else 1) for x in v.values()])
+    growth, shrinkage, over = expected_record(norms, (SIZE, 18), 0.75, 0)
+    end, t = first(over), np.arange(1, UPDATES + 1)
+    assert end is not None
+    assert end < UPDATES - 5
+    rule = onebit_jax.variance_stable(0.75, 0)
+    make = optax.inject_hyperparams(onebit_jax.scale_by_onebit_adam, static_args="bias_correction")
+    tx = make(b2=B2, warmup=rule, axis_name=AXIS, bias_correction=corrected)
 
     def worker(gradients):
         def step(state, grads):
             _, state = tx.update(grads, state)
-            state = onebit_state(state)
-            return state, (state.metrics(), state.progress.upcoming)
+            own = onebit_state(state)
+            return state, (own.metrics(), own.progress.upcoming)
 
-        return lax.scan(step, tx.init(gradients[0]), gradients)[1]
+        return lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], gradients)), gradients)[1]
 
     metrics, coming = jax.device_get(on_workers(worker, WORKERS)(gradients))
-    t = np.arange(1, UPDATES + 1)
-    end = t[ratios >= 0.8][0]
+    last = np.minimum(t, end) - 1
     for i in range(WORKERS):
         np.testing.assert_array_equal(metrics["frozen_at"][i], np.where(t < end, -1, end))
         np.testing.assert_array_equal(metrics["phase"][i], t > end)
-        # The ratio stays that of the last dense update.
-        last = ratios[np.minimum(t, end) - 1]
-        np.testing.assert_allclose(metrics["variance_ratio"][i], last, rtol=1e-5)
+        # They stay those of the last dense update.
+        np.testing.assert_allclose(metrics["variance_growth"][i], growth[last], rtol=1e-4)
+        np.testing.assert_allclose(metrics["variance_shrinkage"][i], shrinkage[last], rtol=1e-4)
         np.testing.assert_array_equal(coming[i, :-1, 0], metrics["phase"][i, 1:])
         known = coming[i, :-2, 1] >= 0
-        np.testing.assert_array_equal(known, (t[:-2] < 5) | (t[:-2] >= end))
+        may_end = np.isin(t[:-2] + 1, looks(UPDATES)) & (t[:-2] + 1 >= 8)
+        np.testing.assert_array_equal(known, ~may_end | (t[:-2] >= end))
         foretold = coming[i, :-2, 1][known]
         np.testing.assert_array_equal(foretold, metrics["phase"][i, 2:][known])
 
@@ -144,7 +226,7 @@ def test_adam_freezes_where_the_rule_says_and_foretells_its_phases():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("threshold", value) for value in (0, -1, float("nan"), float("inf"))],
+        *[("threshold", value) for value in (0, 1, -1, float("nan"), float("inf"))],
         *[("min_steps", value) for value in (-1, 1.5, True, "10")],
     ],
 )

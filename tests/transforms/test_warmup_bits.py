@@ -1,6 +1,8 @@
-"""A warm-up whose gradients travel at 8 or 4 bits: against NumPy, on the wire, and bad input."""
+"""A warm-up whose gradients travel at 16, 8 or 4 bits: against NumPy, on the wire, bad input."""
 
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from tests.small_task import (
     WARMUP,
     assert_equal,
     make_batches,
+    make_params,
     onebit,
     start,
     train,
@@ -82,6 +85,53 @@ def test_every_warm_up_sends_bytes_and_ends_in_one_bit(name, axes):
     assert sorted(c.op for c in gradients) == ["all-gather", "all-to-all"]
 
 
+def bfloat16_mean(grads):
+    """Rounded once by each worker, and their sum once or twice, before it is divided."""
+    rounded = grads.astype(jnp.bfloat16).astype(np.float32)
+    return rounded.sum(0).astype(jnp.bfloat16).astype(np.float32) / len(grads)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_is_summed_as_such_and_adds_no_state(name):
+    """Workers' gradients are such that their sum is the same in any order."""
+    grads = np.array([[1.0], [1.0 + 3 * 2**-10], [-3.0], [2**-7]], np.float32).repeat(300, 1)
+    txs = [OPTIMIZERS[name](axis_name=AXIS, warmup_bits=bits) for bits in (16, 32)]
+    params = {"w": jnp.ones((WORKERS, 300))}
+    states = [on_workers(tx.init, WORKERS)(params) for tx in txs]
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in states]
+    assert shapes[0] == shapes[1]
+
+    def moved(tx, state):
+        update = on_workers(lambda g, s, p: tx.update({"w": g}, s, p), WORKERS)
+        return jax.device_get(update(grads, state, params)[1])
+
+    half, full = (variance_of(moved(*x)) for x in zip(txs, states, strict=True))
+    expected = (bfloat16_mean(grads) / grads.mean(0)) ** 2
+    assert abs(expected[0] - 1) > 1e-3
+    np.testing.assert_allclose(half / full, np.broadcast_to(expected, half.shape), rtol=1e-5)
+
+
+def variance_of(state):
+    """v, of any of these optimizers."""
+    is_own = lambda node: hasattr(node, "progress")  # noqa: E731
+    own = next(filter(is_own, jax.tree.leaves(state, is_leaf=is_own)))
+    return (own.v_then_y if hasattr(own, "v_then_y") else own.v_then_inverse_root)["w"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_programs_send_bfloat16_where_hardware_sums_it(name):
+    """Read before XLA for CPUs makes float32 of it."""
+    step, state = start(OPTIMIZERS[name](axis_name="data", warmup_bits=16))
+    lowered = step.lower(*state, make_batches(1)[0], phase="warmup")
+    reduced = re.findall(r"all_reduce.*?\(tensor<([^>]*)>\)", lowered.as_text(), re.DOTALL)
+    sizes = {"bf16": 0, "f32": 0}
+    for *shape, dtype in (kind.split("x") for kind in reduced):
+        sizes[dtype] += math.prod(map(int, shape))
+    gradients = sum(x.size for x in jax.tree.leaves(make_params()))
+    assert sizes["bf16"] >= gradients
+    assert sizes["f32"] <= 10  # metrics
+
+
 def test_eight_bits_are_close_to_full_precision():
     batches = make_batches(WARMUP)
     ends = []
@@ -94,9 +144,11 @@ def test_eight_bits_are_close_to_full_precision():
     assert 0 < max(jax.tree.leaves(moved)) < 0.5
 
 
-@pytest.mark.parametrize("bits", [1, 2, 16, 8.0, "8"])
+@pytest.mark.parametrize("bits", [1, 2, 12, 8.0, "8"])
 def test_other_numbers_of_bits_are_refused(bits):
-    with pytest.raises(ValueError, match=rf"^warmup_bits={bits!r} must be 4, 8 or 32, bits per"):
+    with pytest.raises(
+        ValueError, match=rf"^warmup_bits={bits!r} must be 4, 8, 16 or 32, bits per"
+    ):
         onebit(warmup_bits=bits)
 
 

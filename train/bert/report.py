@@ -18,7 +18,7 @@ from train.report import Wording, beside_first
 _WORDING = Wording(
     program="train.bert.pretrain",
     title=lambda config: f"BERT {config['size']}",
-    unit="tokens",
+    unit=lambda config: "tokens",
     heldout_loss="heldout_mlm_loss",
     held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
     rows={

@@ -7,11 +7,12 @@ import tyro
 
 from train.config import TextConfig
 from train.lm.model import SIZES
+from train.lm.tokenizer import BYTES
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(TextConfig):
-    """Pre-trains a byte-level language model with each of several optimizers, from one seed.
+    """Pre-trains a decoder-only language model with each of several optimizers, from one seed.
 
     All see the same batches. The same command again goes on where it stopped. At the end
     `report.md` and `loss.png` in the output folder compare the optimizers.
@@ -23,21 +24,25 @@ class Config(TextConfig):
     """Size of the model."""
     optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
         "adam",
-        "onebit_adam",
-        "onebit_adam_8",
+        "onebit_adam_refresh",
+        "onebit_muon",
     )
     """Optimizers to train with, one after another: names of train/optimizers.py."""
     sequence_length: int = 128
-    """Bytes in a sequence."""
+    """Tokens in a sequence."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """Tokens: bytes, or byte pairs as in GPT-2, which are trained on the corpus."""
+    vocab_size: int = 1024
+    """Tokens of bpe, the 256 bytes included."""
     steps: int = 400
     """Optimizer steps."""
     learning_rate: float = 4e-3
     """Peak learning rate."""
     schedule_warmup: int = 40
     """Steps over which the learning rate rises linearly to its peak."""
-    warmup: int | Literal["auto"] = 60
+    warmup: int | Literal["auto"] = "auto"
     """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends and 1 / (1 - b2) steps are done."""
+    no sooner than the learning rate's warm-up ends."""
     bfloat16: bool = False
     """Computes in bfloat16; parameters and optimizer state stay float32."""
     remat: bool = False
@@ -49,4 +54,5 @@ class Config(TextConfig):
             ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
             *super().requirements(),
             ("sequence_length", self.sequence_length >= 2, "a whole number of at least 2"),
+            ("vocab_size", self.vocab_size > BYTES, f"more than the {BYTES} bytes"),
         ]

@@ -1,40 +1,67 @@
-"""Byte-level data of a language model: plain text to batches of bytes and those after them.
+"""Data of a language model: plain text to batches of tokens and those after them.
 
-A text is its documents' UTF-8, a paragraph a line, with a blank line between documents; the part
-held out is cut from it as for BERT. Sequences are cut from it one after another, and shuffled.
+A text is its documents, a paragraph a line, with a blank line between documents; the part held out
+is cut from it as for BERT. Sequences are cut from its tokens one after another, and shuffled.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
 from train.corpus import read_texts
+from train.lm.tokenizer import ByteTokenizer, Tokenizer
 from train.stream import Arrays, Examples, check, first_batches, stream
 
 
+class Texts(NamedTuple):
+    """Texts as tokens.
+
+    Attributes:
+        train: to train on: unsigned integers `[tokens]`, of the smallest type that holds them.
+        heldout: to be judged on, alike.
+        tokenizer: what made the tokens.
+    """
+
+    train: np.ndarray
+    heldout: np.ndarray
+    tokenizer: Tokenizer
+
+
 def load(
-    corpus: str | os.PathLike[str] | None, heldout: str | os.PathLike[str] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the bytes to train on and those held out, uint8: see `train.corpus.read_texts`.
+    corpus: str | os.PathLike[str] | None,
+    heldout: str | os.PathLike[str] | None,
+    make_tokenizer: Callable[[Sequence[str]], Tokenizer] = lambda pieces: ByteTokenizer(),
+) -> Texts:
+    """Reads the texts to train on and held out: see `train.corpus.read_texts`.
+
+    Args:
+        corpus: a folder of text files; None for the text inside Python itself.
+        heldout: a folder of the held-out text; None to hold out a part of the corpus.
+        make_tokenizer: gives the tokenizer, told the pieces of the text to train on.
 
     Raises:
-        ValueError: a text is missing or unfit.
+        ValueError: a text is missing or unfit, or the tokenizer does not suit it.
     """
-    documents, judged_on = read_texts(corpus, heldout)
-    return to_bytes(documents), to_bytes(judged_on)
+    documents, judged_on = map(to_pieces, read_texts(corpus, heldout))
+    tokenizer = make_tokenizer(documents)
+    return Texts(tokenizer.encode(documents), tokenizer.encode(judged_on), tokenizer)
 
 
-def to_bytes(documents: Sequence[Sequence[str]]) -> np.ndarray:
-    r"""The bytes of documents, each a list of paragraphs.
+def to_pieces(documents: Sequence[Sequence[str]]) -> list[str]:
+    r"""The text of documents, each a list of paragraphs, in pieces of a paragraph each.
 
-    >>> to_bytes([["A", "b"], ["c"]]).tobytes()
-    b'A\nb\n\nc\n'
+    >>> to_pieces([["A", "b"], ["c"]])
+    ['A\n', 'b\n\n', 'c\n']
     """
-    text = "\n\n".join("\n".join(document) for document in documents) + "\n"
-    return np.frombuffer(text.encode("utf-8"), np.uint8)
+    pieces: list[str] = []
+    for document in documents:
+        if pieces:
+            pieces[-1] += "\n"
+        pieces.extend(f"{paragraph}\n" for paragraph in document)
+    return pieces
 
 
 def batches(
@@ -43,13 +70,13 @@ def batches(
     """Returns a Grain iterator over batches, without end.
 
     Args:
-        text: from `load`.
+        text: tokens from `load`.
         batch_size: the global batch's sequences; each process yields its equal share of them, B.
-        sequence_length: bytes in a sequence, S.
+        sequence_length: tokens in a sequence, S.
         **options: of `train.stream.stream`.
 
     Returns:
-        An iterator over dicts of int32 `[B, S]`: `inputs`, and `targets`, the byte after each.
+        An iterator over dicts of int32 `[B, S]`: `inputs`, and `targets`, the token after each.
 
     Raises:
         ValueError: an option is out of range, or the text does not fill one batch.

@@ -5,26 +5,37 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[jax.Array, Any]], params: Any, batches: Iterable[Any]
+    loss_fn: Callable[[Any, Any], tuple[Any, Any]],
+    token_bytes: np.ndarray,
+    params: Any,
+    batches: Iterable[Any],
 ) -> dict[str, float]:
-    """The mean loss of a held-out byte, in nats and in bits, and how many bytes there were.
+    """The mean loss of a held-out token in nats, and of a byte in bits; and their numbers.
+
+    Losses of a byte can be compared between tokenizers, those of a token cannot.
 
     Args:
         loss_fn: from `next_token_loss`, jitted.
+        token_bytes: how many bytes each token stands for.
         params: the model's parameters.
         batches: from `data.evaluation_batches`.
     """
-    total, count = 0.0, 0
+    # In a program, as a batch may lie on the devices of several processes.
+    count_bytes = jax.jit(lambda targets: jnp.take(jnp.asarray(token_bytes), targets).sum())
+    nats, tokens, text_bytes = 0.0, 0, 0
     for batch in batches:
         size = batch["targets"].size
-        total += size * float(loss_fn(params, batch)[0])
-        count += size
-    loss = total / count
+        nats += size * float(loss_fn(params, batch)[0])
+        tokens += size
+        text_bytes += int(count_bytes(batch["targets"]))
     return {
-        "heldout_loss": loss,
-        "heldout_bits_per_byte": loss / math.log(2),
-        "heldout_bytes": count,
+        "heldout_loss": nats / tokens,
+        "heldout_bits_per_byte": nats / text_bytes / math.log(2),
+        "heldout_tokens": tokens,
+        "heldout_bytes": text_bytes,
     }

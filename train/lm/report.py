@@ -8,14 +8,14 @@ from train.report import Wording, beside_first
 _WORDING = Wording(
     program="train.lm.pretrain",
     title=lambda config: f"Language model {config['size']}",
-    unit="bytes",
+    unit=lambda config: "tokens" if config["tokenizer"] == "bpe" else "bytes",
     heldout_loss="heldout_loss",
     held_out=lambda result: f"{result['heldout_bytes']:,} bytes",
     rows={
         "held-out bits per byte": lambda run, first: beside_first(
             run.result["heldout_bits_per_byte"], first.result["heldout_bits_per_byte"]
         ),
-        "held-out loss, nats per byte": lambda run, _: f"{run.result['heldout_loss']:.4f}",
+        "held-out loss, nats per token": lambda run, _: f"{run.result['heldout_loss']:.4f}",
     },
 )
 
