@@ -25,6 +25,8 @@ def f1(labels: np.ndarray, predictions: np.ndarray) -> float:
 
 def matthews(labels: np.ndarray, predictions: np.ndarray) -> float:
     """Matthews' correlation; 0 where all labels or all predictions are one class."""
+    if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
+        return 0.0
     return float(metrics.matthews_corrcoef(labels, predictions))
 
 
