@@ -20,17 +20,19 @@ from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
 from train.bert.model import decay_mask
+from train.finetuning_report import write_report
 from train.glue import data
 from train.glue.config import Config, task_folder
 from train.glue.evaluation import judge
-from train.glue.report import write_report
 from train.glue.tasks import TASKS
 from train.training import Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.glue", Config, make_task, write_report, arguments)
+    titles = {name: task.name for name, task in TASKS.items()}
+    report = functools.partial(write_report, program="train.glue", tasks=titles)
+    return program.run("train.glue", Config, make_task, report, arguments)
 
 
 def make_task(config: Config) -> Task:

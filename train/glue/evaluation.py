@@ -27,8 +27,8 @@ def judge(
         batches: from `data.evaluation_batches`.
 
     Returns:
-        `metrics`, by name and, where there are several parts, by part: `{"f1": 0.9}`, or
-        `{"accuracy, dev_matched": 0.8, ...}`; and `heldout_examples`.
+        `metrics` in percent, by name and, where there are several parts, by part: `{"f1": 90.0}`,
+        or `{"accuracy, dev_matched": 80.0, ...}`; and `heldout_examples`.
     """
     outputs, labels, of_part = [], [], []
     for batch in batches:
@@ -46,5 +46,5 @@ def judge(
         chosen = part == number
         for metric, f in task.metrics.items():
             title = metric if len(parts) == 1 else f"{metric}, {name.removesuffix('.tsv')}"
-            found[title] = f(label[chosen], predictions[chosen])
+            found[title] = 100 * f(label[chosen], predictions[chosen])
     return {"metrics": found, "heldout_examples": int(np.sum(part >= 0))}
