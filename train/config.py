@@ -7,7 +7,7 @@ import os
 import pathlib
 import types
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import optax
 import tyro
@@ -56,10 +56,6 @@ class RunConfig:
 
     MODEL: ClassVar[str]
 
-    corpus: str | None = None
-    """Folder of plain-text files; without it, the language reference that Python carries."""
-    heldout: str | None = None
-    """Folder of the held-out text; without it, a part of the corpus is held out."""
     size: str = ""
     """Size of the model."""
     optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
@@ -79,9 +75,9 @@ class RunConfig:
     """Optimizer steps."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
-    schedule: Literal["exponential", "cosine"] = "cosine"
-    """What follows the learning rate's warm-up: decay-rate every decay-every steps, or a cosine to
-    0 at the last step."""
+    schedule: Literal["exponential", "cosine", "linear"] = "cosine"
+    """What follows the learning rate's warm-up: decay-rate every decay-every steps, or a cosine or
+    a line to 0 at the last step."""
     schedule_warmup: int = 80
     """Steps over which the learning rate rises linearly to its peak."""
     decay_rate: float = 0.99
@@ -182,6 +178,10 @@ class RunConfig:
             ),
         ]
 
+    def runs(self) -> list[Self]:
+        """The runs that are asked for, each with an output folder of its own."""
+        return [self]
+
     @property
     def folder(self) -> pathlib.Path:
         """The output folder."""
@@ -189,16 +189,25 @@ class RunConfig:
 
     def learning_rate_schedule(self) -> optax.Schedule:
         """The learning rate as a function of the update count."""
-        if self.schedule == "cosine":
-            return schedules.cosine(
-                self.learning_rate, warmup=self.schedule_warmup, steps=self.steps
-            )
+        to_zero = {"cosine": schedules.cosine, "linear": schedules.linear}.get(self.schedule)
+        if to_zero is not None:
+            return to_zero(self.learning_rate, warmup=self.schedule_warmup, steps=self.steps)
         return schedules.exponential(
             self.learning_rate,
             warmup=self.schedule_warmup,
             rate=self.decay_rate,
             every=self.decay_every,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig(RunConfig):
+    """Options of a pre-training on text."""
+
+    corpus: str | None = None
+    """Folder of plain-text files; without it, the language reference that Python carries."""
+    heldout: str | None = None
+    """Folder of the held-out text; without it, a part of the corpus is held out."""
 
 
 def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -201,3 +201,36 @@ def _mark_saving(axes: Axes, curves: Sequence[LossCurve], scale: float) -> None:
     middle = math.sqrt(ends[0] * ends[1]) if axes.get_xscale() == "log" else sum(ends) / 2
     text = compared(second, first).replace(", ", ",\n")
     axes.text(middle, y + 0.01 * (high - low), text, ha="center", va="bottom")
+
+
+def draw_spread(
+    values: Mapping[str, Mapping[str, Sequence[float]]],
+    title: str,
+    units: Mapping[str, str],
+    path: pathlib.Path,
+) -> None:
+    """Draws what each of several seeds came to, a panel a task and a column an optimizer.
+
+    Args:
+        values: by task and optimizer, one for each seed.
+        title: above the picture.
+        units: what a task's values are.
+        path: the picture.
+    """
+    figure = Figure(figsize=(4 * len(values), 4), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    panels = figure.subplots(1, len(values), squeeze=False)[0]
+    for axes, (task, by_optimizer) in zip(panels, values.items(), strict=True):
+        for place, (label, found) in enumerate(by_optimizer.items()):
+            colour = COLOURS[place % len(COLOURS)]
+            axes.plot([place] * len(found), found, "o", color=colour, alpha=0.6)
+            if found:
+                axes.plot([place - 0.25, place + 0.25], [np.median(found)] * 2, color=colour)
+            axes.text(
+                place, 0.01, label, rotation=90, ha="right", transform=axes.get_xaxis_transform()
+            )
+        axes.set(title=task, ylabel=f"{units[task]}, percent", xlim=(-0.6, len(by_optimizer) - 0.4))
+        axes.set_xticks([])
+        axes.grid(axis="y", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

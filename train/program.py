@@ -32,7 +32,8 @@ def run(
     Args:
         program: its module.
         config_type: its options.
-        make_task: makes of them what is trained; a `ValueError` says what is wrong with the input.
+        make_task: makes of those of a run what is trained; a `ValueError` says what is wrong with
+            the input.
         write_report: writes the report of an output folder; its text and its picture's path.
         arguments: the command line's.
 
@@ -46,22 +47,18 @@ def run(
         # Everything that can be wrong with the input is found out before anything is written.
         config.check()
         mesh = _make_mesh(config)
-        task = make_task(config)
-        for name in config.optimizer:
-            make_optimizer(name, config, task.mask)
-        for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
-            try:
-                batches()
-            except ValueError as error:
-                raise ValueError(f"{part} text: {error}") from error
-        check_folder(config, task.identity)
-        if jax.process_index() == 0:
-            write_config(config, task.identity)
-            task.write_files(config.folder)
-        multihost_utils.sync_global_devices("the output folder is there")
+        runs = [(run, make_task(run)) for run in config.runs()]
+        for run_config, task in runs:
+            _check(run_config, task)
+        for run_config, task in runs:
+            if jax.process_index() == 0:
+                write_config(run_config, task.identity)
+                task.write_files(run_config.folder)
+        multihost_utils.sync_global_devices("the output folders are there")
         with StopRequest() as stop:
-            for name in config.optimizer:
-                train(name, config, task, mesh, stop)
+            for run_config, task in runs:
+                for name in config.optimizer:
+                    train(name, run_config, task, mesh, stop)
         if jax.process_index() == 0:
             text, picture = write_report(config.folder)
             print(text, picture, sep="\n")
@@ -77,6 +74,18 @@ def run(
         )
         return 128 + signal.SIGINT
     return 0
+
+
+def _check(config: RunConfig, task: Task) -> None:
+    """Raises `ValueError` for what would fail once a run has begun."""
+    for name in config.optimizer:
+        make_optimizer(name, config, task.mask)
+    for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
+        try:
+            batches()
+        except ValueError as error:
+            raise ValueError(f"{part} text: {error}") from error
+    check_folder(config, task.identity)
 
 
 def _make_mesh(config: RunConfig) -> Mesh:

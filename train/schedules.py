@@ -1,4 +1,4 @@
-"""Learning rates over a run: a linear warm-up, then the paper's exponential decay, or a cosine."""
+"""Learning rates over a run: a linear warm-up, then exponential decay, a cosine, or a line to 0."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,11 @@ def exponential(peak: float, *, warmup: int, rate: float, every: int) -> optax.S
 def cosine(peak: float, *, warmup: int, steps: int) -> optax.Schedule:
     """Linear warm-up to `peak`, then half a cosine down to 0 at the end of all `steps`."""
     return _after_linear_warmup(peak, warmup, optax.cosine_decay_schedule(peak, steps - warmup))
+
+
+def linear(peak: float, *, warmup: int, steps: int) -> optax.Schedule:
+    """Linear warm-up to `peak`, then linearly down to 0 at the end of all `steps`."""
+    return _after_linear_warmup(peak, warmup, optax.linear_schedule(peak, 0.0, steps - warmup))
 
 
 def _after_linear_warmup(peak: float, warmup: int, decay: optax.Schedule) -> optax.Schedule:

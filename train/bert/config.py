@@ -4,11 +4,11 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from train.bert.model import MAX_POSITIONS, SIZES
-from train.config import RunConfig
+from train.config import TextConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RunConfig):
+class Config(TextConfig):
     """Pre-trains BERT with each of several optimizers, from one seed and the same batches.
 
     The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the

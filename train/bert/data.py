@@ -21,6 +21,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from train.bert.inputs import join
 from train.bert.tokenizer import (
     SPECIAL_TOKENS,
     WordPieceTokenizer,
@@ -267,23 +268,9 @@ class _ExampleMaker:
         seed = rng.integers(2**32)
         label = IS_NEXT if rng.random() < 0.5 else IS_RANDOM
         a, b = self._pair(index, label, rng)
-        tokenizer = self.corpus.tokenizer
-        used = len(a) + len(b) + _SPECIAL_POSITIONS
-        input_ids = np.full(self.length, tokenizer.pad_id, np.int32)
-        input_ids[0] = tokenizer.cls_id
-        input_ids[1 : 1 + len(a)] = a
-        input_ids[1 + len(a)] = tokenizer.sep_id
-        input_ids[2 + len(a) : used - 1] = b
-        input_ids[used - 1] = tokenizer.sep_id
-        token_type_ids = np.zeros(self.length, np.int32)
-        token_type_ids[2 + len(a) : used] = 1
-        attention_mask = np.zeros(self.length, np.int32)
-        attention_mask[:used] = 1
-        positions, labels, weights = self._mask(input_ids, len(a), len(b), rng)
-        return {
-            "input_ids": input_ids,
-            "token_type_ids": token_type_ids,
-            "attention_mask": attention_mask,
+        inputs = join(self.corpus.tokenizer, a, b, self.length)
+        positions, labels, weights = self._mask(inputs["input_ids"], len(a), len(b), rng)
+        return inputs | {
             "masked_positions": positions,
             "masked_labels": labels,
             "masked_weights": weights,

@@ -152,15 +152,13 @@ class MlmHead(nnx.Module):
         return token_embedding.attend(self.norm(_gelu(self.transform(x)))) + self.bias[...]
 
 
-class BertForPreTraining(nnx.Module):
-    """The encoder with both pre-training heads."""
+class Encoder(nnx.Module):
+    """What all of BERT's tasks share: embeddings, layers and the pooled first token."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         self.embeddings = Embeddings(config, rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
         self.pooler = _linear(config.hidden, config.hidden, rngs)
-        self.mlm_head = MlmHead(config, rngs)
-        self.nsp_head = _linear(config.hidden, 2, rngs)
 
     def encode(
         self,
@@ -176,6 +174,19 @@ class BertForPreTraining(nnx.Module):
             x = layer(x, visible, rngs)
         return x
 
+    def pool(self, hidden: jax.Array) -> jax.Array:
+        """`[B, S, hidden]` from `encode` to `[B, hidden]`, of the first token."""
+        return jnp.tanh(self.pooler(hidden[:, 0]))
+
+
+class BertForPreTraining(Encoder):
+    """The encoder with both pre-training heads."""
+
+    def __init__(self, config: BertConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        self.mlm_head = MlmHead(config, rngs)
+        self.nsp_head = _linear(config.hidden, 2, rngs)
+
     def __call__(self, batch: Batch, rngs: nnx.Rngs | None = None) -> tuple[jax.Array, jax.Array]:
         """Logits of a batch: MLM `[B, P, vocab_size]` at the masked positions, NSP `[B, 2]`."""
         hidden = self.encode(
@@ -183,8 +194,7 @@ class BertForPreTraining(nnx.Module):
         )
         # The vocabulary is by far the widest product: only the positions that are scored pay it.
         masked = jnp.take_along_axis(hidden, batch["masked_positions"][..., None], axis=1)
-        pooled = jnp.tanh(self.pooler(hidden[:, 0]))
-        return self.mlm_head(masked, self.embeddings.token), self.nsp_head(pooled)
+        return self.mlm_head(masked, self.embeddings.token), self.nsp_head(self.pool(hidden))
 
 
 def init_params(config: BertConfig, seed: int) -> Params:
@@ -202,7 +212,8 @@ def decay_mask(params: Params) -> Params:
     return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """`[..., classes]` logits and `[...]` class numbers to the cross entropy of each, in nats."""
     chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
@@ -234,9 +245,9 @@ def pretraining_loss(
         rngs = nnx.Rngs(dropout=jax.random.key(batch["example_seed"][0])) if train else None
         mlm_logits, nsp_logits = model(batch, rngs)
         weights = batch["masked_weights"]
-        mlm_losses = _cross_entropy(mlm_logits, batch["masked_labels"])
+        mlm_losses = cross_entropy(mlm_logits, batch["masked_labels"])
         mlm_loss = jnp.sum(weights * mlm_losses) / jnp.maximum(jnp.sum(weights), 1.0)
-        nsp_loss = jnp.mean(_cross_entropy(nsp_logits, batch["next_sentence_label"]))
+        nsp_loss = jnp.mean(cross_entropy(nsp_logits, batch["next_sentence_label"]))
         return mlm_loss + nsp_loss, {"mlm_loss": mlm_loss, "nsp_loss": nsp_loss}
 
     return loss_fn

@@ -61,6 +61,22 @@ class WordPieceTokenizer:
             )
         ]
 
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As `encode`, with the characters that each token begins and ends at, int32 `[tokens, 2]`.
+
+        They are places in the text as it was given, capitals and accents included.
+        """
+        return [
+            (
+                np.array(encoding.ids, np.int32),
+                np.array(encoding.offsets, np.int32).reshape(-1, 2),
+            )
+            for start in range(0, len(texts), _TEXTS_AT_ONCE)
+            for encoding in self._tokenizer.encode_batch(
+                list(texts[start : start + _TEXTS_AT_ONCE]), add_special_tokens=False
+            )
+        ]
+
     def save_vocab(self, folder: str | os.PathLike[str]) -> pathlib.Path:
         """Writes `vocab.txt`, which `load_tokenizer` reads, into `folder`; returns its path."""
         path = pathlib.Path(folder) / "vocab.txt"

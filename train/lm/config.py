@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from train.config import RunConfig
+from train.config import TextConfig
 from train.lm.model import SIZES
 from train.lm.tokenizer import BYTES
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RunConfig):
+class Config(TextConfig):
     """Pre-trains a decoder-only language model with each of several optimizers, from one seed.
 
     All see the same batches. The same command again goes on where it stopped. At the end

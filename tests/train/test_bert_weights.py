@@ -1,0 +1,113 @@
+"""BERT's weights in Hugging Face's layout: there and back, and what does not fit."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from train.bert import weights
+from train.bert.model import BertConfig, init_params
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+
+VOCABULARY = (*SPECIAL_TOKENS, *"abcdefghijk")
+CONFIG = BertConfig(len(VOCABULARY), layers=2, hidden=8, heads=2, feed_forward=16)
+
+
+@pytest.fixture
+def pretrained():
+    params = jax.tree.map(np.asarray, init_params(CONFIG, seed=3))
+    return weights.Pretrained(CONFIG, params, WordPieceTokenizer(VOCABULARY))
+
+
+def rewrite(folder, change):
+    """Changes the tensors of a checkpoint folder."""
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    change(tensors)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "left_out", [(), ("mlm_head",), ("mlm_head", "nsp_head"), weights.OPTIONAL]
+)
+def test_there_and_back(left_out, pretrained, tmp_path):
+    params = {name: part for name, part in pretrained.params.items() if name not in left_out}
+    weights.save(tmp_path, pretrained._replace(params=params))
+    read = weights.load(tmp_path)
+    chex.assert_trees_all_equal(read.params, params)
+    assert read.config == CONFIG
+    assert read.tokenizer.vocabulary == VOCABULARY
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    whole = "mlm_head" not in left_out or "nsp_head" not in left_out
+    prefix = "bert." if whole else ""
+    name = f"{prefix}encoder.layer.1.intermediate.dense.weight"
+    np.testing.assert_array_equal(tensors[name], params["layers"][1]["expand"]["kernel"].T)
+
+
+def test_names_of_old_checkpoints_and_tied_copies(pretrained, tmp_path):
+    weights.save(tmp_path, pretrained)
+
+    def change(tensors):
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            old = name.replace("weight", "gamma").replace("bias", "beta")
+            tensors[old] = tensors.pop(name)
+        tensors["bert.embeddings.position_ids"] = np.arange(512)[None]
+        embedding = tensors["bert.embeddings.word_embeddings.weight"]
+        tensors["cls.predictions.decoder.weight"] = embedding.copy()
+
+    rewrite(tmp_path, change)
+    (tmp_path / "vocab.txt").unlink()
+    tokens = {token: index for index, token in enumerate(VOCABULARY)}
+    model = {"model": {"type": "WordPiece", "vocab": tokens}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    chex.assert_trees_all_equal(weights.load(tmp_path).params, pretrained.params)
+
+
+def test_all_that_does_not_fit_is_listed_at_once(pretrained, tmp_path):
+    weights.save(tmp_path, pretrained)
+
+    def change(tensors):
+        del tensors["bert.embeddings.LayerNorm.weight"]
+        del tensors["cls.predictions.bias"]
+        tensors["bert.encoder.layer.0.attention.self.key.weight"] = np.zeros((8, 9), np.float32)
+        tensors["bert.encoder.layer.2.output.dense.bias"] = np.zeros(8, np.float32)
+        tensors["cls.predictions.decoder.weight"] = np.ones((16, 8), np.float32)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(ValueError, match="does not hold the BERT of its config") as error:
+        weights.load(tmp_path)
+    assert sorted(str(error.value).splitlines()[1:]) == [
+        "  cls.predictions.bias is missing",
+        "  cls.predictions.decoder.weight is not a part of BERT",
+        "  embeddings.LayerNorm.weight is missing",
+        "  encoder.layer.0.attention.self.key.weight has shape (8, 9), not (8, 8)",
+        "  encoder.layer.2.output.dense.bias is not a part of BERT",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", None, "no config.json; give the folder of a BERT checkpoint"),
+        ("model.safetensors", None, "no model.safetensors; give"),
+        ("vocab.txt", None, "no vocab.txt or tokenizer.json"),
+        ("config.json", "{", "is not JSON"),
+        ("config.json", {"hidden_act": "relu"}, "hidden_act is 'relu', not 'gelu'"),
+        ("config.json", {"model_type": "roberta"}, "model_type is 'roberta', not 'bert'"),
+        ("config.json", {"vocab_size": 17}, "has 16 tokens, but config.json says vocab_size 17"),
+        ("model.safetensors", "nonsense", "is damaged or no safetensors file"),
+    ],
+)
+def test_unfit_folders_are_refused(name, content, complaint, pretrained, tmp_path):
+    weights.save(tmp_path, pretrained)
+    path = tmp_path / name
+    if content is None:
+        path.unlink()
+    elif isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    else:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        weights.load(tmp_path)

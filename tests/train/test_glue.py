@@ -1,0 +1,229 @@
+"""Fine-tuning on GLUE: its files, metrics and batches, a whole small run, and bad input."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from train.bert import weights
+from train.bert.inputs import join, shorten
+from train.bert.model import BertConfig, init_params
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.glue import data
+from train.glue.__main__ import main
+from train.glue.tasks import TASKS, accuracy, f1, matthews, pearson, read_examples, spearman
+
+VOCABULARY = (*SPECIAL_TOKENS, "good", "bad", "film", "a", "is", "the", "it")
+TOKENIZER = WordPieceTokenizer(VOCABULARY)
+ROWS = {
+    "cola": ["s\t1\t\ta film is good", "s\t0\t*\tfilm a good"] * 8,
+    "sst-2": ["sentence\tlabel", *["the film is good\t1", "the film is bad\t0"] * 8],
+    "mrpc": [
+        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+        *["1\t5\t6\ta film\tthe film", '0\t5\t6\ta "film\tit is bad'] * 8,
+    ],
+    "sts-b": ["index\tsentence1\tsentence2\tscore", *["0\ta film\tthe film\t4.5"] * 3],
+    "mnli": ["index\tsentence1\tsentence2\tlabel1\tgold_label", "0\ta\tit\tneutral\tentailment"],
+}
+
+
+def write(folder, name, rows=None, files=("train.tsv",)):
+    """Writes a task's files and returns their folder."""
+    root = folder / TASKS[name].name
+    root.mkdir(parents=True, exist_ok=True)
+    for file in (*files, *TASKS[name].dev_files):
+        (root / file).write_text("\n".join(rows or ROWS[name]) + "\n", encoding="utf-8")
+    return root
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "labels"),
+    [
+        ("cola", ("a film is good",), [1, 0] * 8),
+        ("sst-2", ("the film is good",), [1, 0] * 8),
+        ("mrpc", ("a film", "the film"), [1, 0] * 8),
+        ("sts-b", ("a film", "the film"), [4.5] * 3),
+        ("mnli", ("a", "it"), [1]),
+    ],
+)
+def test_official_files(name, first, labels, tmp_path):
+    sentences, found = read_examples(TASKS[name], write(tmp_path, name) / "train.tsv")
+    assert sentences[0] == first
+    np.testing.assert_array_equal(found, labels)
+    assert found.dtype == (np.float32 if name == "sts-b" else np.int32)
+
+
+def test_quotes_and_carriage_returns_are_text(tmp_path):
+    rows = ["\ufeffsentence\tlabel\r", 'a "good film\t1\r', 'a bad" film\t0\r']
+    sentences, _ = read_examples(TASKS["sst-2"], write(tmp_path, "sst-2", rows) / "train.tsv")
+    assert sentences == [('a "good film',), ('a bad" film',)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "complaint"),
+    [
+        ("sst-2", ["sentence\tlabel", "good\t1", "bad\t2"], r"line 3: label '2' is none of 0, 1"),
+        ("sst-2", ["sentence\tlabel", "good"], r"line 2: 1 columns where SST-2 has at least 2"),
+        ("sst-2", ["text\tlabel", "good\t1"], r"line 1: no column 'sentence' in 'text', 'label'"),
+        ("sst-2", ["sentence\tlabel"], "has no examples"),
+        ("cola", ["s\t1\tgood"], r"line 1: 3 columns where CoLA has at least 4"),
+        ("sts-b", [ROWS["sts-b"][0], "0\ta\tb\t6"], r"line 2: label '6' is no number from 0 to 5"),
+        ("mnli", [ROWS["mnli"][0], "0\ta\tb\tx\t-"], r"label '-' is none of contradiction"),
+    ],
+)
+def test_unfit_files_are_refused_with_their_line(name, rows, complaint, tmp_path):
+    path = write(tmp_path, name, rows) / "train.tsv"
+    with pytest.raises(ValueError, match=complaint) as error:
+        read_examples(TASKS[name], path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["CoLA", "SST-2", "MRPC"])
+def test_the_real_files(name, shared_dir):
+    sentences, labels = read_examples(
+        TASKS[name.lower()], shared_dir / "data/glue" / name / "dev.tsv"
+    )
+    assert len(sentences) == {"CoLA": 527, "SST-2": 872, "MRPC": 1725}[name]
+    assert set(labels) == {0, 1}
+
+
+# Metrics, by hand.
+
+
+def test_metrics():
+    labels, predictions = np.array([1, 1, 1, 0, 0]), np.array([1, 1, 0, 1, 0])
+    assert accuracy(labels, predictions) == pytest.approx(3 / 5)
+    assert f1(labels, predictions) == pytest.approx(2 * 2 / (2 * 2 + 1 + 1))
+    # (TP TN - FP FN) / sqrt(3 3 2 2)
+    assert matthews(labels, predictions) == pytest.approx((2 * 1 - 1 * 1) / 6)
+    numbers = np.array([1.0, 2.0, 4.0])
+    assert pearson(numbers, 3 * numbers + 1) == pytest.approx(1)
+    assert spearman(numbers, numbers**3) == pytest.approx(1)
+    assert pearson(numbers, numbers**3) < 1
+
+
+def test_metrics_of_one_class_are_0():
+    ones, zeros = np.ones(3, np.int32), np.zeros(3, np.int32)
+    assert matthews(ones, ones) == f1(zeros, zeros) == 0
+    assert spearman(np.arange(3.0), np.ones(3)) == pearson(np.ones(3), np.arange(3.0)) == 0
+
+
+# What BERT reads.
+
+
+def test_a_pair_between_special_tokens():
+    first, second = np.array([5, 6], np.int32), np.array([7], np.int32)
+    made = join(TOKENIZER, first, second, 8)
+    pad, cls, sep = TOKENIZER.pad_id, TOKENIZER.cls_id, TOKENIZER.sep_id
+    assert made["input_ids"].tolist() == [cls, 5, 6, sep, 7, sep, pad, pad]
+    assert made["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert made["attention_mask"].tolist() == [1] * 6 + [0, 0]
+    alone = join(TOKENIZER, first, None, 5)
+    assert alone["input_ids"].tolist() == [cls, 5, 6, sep, pad]
+    assert alone["token_type_ids"].tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        ((3, 3), (3, 3)),
+        ((9, 2), (5, 2)),
+        ((2, 9), (2, 5)),
+        ((9, 9), (4, 3)),
+        ((9, None), (8, None)),
+    ],
+)
+def test_the_longer_text_is_cut(lengths, kept):
+    second = None if lengths[1] is None else np.arange(lengths[1], dtype=np.int32)
+    made = shorten(np.arange(lengths[0], dtype=np.int32), second, 10)
+    assert tuple(None if x is None else len(x) for x in made) == kept
+
+
+def test_every_example_is_judged_once(tmp_path):
+    _, dev = data.load(TASKS["mrpc"], write(tmp_path, "mrpc"), TOKENIZER)
+    shape = {"batch_size": 6, "sequence_length": 16}
+    parts = list(dev.values()) * 2
+    batches = list(data.evaluation_batches(parts, **shape))
+    assert {len(batch["labels"]) for batch in batches} == {6}
+    part = np.concatenate([batch["part"] for batch in batches])
+    assert part.tolist() == [0] * 16 + [1] * 16 + [-1] * 4
+    halves = [
+        list(data.evaluation_batches(parts, **shape, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    for batch, *shares in zip(batches, *halves, strict=True):
+        for key, whole in batch.items():
+            np.testing.assert_array_equal(whole, np.concatenate([half[key] for half in shares]))
+
+
+# A whole run.
+
+
+def checkpoint(folder):
+    """A tiny checkpoint."""
+    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    params = jax.tree.map(np.asarray, init_params(config, seed=0))
+    weights.save(folder, weights.Pretrained(config, params, TOKENIZER))
+    return folder
+
+
+def options(folder):
+    return [
+        *("--weights", str(checkpoint(folder / "weights")), "--data", str(folder / "glue")),
+        *("--workers", "2", "--batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
+        *("--checkpoint-every", "4", "--out", str(folder / "run")),
+    ]
+
+
+def test_a_whole_run_and_going_on(tmp_path, capsys):
+    write(tmp_path / "glue", "sst-2")
+    command = [*options(tmp_path), "--tasks", "sst-2", "--optimizers", "adam", "onebit_adam"]
+    assert main([*command, "--seeds", "0", "1"]) == 0
+    printed = capsys.readouterr().out
+    out = tmp_path / "run"
+    assert printed.splitlines()[-1] == str(out / "metrics.png")
+    results = {
+        (seed, name): json.loads((out / f"sst-2-{seed}" / name / "result.json").read_text())
+        for seed in (0, 1)
+        for name in ("adam", "onebit_adam")
+    }
+    for result in results.values():
+        assert result["steps"] == 8
+        assert result["heldout_examples"] == 16
+        assert 0 <= result["metrics"]["accuracy"] <= 100
+    sent = {name: results[0, name]["bytes_a_step"] for name in ("adam", "onebit_adam")}
+    assert sent["onebit_adam"]["compression"] < sent["adam"]["warmup"] / 8
+    text = (out / "report.md").read_text()
+    accuracies = [results[seed, "adam"]["metrics"]["accuracy"] for seed in (0, 1)]
+    assert f"| Adam | {sum(accuracies) / 2:.1f} (" in text
+    assert "8 steps, of which the first 1 are dense" in text
+    trained = {path: path.stat().st_mtime_ns for path in out.glob("*/*/result.json")}
+    assert main([*command, "--seeds", "0", "1"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*/result.json")} == trained
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (["--tasks", "wnli"], "--task ('wnli',): expected one or more, each once, of cola"),
+        (["--seeds", "1", "1"], "--seeds (1, 1): expected whole numbers"),
+        (["--epochs", "0"], "--epochs 0.0: expected a finite number above 0"),
+        (["--warmup-share", "0"], "--warmup-share 0.0: expected a number above 0, at most 1"),
+        (["--sequence-length", "513"], "--sequence-length 513: expected 8 to 512"),
+        (["--batch-size", "32"], "training text: the corpus gives 16 sequences"),
+        (["--tasks", "rte"], "train.tsv is not there: give the folder of RTE's official files"),
+        (["--weights", "NOWHERE"], "NOWHERE: no config.json, no model.safetensors"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(more, complaint, tmp_path, capsys):
+    write(tmp_path / "glue", "sst-2")
+    assert main([*options(tmp_path), "--tasks", "sst-2", *more]) == 2
+    printed = capsys.readouterr()
+    assert len(printed.err.splitlines()) == 1
+    assert complaint in printed.err
+    assert not pathlib.Path(tmp_path / "run").exists()

@@ -1,0 +1,197 @@
+"""SQuAD: the official measures, windows and spans, a whole small run, and bad input."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from train.bert import weights
+from train.bert.model import BertConfig, init_params
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.squad.__main__ import main
+from train.squad.config import DEV, TRAIN
+from train.squad.data import batches, evaluation_batches, read_questions, windows
+from train.squad.decoding import answers
+from train.squad.scoring import exact_match, f1, normalize, score
+
+WORDS = "in the year 1066 william of normandy won a battle at hastings who when where ? ."
+VOCABULARY = (*SPECIAL_TOKENS, *dict.fromkeys(WORDS.split()), "##s", "cafe")
+TOKENIZER = WordPieceTokenizer(VOCABULARY)
+CONTEXT = "In the year 1066 William of Normandy won a battle at Hastings. The cafés of Normandy."
+
+
+def write(folder, name=TRAIN, answer="William of Normandy", start=17, count=1):
+    """Writes a file of questions about one context; its path."""
+    asked = [
+        {
+            "id": f"q{i}",
+            "question": "Who won a battle?",
+            "answers": [{"text": answer, "answer_start": start}, {"text": "William"}],
+        }
+        for i in range(count)
+    ]
+    paragraph = {"context": CONTEXT, "qas": asked}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(json.dumps({"version": "1.1", "data": [{"paragraphs": [paragraph]}]}))
+    return path
+
+
+# The official measures, by hand.
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("The Beatles", "beatles"),
+        ("an  apple,\ta day", "apple day"),
+        ("theatre", "theatre"),
+        ("U.S.-based", "usbased"),
+        ("L\u2019Été", "l\u2019été"),  # only ASCII punctuation goes
+        ("Ⅷ the 8th", "ⅷ 8th"),
+        ("a the", ""),
+    ],
+)
+def test_normalized_answers(text, normal):
+    assert normalize(text) == normal
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "em", "of_words"),
+    [
+        ("the 1066.", "1066", 1, 1),
+        ("William of Normandy", "William", 0, 2 * (1 / 3) * 1 / (1 / 3 + 1)),
+        ("cat cat dog", "cat dog dog", 0, 2 / 3),
+        ("Harold", "William", 0, 0),
+        ("", "William", 0, 0),
+        ("", "", 1, 0),  # as the official script has it: no word is shared
+    ],
+)
+def test_exact_match_and_f1(prediction, answer, em, of_words):
+    assert exact_match(prediction, answer) == em
+    assert f1(prediction, answer) == pytest.approx(of_words)
+
+
+def test_the_best_of_several_answers_counts_and_a_missing_one_is_0():
+    given = {"a": ["William of Normandy", "William"], "b": ["1066"]}
+    assert score({"a": "the William", "b": "x"}, given) == {"exact_match": 50, "f1": 50}
+    assert score({"a": "William"}, given) == {"exact_match": 50, "f1": 50}
+
+
+# Windows and spans.
+
+
+def perfect(found, length):
+    """Logits that are certain of the right span, where it is in the window."""
+    logits = np.zeros((len(found), length, 2), np.float32)
+    for row, window in zip(logits, found, strict=True):
+        if window.start:
+            row[window.start, 0] = row[window.end, 1] = 9
+    return logits
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("answer", "start"), [("William of Normandy", 17), ("1066", 12), ("cafés", 67), ("In", 0)]
+)
+def test_spans_are_exact_in_characters(answer, start, stride, tmp_path):
+    questions = read_questions(write(tmp_path, answer=answer, start=start))
+    found = windows(questions, TOKENIZER, length=16, stride=stride)
+    assert answers(questions, found, perfect(found, 16)) == {"q0": answer}
+    covered = np.zeros(len(CONTEXT), bool)
+    for window in found:
+        assert len(window.question) + len(window.context) + 3 <= 16
+        for first, last in window.offsets:
+            covered[first:last] = True
+        if window.start:
+            first, last = window.start - window.context_at, window.end - window.context_at
+            assert CONTEXT[window.offsets[first, 0] : window.offsets[last, 1]] == answer
+    assert all(covered[i] for i, c in enumerate(CONTEXT) if c != " ")
+
+
+def test_spans_that_cannot_be_are_not_chosen(tmp_path):
+    questions = read_questions(write(tmp_path))
+    [window] = windows(questions, TOKENIZER, length=64, stride=8)
+    logits = np.zeros((1, 64, 2), np.float32)
+    logits[0, 1, 0] = logits[0, 2, 1] = 99  # the question's own words
+    logits[0, window.context_at + 5, 0] = 9
+    logits[0, window.context_at + 2, 1] = 9  # ends before it begins
+    logits[0, window.context_at + 6, 1] = 5
+    found = answers(questions, [window], logits)["q0"]
+    assert found == CONTEXT[window.offsets[5, 0] : window.offsets[6, 1]]
+    logits[0, window.context_at + 16, 1] = 8  # better, but too long
+    assert answers(questions, [window], logits, longest=3)["q0"] == found
+    assert answers(questions, [window], logits, longest=12)["q0"] != found
+
+
+def test_batches(tmp_path):
+    questions = read_questions(write(tmp_path, count=3))
+    found = windows(questions, TOKENIZER, length=16, stride=4)
+    shape = {"batch_size": 4, "sequence_length": 16}
+    batch = next(batches(found, TOKENIZER, **shape, seed=1))
+    assert {x.shape for x in batch.values()} == {(4, 16), (4,)}
+    judged = list(evaluation_batches(found, TOKENIZER, **shape))
+    numbers = np.concatenate([batch["window"] for batch in judged])
+    assert numbers[numbers >= 0].tolist() == list(range(len(found)))
+    halves = [
+        list(evaluation_batches(found, TOKENIZER, **shape, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    for whole, *shares in zip(judged, *halves, strict=True):
+        for name, x in whole.items():
+            np.testing.assert_array_equal(x, np.concatenate([share[name] for share in shares]))
+
+
+def test_the_real_file(shared_dir):
+    assert len(read_questions(shared_dir / "data/squad" / DEV)) == 177
+
+
+# A whole run.
+
+
+def options(folder):
+    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    params = jax.tree.map(np.asarray, init_params(config, seed=0))
+    weights.save(folder / "weights", weights.Pretrained(config, params, TOKENIZER))
+    return [
+        *("--weights", str(folder / "weights"), "--data", str(folder / "data")),
+        *("--workers", "2", "--batch-size", "4", "--sequence-length", "16", "--stride", "4"),
+        *("--epochs", "2", "--out", str(folder / "run"), "--optimizers", "onebit_adam"),
+    ]
+
+
+def test_a_whole_run(tmp_path):
+    write(tmp_path / "data", TRAIN, count=8)
+    write(tmp_path / "data", DEV, count=3)
+    assert main(options(tmp_path)) == 0
+    folder = tmp_path / "run" / "squad-0" / "onebit_adam"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["heldout_examples"] == 3
+    assert set(result["metrics"]) == {"exact_match", "f1"}
+    predictions = json.loads((folder / "predictions.json").read_text())
+    assert set(predictions) == {"q0", "q1", "q2"}
+    assert all(text in CONTEXT for text in predictions.values())
+    assert "exact_match | f1 | MB a worker sent" in (tmp_path / "run" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "complaint"),
+    [
+        ({"start": 18}, [], "the answer 'William of Normandy' is not at character 18"),
+        ({}, ["--sequence-length", "10"], "question q0 has 5 tokens: a sequence of 10 has room"),
+        ({}, ["--stride", "0"], "--stride 0: expected a whole number of at least 1"),
+        ({}, ["--data", "NOWHERE"], "is not there: give a JSON file of SQuAD 1.1"),
+        (None, [], "is no JSON of SQuAD 1.1"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(file, more, complaint, tmp_path, capsys):
+    write(tmp_path / "data", DEV, count=3)
+    path = write(tmp_path / "data", TRAIN, count=8, **(file or {}))
+    if file is None:
+        path.write_text('{"data": [{}]}')
+    assert main([*options(tmp_path), *more]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert complaint in printed
+    assert not (tmp_path / "run").exists()

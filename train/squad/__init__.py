@@ -1,0 +1,1 @@
+"""Answering the questions of SQuAD 1.1."""
