@@ -111,12 +111,12 @@ def test_after_its_turn_a_group_is_the_same_on_all_workers_bit_for_bit(bits):
 def test_of_no_group_anything_is_lost():
     fragments, bits = 2, 4
     states = run(fragments, bits, outer=optax.sgd(1.0))
+    exchange = QuantizedExchange(AXIS, bits)
+    residuals = on_workers(lambda g, s: quantized_residuals(exchange.over(g), s), WORKERS)
     for f, names in enumerate(GROUPS[fragments]):
         last = max(t for t in range(1, UPDATES + 1) if turn_of(t, fragments) == f)
         kept = states[-1].exchange[f].exchange
         grads = {name: gradients()[name] for name in names}
-        exchange = QuantizedExchange(AXIS, bits)
-        residuals = on_workers(lambda g, s: quantized_residuals(exchange.over(g), s), WORKERS)
         e, E = residuals({name: g[0] for name, g in grads.items()}, kept)
         for name in names:
             moved = -np.asarray(states[-1].shared[name][0])
