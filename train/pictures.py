@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +22,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 # More curves in one panel nobody tells apart.
 MOST_CURVES = 6
 _SMOOTHED_FRACTION = 1 / 40
+# Characters in a line of a picture's title.
+_TITLE_WIDTH = 120
 
 Item = TypeVar("Item")
 
@@ -123,7 +126,7 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
     rows, only_two = split(curves), len(curves) == 2
     # Made without pyplot, it needs no display.
     figure = Figure(figsize=(12, 4.8 * len(rows)), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(textwrap.fill(title, _TITLE_WIDTH), fontsize=11)
     limits = _loss_limits(curves)
     for part, row in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows, strict=True):
         by_step, by_bytes = part.subplots(1, 2, sharey=True)
