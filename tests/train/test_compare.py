@@ -186,6 +186,20 @@ def test_going_on_makes_only_what_is_missing(finished, capsys):
     assert list(figures(out)) == ["adam", "distributed_lion"]
 
 
+def test_seeds_at_the_one_learning_rate_there_is(tmp_path, capsys):
+    more = ["--optimizers", "signum", "--learning-rates", "1e-3", "--seeds", "0", "7"]
+    assert compare.main([*RUN[: RUN.index("--learning-rates")], *more, "--out", f"{tmp_path}"]) == 0
+    made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " in " in line]
+    assert made == [f"signum, 8 steps, learning rate 0.001, seed {seed}" for seed in (0, 7)]
+    losses = figures(tmp_path)["signum"]["heldout"]
+    assert list(losses) == ["0", "7"]
+    low, high = sorted(losses.values())
+    assert low < high
+    text = (tmp_path / "comparison.md").read_text()
+    assert f"{(low + high) / 2:.4f}, {low:.4f} to {high:.4f} with 2 seeds" in text
+
+
+@pytest.mark.slow
 def test_seeds_and_a_shorter_sweep(tmp_path, capsys):
     names = ["signum", "onebit_adam_8"]
     options = ["--optimizers", *names, "--seeds", "0", "7", "--sweep-steps", "4"]

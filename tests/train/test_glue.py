@@ -180,7 +180,20 @@ def options(folder):
     ]
 
 
-def test_a_whole_run_and_going_on(tmp_path, capsys):
+def test_a_whole_run(tmp_path):
+    write(tmp_path / "glue", "sst-2")
+    command = [*options(tmp_path), "--tasks", "sst-2", "--optimizers", "adam", "--epochs", "1"]
+    assert main(command) == 0
+    folder = tmp_path / "run" / "sst-2-0" / "adam"
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == 4
+    assert result["heldout_examples"] == 16
+    percent = result["metrics"]["accuracy"]
+    assert f"| Adam | {percent:.1f} ({percent:.1f}) |" in (tmp_path / "run/report.md").read_text()
+
+
+@pytest.mark.slow
+def test_seeds_optimizers_and_going_on(tmp_path, capsys):
     write(tmp_path / "glue", "sst-2")
     command = [*options(tmp_path), "--tasks", "sst-2", "--optimizers", "adam", "onebit_adam"]
     assert main([*command, "--seeds", "0", "1"]) == 0

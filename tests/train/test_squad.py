@@ -161,6 +161,7 @@ def options(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path):
     write(tmp_path / "data", TRAIN, count=8)
     write(tmp_path / "data", DEV, count=3)
