@@ -16,7 +16,7 @@ in the residuals and is made up for in later ones: results and residuals togethe
 exact means.
 
 Large tensors are compressed where they lie, small ones end to end
-(:mod:`onebit_jax.collectives.blocks`). A call is one ``all_to_all`` and one ``all_gather`` of
+(``onebit_jax.collectives.blocks``). A call is one ``all_to_all`` and one ``all_gather`` of
 uint8, ``k / 8 + 4 / 256`` bytes per value each way. In the hierarchical form devices of a node
 average at full precision and each stands for it in its own shard
 (:mod:`onebit_jax.collectives.hierarchical`).
@@ -57,7 +57,7 @@ class QuantizedState(NamedTuple):
 
     Attributes:
       worker_compensated: ``c_i`` of the last call, of the device's own shard; for each part float32
-        ``[1, N, k, rows, 256]`` (:mod:`onebit_jax.collectives.blocks`).
+        ``[1, N, k, rows, 256]`` (``onebit_jax.collectives.blocks``).
       worker_scales: its scales; float32 ``[1, N, k, rows of all parts]``.
       server_compensated: ``a_j`` of the chunk that this worker serves; float32 ``[1, k, rows of all
         parts, 256]``.
