@@ -73,7 +73,9 @@ class MetricsLog:
         step, metrics = self._in_flight
         self._in_flight = None
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
-        phase = PHASES[values.pop("phase")]
+        # Parts of an optimizer that report one each have their names in front.
+        reported = [key for key in values if key.rpartition("/")[2] == "phase"]
+        phase = PHASES[max(values.pop(key) for key in reported)]
         sent = self._bytes_sent(phase)
         self.progress = Progress(
             step=step + 1,

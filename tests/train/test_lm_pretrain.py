@@ -67,6 +67,14 @@ def test_losses_fall_from_that_of_guessing(finished):
     assert adam[5]["loss"] != onebit[5]["loss"]
 
 
+def test_an_optimizer_of_two_parts_is_logged(tmp_path):
+    out = tmp_path / "run"
+    assert pretrain.main([*RUN, "--optimizer", "onebit_muon", "--out", str(out)]) == 0
+    rows = metrics(out / "onebit_muon")
+    assert {row["phase"] for row in rows} == {"compression"}
+    assert all(row["muon/residual_ratio"] > 0 for row in rows)
+
+
 def test_report(finished):
     out, printed = finished
     assert printed.splitlines()[-1] == str(out / "loss.png")
