@@ -112,7 +112,7 @@ def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
         "MB a worker sent in all": lambda run: _total_cell(run, dense),
         **{
             f"seconds per step, {phase} (median)": lambda run, phase=phase: (
-                f"{run.seconds_a_step(phase):.3f}" if phase in run.result["bytes_a_step"] else "-"
+                f"{run.seconds_a_step(phase):.3f}".replace("nan", "-")
             )
             for phase in phases
         },
