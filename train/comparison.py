@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from train.pictures import LossCurve, draw_losses, window
+from train.pictures import LossCurve, draw_losses, smoothed, window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +45,21 @@ def _floats(curve: Curve) -> np.ndarray:
     return np.array(curve.losses, dtype=np.float64)
 
 
-def _smoothed(losses: np.ndarray) -> np.ndarray:
-    """The mean training loss over a window that ends at each step, NaN before the first whole."""
-    size = window(len(losses))
-    means = np.convolve(losses, np.full(size, 1 / size), mode="valid")
-    return np.concatenate([np.full(size - 1, np.nan), means])
-
-
 def bytes_to(curve: Curve, loss: float) -> int | None:
     """Bytes that a worker has sent when the smoothed training loss first is as low as ``loss``.
 
     None where it never is.
     """
-    reached = np.flatnonzero(_smoothed(_floats(curve)) <= loss)
-    return curve.sent[reached[0]] if len(reached) else None
+    losses = smoothed(_floats(curve))
+    reached = np.flatnonzero(losses <= loss)
+    return curve.sent[-len(losses) :][reached[0]] if len(reached) else None
 
 
 def table(curves: list[Curve]) -> str:
     """A Markdown table; percentages and factors are to the first curve."""
     first = curves[0]
     last = window(len(first.losses))
-    final = _smoothed(_floats(first))[-1]
+    final = smoothed(_floats(first))[-1]
     header = [
         "",
         "held-out loss",
@@ -83,7 +77,7 @@ def table(curves: list[Curve]) -> str:
             [
                 curve.label,
                 _heldout(curve, first),
-                f"{_smoothed(_floats(curve))[-1]:.4f}",
+                f"{smoothed(_floats(curve))[-1]:.4f}",
                 _sweep(curve),
                 _sent(curve.sent[-1], first),
                 _sent(bytes_to(curve, final), first),

@@ -53,6 +53,12 @@ def window(points: int) -> int:
     return max(1, round(points * _SMOOTHED_FRACTION))
 
 
+def smoothed(losses: np.ndarray) -> np.ndarray:
+    """The means over a window that ends at each point from the first whole one on."""
+    size = window(len(losses))
+    return np.convolve(losses, np.full(size, 1 / size), mode="valid")
+
+
 def split(items: Sequence[Item]) -> list[list[Item]]:
     """Splits what is to be drawn over as few panels as hold it, about evenly.
 
@@ -162,14 +168,13 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
 
 def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, bytes and losses of means over a window, each at the end of it."""
-    size = window(len(curve.losses))
-    losses = np.convolve(curve.losses, np.full(size, 1 / size), mode="valid")
-    return curve.steps[size - 1 :], curve.sent[size - 1 :], losses
+    losses = smoothed(curve.losses)
+    return curve.steps[-len(losses) :], curve.sent[-len(losses) :], losses
 
 
 def _loss_limits(curves: Sequence[LossCurve]) -> tuple[float, float] | None:
     """From which loss to which to draw: the very start would hide the differences at the end."""
-    losses = [smoothed[-1] for smoothed in map(_smoothed, curves)]
+    losses = [drawn[-1] for drawn in map(_smoothed, curves)]
     # Some fall late: of the others than the first, whatever they come to must be seen.
     shown = np.concatenate(
         [losses[0][len(losses[0]) // 10 :], *(x[len(x) // 2 :] for x in losses[1:])]
@@ -224,16 +229,13 @@ def draw_spread(
     figure.suptitle(title, fontsize=11)
     panels = figure.subplots(1, len(values), squeeze=False)[0]
     for axes, (task, by_optimizer) in zip(panels, values.items(), strict=True):
-        for place, (label, found) in enumerate(by_optimizer.items()):
+        for place, found in enumerate(by_optimizer.values()):
             colour = COLOURS[place % len(COLOURS)]
             axes.plot([place] * len(found), found, "o", color=colour, alpha=0.6)
             if found:
                 axes.plot([place - 0.25, place + 0.25], [np.median(found)] * 2, color=colour)
-            axes.text(
-                place, 0.01, label, rotation=90, ha="right", transform=axes.get_xaxis_transform()
-            )
         axes.set(title=task, ylabel=f"{units[task]}, percent", xlim=(-0.6, len(by_optimizer) - 0.4))
-        axes.set_xticks([])
+        axes.set_xticks(range(len(by_optimizer)), list(by_optimizer), rotation=20)
         axes.grid(axis="y", alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

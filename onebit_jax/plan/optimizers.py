@@ -15,11 +15,11 @@ def bytes_at(bits: int) -> float:
 def encoding_bytes_at(bits: int) -> float:
     """Bytes an element that the exchange at 2, 4 or 8 bits reads and writes on a device.
 
-    The worker reads the value and the residual and writes their sum (12), reads that for the
-    scales, for the levels and for the residual, which it writes (16); the server does so with its
-    chunk (24 / n, at most 12); the mean is written (4); levels are written and read twice.
+    The worker reads the value and what it compressed last and writes their sum (12), and reads that
+    for the scales and for the levels (8); the server does so with its chunk (16 / n, at most 8);
+    the mean is written (4); levels are written and read twice.
     """
-    return 44 + 4 * bits / 8
+    return 32 + 4 * bits / 8
 
 
 class Optimizer(NamedTuple):

@@ -76,7 +76,7 @@ def test_all_that_does_not_fit_is_listed_at_once(pretrained, tmp_path):
         tensors["cls.predictions.decoder.weight"] = np.ones((16, 8), np.float32)
 
     rewrite(tmp_path, change)
-    with pytest.raises(ValueError, match="does not hold the BERT of its config") as error:
+    with pytest.raises(ValueError, match="does not hold the model of its config") as error:
         weights.load(tmp_path)
     assert sorted(str(error.value).splitlines()[1:]) == [
         "  cls.predictions.bias is missing",
@@ -90,8 +90,8 @@ def test_all_that_does_not_fit_is_listed_at_once(pretrained, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("config.json", None, "no config.json; give the folder of a BERT checkpoint"),
-        ("model.safetensors", None, "no model.safetensors; give"),
+        ("config.json", None, "has no config.json: give a checkpoint's folder"),
+        ("model.safetensors", None, "has no model.safetensors: give"),
         ("vocab.txt", None, "no vocab.txt or tokenizer.json"),
         ("config.json", "{", "is not JSON"),
         ("config.json", {"hidden_act": "relu"}, "hidden_act is 'relu', not 'gelu'"),

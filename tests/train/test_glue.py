@@ -230,7 +230,10 @@ def test_seeds_optimizers_and_going_on(tmp_path, capsys):
         (["--sequence-length", "513"], "--sequence-length 513: expected 8 to 512"),
         (["--batch-size", "32"], "training text: the corpus gives 16 sequences"),
         (["--tasks", "rte"], "train.tsv is not there: give the folder of RTE's official files"),
-        (["--weights", "NOWHERE"], "NOWHERE: no config.json, no model.safetensors"),
+        (
+            ["--weights", "NOWHERE"],
+            "NOWHERE has no config.json, no model.safetensors, no vocab.txt or",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(more, complaint, tmp_path, capsys):

@@ -1,10 +1,8 @@
 """BERT's weights in Hugging Face's layout: config.json, model.safetensors and a vocabulary.
 
-    pretrained = load("bert-base-uncased")        # a folder
-    hidden = encode(pretrained.config, pretrained.params, batch)
-    save("mine", pretrained)
-
-No code of a checkpoint runs: safetensors are numbers, and the rest is JSON and text.
+pretrained = load("bert-base-uncased")        # a folder
+hidden = encode(pretrained.config, pretrained.params, batch)
+save("mine", pretrained)
 """
 
 import json
@@ -14,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors.numpy
 from flax import traverse_util
 
+from train import hugging_face
 from train.bert.model import LAYER_NORM_EPSILON, MAX_POSITIONS, TOKEN_TYPES, BertConfig, Params
 from train.bert.tokenizer import WordPieceTokenizer, load_tokenizer
 
@@ -115,30 +113,20 @@ def load(folder: str | os.PathLike[str]) -> Pretrained:
             over or of another shape; all of these are listed in one message.
     """
     root = pathlib.Path(folder)
-    missing = [name for name in ("config.json", "model.safetensors") if not (root / name).is_file()]
-    if not any((root / name).is_file() for name in ("vocab.txt", "tokenizer.json")):
-        missing.append("vocab.txt or tokenizer.json")
-    if missing:
-        raise ValueError(
-            f"{root}: no {', no '.join(missing)}; give the folder of a BERT checkpoint in Hugging "
-            f"Face's layout"
-        )
-    config = _read_config(root / "config.json")
+    hugging_face.check_files(root, ("vocab.txt", "tokenizer.json"))
+    config = _read_config(root / hugging_face.CONFIG)
     tokenizer = _read_vocabulary(root)
     if tokenizer.vocab_size != config.vocab_size:
         raise ValueError(
             f"{root}: the vocabulary has {tokenizer.vocab_size} tokens, but config.json says "
             f"vocab_size {config.vocab_size}: they belong to different checkpoints"
         )
-    tensors = _read_tensors(root / "model.safetensors")
-    return Pretrained(config, _fit(config, tensors, root / "model.safetensors"), tokenizer)
+    path = root / hugging_face.TENSORS
+    return Pretrained(config, _fit(config, _read_tensors(path), path), tokenizer)
 
 
 def _read_config(path: pathlib.Path) -> BertConfig:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    values = hugging_face.read_config(path)
     wrong = [
         f"{name} is {values[name]!r}, not {expected!r}"
         for name, expected in _FIXED.items()
@@ -162,16 +150,12 @@ def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
 
 
 def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-    try:
-        tensors = safetensors.numpy.load_file(path)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
-
     def name(key: str) -> str:
         # TensorFlow's names of a norm's parameters, which the oldest checkpoints have.
         key = key.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
         return key.replace("LayerNorm.beta", "LayerNorm.bias")
 
+    tensors = hugging_face.read_tensors(path)
     return {name(key): np.asarray(value, np.float32) for key, value in tensors.items()}
 
 
@@ -199,10 +183,7 @@ def _fit(config: BertConfig, tensors: Mapping[str, np.ndarray], path: pathlib.Pa
         if name in left and place in flat and np.array_equal(left[name], flat[place]):
             del left[name]
     wrong += [f"{name} is not a part of BERT" for name in sorted(left)]
-    if wrong:
-        raise ValueError(
-            f"{path} does not hold the BERT of its config.json:\n  " + "\n  ".join(wrong)
-        )
+    hugging_face.refuse(path, wrong)
     return traverse_util.unflatten_dict(flat)
 
 
@@ -213,18 +194,14 @@ def _step(place: Path) -> int:
 def save(folder: str | os.PathLike[str], pretrained: Pretrained) -> None:
     """Writes a folder that `load`, and Hugging Face's `transformers`, reads; it is made."""
     root, (config, params, tokenizer) = pathlib.Path(folder), pretrained
-    root.mkdir(parents=True, exist_ok=True)
     flat: Mapping[Any, Any] = traverse_util.flatten_dict(params)
     heads = any(part in params for part in _HEADS)
     tensors = {}
     for place, name, _ in _tensors(config):
         if place in flat:
             prefix = "bert." if heads and place[0] not in _HEADS else ""
-            value = np.asarray(flat[place], np.float32)
-            tensors[prefix + name] = np.ascontiguousarray(
-                value.T if place[-1] == "kernel" else value
-            )
-    safetensors.numpy.save_file(tensors, root / "model.safetensors", {"format": "pt"})
+            value = np.asarray(flat[place])
+            tensors[prefix + name] = value.T if place[-1] == "kernel" else value
     values = {
         "architectures": ["BertForPreTraining" if heads else "BertModel"],
         **_FIXED,
@@ -232,5 +209,5 @@ def save(folder: str | os.PathLike[str], pretrained: Pretrained) -> None:
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.dropout,
     }
-    (root / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    hugging_face.write(root, values, tensors)
     tokenizer.save_vocab(root)

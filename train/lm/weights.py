@@ -7,7 +7,6 @@ Models of the same architecture alone: RMSNorm, rotary positions that rotate one
 against the other, SwiGLU, no biases, as many heads of keys as of queries, tied embeddings.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
@@ -15,13 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from train.corpus import read_utf8
+from train import hugging_face
 from train.lm.model import NORM_EPSILON, ROTARY_BASE, LMConfig, Params, init_params
 
-_CONFIG, _TENSORS = "config.json", "model.safetensors"
 # Their places in a block, and whether they are transposed there.
 _PARTS = {
     "input_layernorm": (("attention_norm", "scale"), False),
@@ -51,28 +47,18 @@ def load(folder: str | os.PathLike[str], **options: bool) -> tuple[LMConfig, Par
             are missing, too many or of other shapes, all of which are named.
     """
     root = pathlib.Path(folder)
-    for name in (_CONFIG, _TENSORS):
-        if not (root / name).is_file():
-            raise ValueError(f"{root} has no {name}: give a folder with {_CONFIG} and {_TENSORS}")
-    config = _config(root / _CONFIG, options)
-    try:
-        tensors = load_file(root / _TENSORS)
-    except SafetensorError as error:
-        raise ValueError(f"{root / _TENSORS} cannot be read: {error}") from error
-    return config, _params(config, tensors, root / _TENSORS)
+    hugging_face.check_files(root)
+    config, path = _config(root / hugging_face.CONFIG, options), root / hugging_face.TENSORS
+    return config, _params(config, hugging_face.read_tensors(path), path)
 
 
 def save(folder: str | os.PathLike[str], config: LMConfig, params: Params) -> None:
     """Writes a model as `load`, and Hugging Face's `LlamaForCausalLM`, read it: in float32."""
-    root = pathlib.Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (path, transposed) in _places(config).items():
-        array = np.asarray(_at(params, path), np.float32)
-        tensors[name] = np.ascontiguousarray(array.T if transposed else array)
-    save_file(tensors, root / _TENSORS, metadata={"format": "pt"})
-    text = json.dumps(_described(config), indent=2) + "\n"
-    (root / _CONFIG).write_text(text, encoding="utf-8")
+        array = np.asarray(_at(params, path))
+        tensors[name] = array.T if transposed else array
+    hugging_face.write(pathlib.Path(folder), _described(config), tensors)
 
 
 def _described(config: LMConfig) -> dict[str, Any]:
@@ -116,8 +102,8 @@ _DEFAULTS = {
 
 
 def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
+    read = hugging_face.read_config(path)
     try:
-        read = json.loads(read_utf8(path))
         config = LMConfig(
             layers=read["num_hidden_layers"],
             hidden=read["hidden_size"],
@@ -126,7 +112,7 @@ def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
             vocab_size=read["vocab_size"],
             **options,
         )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is no configuration of a Llama: {error!r}") from error
     heads = config.heads
     # Newer files have what concerns rotary positions in an entry of its own.
@@ -174,8 +160,7 @@ def _params(config: LMConfig, tensors: dict[str, np.ndarray], path: pathlib.Path
         for name, shape in shapes.items()
         if name in tensors and tensors[name].shape != shape
     ]
-    if faults:
-        raise ValueError(f"{path} does not fit its {_CONFIG}: {'; '.join(faults)}")
+    hugging_face.refuse(path, faults)
     for name, (place, transposed) in places.items():
         array = tensors[name].astype(np.float32)
         _at(params, place[:-1])[place[-1]] = jnp.asarray(array.T if transposed else array)
