@@ -1,15 +1,17 @@
 """Checkpoints of a training run: parameters, optimizer state, progress and place in the data."""
 
 import dataclasses
-import pathlib
-from collections.abc import Iterator
+import sys
+import warnings
 from typing import Any
 
+import grain
 import jax
-import numpy as np
-from orbax.checkpoint import v1 as ocp
 
-_KEPT = 2
+from onebit_jax.checkpoint import Checkpoints
+from train.stream import Arrays
+
+KEPT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,95 +31,41 @@ class Progress:
     frozen_at: int = -1
 
 
-class Checkpoints:
-    """The checkpoints in a folder; a context manager. All processes of a run make all calls.
+def save(
+    checkpoints: Checkpoints,
+    progress: Progress,
+    params: Any,
+    opt_state: Any,
+    batches: grain.DatasetIterator[Arrays],
+) -> None:
+    """Saves a run after `progress.step` updates.
 
-    Args:
-        folder: where they are, or will be.
+    Raises:
+        ValueError: the checkpoint before this one could not be written.
     """
-
-    def __init__(self, folder: pathlib.Path):
-        self._checkpointer = ocp.training.Checkpointer(
-            str(folder.resolve()),
-            preservation_policy=ocp.training.preservation_policies.LatestN(_KEPT),  # pyright: ignore[reportArgumentType]: its own
-            cleanup_tmp_directories=True,
-        )
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._checkpointer.close()
-
-    def save(
-        self,
-        progress: Progress,
-        params: Any,
-        opt_state: Any,
-        batches: Iterator[dict[str, np.ndarray]],
-    ) -> None:
-        """Saves a run after `progress.step` updates; `batches` is a Grain iterator."""
-        state = {
-            "params": params,
-            "opt_state": opt_state,
-            "progress": dataclasses.asdict(progress),
-            "batches": batches,
-        }
-        # Without force, a save that falls due while another is running would be left out.
-        self._checkpointer.save_checkpointables(progress.step, state, force=True)
-
-    def restore(
-        self, params: Any, opt_state: Any, batches: Iterator[dict[str, np.ndarray]]
-    ) -> tuple[Progress, Any, Any]:
-        """Goes back to the latest checkpoint; without one, returns the arguments.
-
-        Args:
-            params: parameters of the run's shapes and shardings.
-            opt_state: an optimizer state of the run's shapes and shardings.
-            batches: the run's Grain iterator, which is set to the checkpoint's place.
-
-        Returns:
-            Progress, parameters and optimizer state.
-
-        Raises:
-            ValueError: the checkpoint is of other parameters or of another optimizer.
-        """
-        latest = self._checkpointer.latest
-        if latest is None:
-            return Progress(), params, opt_state
-        saved = self._checkpointer.checkpointables_metadata(latest).metadata
-        for name, tree in {"params": params, "opt_state": opt_state}.items():
-            self._check_same_tree(name, _shapes(saved[name]), _shapes(tree))
-        wanted = {
-            "params": abstract(params),
-            "opt_state": abstract(opt_state),
-            "progress": None,
-            "batches": batches,
-        }
-        restored = self._checkpointer.load_checkpointables(latest, wanted)
-        return Progress(**restored["progress"]), restored["params"], restored["opt_state"]
-
-    def _check_same_tree(
-        self, name: str, saved: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
-    ) -> None:
-        differing = [
-            leaf for leaf in saved.keys() | expected.keys() if saved.get(leaf) != expected.get(leaf)
-        ]
-        if differing:
-            leaf = min(differing)
-            raise ValueError(
-                f"the checkpoint in {self._checkpointer.directory} is of another tree: {name} "
-                f"{leaf} has shape {saved.get(leaf, 'absent')} there and "
-                f"{expected.get(leaf, 'absent')} in this run; give another --out, or the options "
-                "that it was made with"
-            )
+    extra = {"progress": dataclasses.asdict(progress), "batches": batches.get_state()}
+    checkpoints.save(progress.step, params, opt_state, extra=extra)
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+def restore(
+    checkpoints: Checkpoints, params: Any, opt_state: Any, batches: grain.DatasetIterator[Arrays]
+) -> tuple[Progress, Any, Any]:
+    """Goes back to the latest checkpoint, and `batches` to its place; without one, to the start.
+
+    Raises:
+        ValueError: the checkpoint is of another run.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        try:
+            restored = checkpoints.restore(params, opt_state)
+        finally:
+            for warning in caught:
+                print(f"warning: {warning.message}", file=sys.stderr)
+    if restored.extra is None:
+        return Progress(), params, opt_state
+    batches.set_state(restored.extra["batches"])
+    return Progress(**restored.extra["progress"]), restored.params, restored.opt_state
 
 
 def abstract(tree: Any) -> Any:

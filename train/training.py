@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
-from train.checkpoint import Checkpoints, Progress, abstract
+from train import checkpoint
+from train.checkpoint import Progress, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
 from train.optimizers import OPTIMIZERS, Setting, warmup_end
@@ -112,8 +114,9 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
         return wire.bytes_sent(collectives(phase))
 
     synced = jax.jit(lambda state, params: state.synced_parameters(params))
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        progress, params, opt_state = checkpoints.restore(params, opt_state, batches)
+    with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
+        restored = checkpoint.restore(checkpoints, params, opt_state, batches)
+        progress, params, opt_state = restored
         if progress.step > config.steps:
             raise ValueError(
                 f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
@@ -134,7 +137,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                     log.flush()
                     if OPTIMIZERS[name].local_steps:
                         params = synced(opt_state, params)
-                    checkpoints.save(progress, params, opt_state, batches)
+                    checkpoint.save(checkpoints, progress, params, opt_state, batches)
                 if stopping:
                     raise Stopped(name, done)
 

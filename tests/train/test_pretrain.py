@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from onebit_jax.checkpoint import Checkpoints
 from train.bert import pretrain
 from train.bert.model import SIZES
 from train.optimizers import OPTIMIZERS
@@ -71,13 +72,13 @@ def final_state(folder, steps=STEPS):
     with ocp.training.Checkpointer(str(folder / "checkpoints")) as checkpointer:
         assert checkpointer.latest is not None
         assert checkpointer.latest.step == steps
-        saved = checkpointer.checkpointables_metadata().metadata
+        saved = checkpointer.checkpointables_metadata().metadata["state"]
         one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one_device),
-            {name: saved[name] for name in ("params", "opt_state")},
+            {name: saved[name] for name in ("params", "opt_state")} | {"others": None},
         )
-        return checkpointer.load_checkpointables(None, abstract)
+        return checkpointer.load_checkpointables(None, {"state": abstract})
 
 
 def assert_identical(one, other):
@@ -320,18 +321,32 @@ def test_folder_of_something_else(tmp_path, capsys):
     assert "exists and is no run of this program" in capsys.readouterr().err
 
 
-def test_checkpoint_of_another_model(finished, tmp_path, capsys):
-    """The configuration is the same, yet somebody has put other checkpoints there."""
-    out, *_ = finished
+@pytest.fixture
+def begun(finished, tmp_path):
+    """A folder of the same configuration, without any training."""
     (tmp_path / "run" / "adam").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text((out / "config.json").read_text())
-    with ocp.training.Checkpointer(str(tmp_path / "run" / "adam" / "checkpoints")) as checkpointer:
+    config = (finished[0] / "config.json").read_text()
+    (tmp_path / "run" / "config.json").write_text(config)
+    return tmp_path / "run"
+
+
+def test_checkpoint_of_another_model(begun, capsys):
+    """The configuration is the same, yet somebody has put other checkpoints there."""
+    with Checkpoints(begun / "adam" / "checkpoints") as checkpoints:
+        checkpoints.save(4, {"kernel": np.zeros(3, np.float32)}, ())
+    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(begun)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: the checkpoint {begun}/adam/checkpoints/4 is of another tree")
+    assert not (begun / "adam" / "metrics.jsonl").exists()
+
+
+def test_checkpoint_of_an_earlier_version(begun, capsys):
+    with ocp.training.Checkpointer(str(begun / "adam" / "checkpoints")) as checkpointer:
         tree = {"kernel": np.zeros(3, np.float32)}
         checkpointer.save_checkpointables(4, {"params": tree, "opt_state": tree})
-    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(
-        f"error: the checkpoint in {tmp_path}/run/adam/checkpoints is of another"
-    )
-    assert "has shape absent there and (16,) in this run" in error
-    assert not (tmp_path / "run" / "adam" / "metrics.jsonl").exists()
+    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(begun)]) == 2
+    warning, error = capsys.readouterr().err.splitlines()[-2:]
+    assert warning.startswith("warning: the checkpoint")
+    assert "manifest.json is missing" in warning
+    assert error.startswith(f"error: no checkpoint in {begun}/adam/checkpoints can be read")
+    assert "of an earlier version of onebit_jax" in error

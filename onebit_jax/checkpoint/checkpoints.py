@@ -1,0 +1,377 @@
+"""Checkpoints in a folder."""
+
+import contextlib
+import gc
+import logging
+import os
+import pathlib
+import shutil
+import warnings
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from onebit_jax import validation
+from onebit_jax.checkpoint import manifest
+from onebit_jax.checkpoint.checksums import checksums, differing
+from onebit_jax.checkpoint.manifest import DamagedError
+
+_MANIFEST = "manifest.json"
+# What Orbax calls a checkpoint by until it is complete.
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+class Restored(NamedTuple):
+    """What :meth:`Checkpoints.restore` gives back.
+
+    Attributes:
+      step: updates made; 0 where there was no checkpoint.
+      params: the parameters.
+      opt_state: the optimizer state.
+      others: what else was given.
+      extra: what was saved as ``extra``; None where there was no checkpoint.
+    """
+
+    step: int
+    params: Any
+    opt_state: Any
+    others: Any
+    extra: Any
+
+
+class Checkpoints:
+    """The checkpoints of a run in a folder; a context manager. All processes make all calls.
+
+    A checkpoint is whole or not there: it is written beside the others, in the background, and
+    moved to its place once it is complete. It holds every worker's residuals, a manifest that is
+    checked before anything is restored, and a checksum of every worker's part of every array, which
+    is checked after it. Nothing in it is executed, and its contents name no file.
+
+    Args:
+      folder: where they are, or will be; all processes must reach it.
+      keep_last: how many of the latest are kept.
+      keep_best: how many are kept besides, those with the smallest ``metric``.
+
+    Raises:
+      ValueError: for a number below 1, or ``keep_best`` below 0.
+
+    Example:
+      A loop that goes on where it was stopped:
+
+      >>> import tempfile
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> from onebit_jax.checkpoint import Checkpoints
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> tx = onebit_jax.onebit_adam(1e-2, warmup=5, axis_name="data")
+      >>> step = onebit_jax.train_step(lambda p, x: jnp.mean((x - p) ** 2), tx, mesh)
+      >>> def train(folder, steps):
+      ...     params = jax.device_put(jnp.zeros(3), jax.NamedSharding(mesh, jax.P()))
+      ...     opt_state = onebit_jax.init(tx, params, mesh)
+      ...     with Checkpoints(folder) as checkpoints:
+      ...         begin, params, opt_state, *_ = checkpoints.restore(params, opt_state)
+      ...         for i in range(begin, steps):
+      ...             params, opt_state, _ = step(params, opt_state, jnp.ones((16, 3)))
+      ...         checkpoints.save(steps, params, opt_state)
+      ...     return begin, params
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     train(folder, 10)[0], train(folder, 20)[0]
+      (0, 10)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep_last: int = 2, keep_best: int = 0):
+        validation.check_step_count("keep_last", keep_last, 1, "The latest is needed to go on.")
+        validation.check_step_count("keep_best", keep_best, 0, "0 for none.")
+        self.folder = pathlib.Path(folder).resolve()
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._saving: ocp.AsyncResponse[Any] | None = None
+        self._damaged: list[int] = []
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits until all is saved; raises what went wrong with that."""
+        self._wait()
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, damaged ones included, in order."""
+        if not self.folder.is_dir():
+            return []
+        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+    def save(
+        self,
+        step: int,
+        params: Any,
+        opt_state: Any,
+        others: Any = None,
+        *,
+        extra: Any = None,
+        metric: float | None = None,
+    ) -> None:
+        """Saves a run; returns once all is copied, while it is still being written.
+
+        Args:
+          step: updates made, at least 1.
+          params: the parameters.
+          opt_state: the optimizer state in the mesh view, as a step returns it.
+          others: any other tree of arrays and numbers, such as random keys or a model's state.
+          extra: what JSON can hold, such as the place in the data. Each process has its own.
+          metric: of ``keep_best``, the smaller the better; the same on all processes.
+
+        Raises:
+          ValueError: for a step that there is a checkpoint of, and an ``extra`` that JSON cannot
+            hold.
+          Exception: what went wrong with the save before this one, such as an ``OSError``.
+        """
+        validation.check_step_count("step", step, 1, "Give the number of updates made.")
+        self._wait()
+        self._tidy_up()
+        if step in self.steps():
+            raise ValueError(
+                f"there is a checkpoint of step {step} in {self.folder} already: call restore "
+                f"first, which goes on from the latest, or give another folder."
+            )
+        tree = {"params": params, "opt_state": opt_state, "others": others}
+        written = manifest.describe(step, tree) | {"metric": metric}
+        sums = {name: checksums(x) for name, x in manifest.leaves(tree)}
+        try:
+            own = manifest.encoded({"checksums": sums, "extra": extra})
+        except TypeError as error:
+            raise ValueError(f"extra is not what JSON can hold: {error}") from error
+        files = {_own_file(jax.process_index()): own}
+        if jax.process_index() == 0:
+            files[_MANIFEST] = manifest.encoded(written)
+        saved = {"state": _filled(tree), "manifest": _Files(files)}
+        self._saving = ocp.save_checkpointables_async(str(self.folder / str(step)), saved)
+
+    def restore(self, params: Any, opt_state: Any, others: Any = None) -> Restored:
+        """Goes back to the latest checkpoint; where there is none, returns the arguments.
+
+        A damaged checkpoint is named in a warning, and the one before it restored, on all processes
+        alike; the next save sets it aside, as ``STEP.damaged``.
+
+        Args:
+          params: parameters of the run's shapes and shardings.
+          opt_state: an optimizer state of the run's shapes and shardings, from
+            :func:`onebit_jax.init`.
+          others: what else was saved, of its shapes and shardings.
+
+        Raises:
+          ValueError: the checkpoint is of another model, another optimizer or another number of
+            workers; or all of them are damaged. The message says what to do.
+        """
+        tree = {"params": params, "opt_state": opt_state, "others": others}
+        self._wait()
+        steps = self.steps()
+        for step in reversed(steps):
+            path = self.folder / str(step)
+            where = f"the checkpoint {path}"
+            read = _on_all_processes(lambda path=path: _read(path))
+            if isinstance(read, DamagedError):
+                self._pass_over(step, read)
+                continue
+            written, own, sums = read
+            manifest.check(written, tree, where)
+            loaded = _on_all_processes(lambda path=path, sums=sums: _load(path, tree, sums))
+            if isinstance(loaded, DamagedError):
+                self._pass_over(step, loaded)
+                continue
+            self._damaged = [later for later in steps if later > step]
+            return Restored(step, **loaded, extra=own["extra"])
+        if steps:
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be read, of steps "
+                f"{', '.join(map(str, steps))}: they are damaged, or of an earlier version of "
+                f"onebit_jax. Put back a copy, or begin in another folder."
+            )
+        return Restored(0, **tree, extra=None)
+
+    def _pass_over(self, step: int, problem: DamagedError) -> None:
+        warnings.warn(
+            f"the checkpoint {self.folder / str(step)} is damaged ({problem}); the one before it "
+            f"is used",
+            stacklevel=3,
+        )
+
+    def _wait(self) -> None:
+        """Waits for the save that is under way, then drops what it makes superfluous."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        saving.result()
+        if jax.process_index() == 0:
+            for step in self._superfluous():
+                shutil.rmtree(self.folder / str(step))
+        _meet("superfluous checkpoints are gone")
+
+    def _superfluous(self) -> list[int]:
+        policies = ocp.training.preservation_policies
+        kept: list[Any] = [policies.LatestN(self._keep_last)]
+        if self._keep_best:
+            best = policies.BestN(
+                get_metric_fn=lambda metric: metric,
+                reverse=True,
+                n=self._keep_best,
+                keep_checkpoints_without_metrics=False,
+            )
+            kept.append(best)
+        found: Any = [_Info(step, _metric(self.folder / str(step))) for step in self.steps()]
+        flags = policies.AnyPreservationPolicy(kept).should_preserve(found, context=cast(Any, None))
+        return [info.step for info, keep in zip(found, flags, strict=True) if not keep]
+
+    def _tidy_up(self) -> None:
+        """Sets damaged checkpoints aside, and drops what earlier starts left half-written."""
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob(f"*{_TEMPORARY}*"):
+                shutil.rmtree(path)
+            for step in self._damaged:
+                aside = self.folder / f"{step}.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                (self.folder / str(step)).rename(aside)
+        self._damaged = []
+        _meet("the folder of checkpoints is tidy")
+
+
+def _meet(where: str) -> None:
+    """Waits for all processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(where)
+
+
+class _Info(NamedTuple):
+    """A checkpoint as Orbax's rules for what to keep see it."""
+
+    step: int
+    metrics: float | None
+
+
+def _metric(path: pathlib.Path) -> float | None:
+    try:
+        return manifest.read(path / "manifest" / _MANIFEST)["metric"]
+    except DamagedError:
+        return None
+
+
+class _Files:
+    """JSON files in a checkpoint, as Orbax writes what is no array."""
+
+    def __init__(self, files: Mapping[str, str]):
+        self._files = files
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        async def write() -> None:
+            folder = pathlib.Path(await directory.await_creation())
+            for name, text in self._files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+
+        return write()
+
+    async def load(self, directory: Any) -> Awaitable[None]:
+        raise NotImplementedError("they are read before the arrays are")
+
+
+def _own_file(process: int) -> str:
+    return f"process-{process}.json"
+
+
+def _read(path: pathlib.Path) -> tuple[Any, Any, dict[str, dict[str, int]]]:
+    """A checkpoint's manifest, this process's own file, and the checksums of all arrays."""
+    folder = path / "manifest"
+    written = manifest.read(folder / _MANIFEST)
+    count = written["processes"]
+    files = [manifest.read(folder / _own_file(process)) for process in range(count)]
+    sums: dict[str, dict[str, int]] = {}
+    for file in files:
+        for name, parts in file["checksums"].items():
+            sums.setdefault(name, {}).update(parts)
+    return written, files[jax.process_index() % count], sums
+
+
+def _load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -> Any:
+    """The arrays of a checkpoint, like the tree, each as the tree's lies.
+
+    Raises:
+      DamagedError: they cannot be read, or are not what was written.
+    """
+    # Each process reads for itself: one that cannot must not leave the others waiting for it.
+    me = jax.process_index()
+    context = ocp.Context()
+    context.multiprocessing.primary_host = me
+    context.multiprocessing.active_processes = {me}
+    context.multiprocessing.barrier_sync_key_prefix = f"reader_{me}"
+    problem = ""
+    with _quiet():
+        try:
+            with context:
+                loaded = ocp.load_checkpointables(
+                    str(path), {"state": _filled(jax.tree.map(_abstract, tree))}
+                )["state"]
+        # Orbax raises whatever its libraries do: of a damaged file nearly anything.
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if problem:
+            gc.collect()
+    if problem:
+        raise DamagedError(problem)
+    restored = jax.tree.map(
+        lambda x, like: like if x is None else x, loaded, tree, is_leaf=lambda x: x is None
+    )
+    expected = dict(manifest.leaves(tree))
+    for name, x in manifest.leaves(restored):
+        like = expected[name]
+        same = (np.shape(x), jnp.result_type(x)) == (np.shape(like), jnp.result_type(like))
+        if not same or differing(x, sums.get(name, {})):
+            raise DamagedError(f"{name} is not what was written")
+    return restored
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what Orbax leaves unfinished, of a file that it could not read, from being logged."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _filled(tree: Any) -> Any:
+    """The tree with None for arrays without elements, which Orbax does not save."""
+    return jax.tree.map(lambda x: x if np.size(x) else None, tree)
+
+
+def _abstract(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return x
+
+
+def _on_all_processes(read: Callable[[], Any]) -> Any:
+    """What ``read`` returns, or the error where it raised one on any process, on all alike."""
+    try:
+        result = read()
+    except DamagedError as error:
+        result = error
+    if jax.process_count() > 1:
+        fine = multihost_utils.process_allgather(np.array(not isinstance(result, DamagedError)))
+        if not np.all(fine) and not isinstance(result, DamagedError):
+            processes = ", ".join(map(str, np.flatnonzero(~np.asarray(fine))))
+            return DamagedError(f"process {processes} cannot read it")
+    return result

@@ -1,0 +1,91 @@
+"""Checksums of arrays, one for each part that a device has of them.
+
+A part is named by where it lies: ``"0:1,0:3"`` is the first worker's row of an array ``[4, 3]``.
+Of arrays that all devices hold there is one part. Every process knows those of its own devices.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from onebit_jax.model_state import is_key
+
+Box = tuple[tuple[int, int], ...]
+
+
+def checksums(x: Any) -> dict[str, int]:
+    """The CRC-32 of each part of an array that this process answers for.
+
+    Args:
+      x: an array of JAX's or NumPy's, random keys too, or a number.
+
+    >>> checksums(np.arange(3, dtype=np.int32))
+    {'0:3': 494276218}
+    """
+    return {_name(box): _crc(part) for box, part, first in _parts(x) if first}
+
+
+def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
+    """Names the parts of an array that are not those whose checksums are given.
+
+    Parts that other processes hold are theirs to look at. An array may be split otherwise than it
+    was: what counts is that a part lies within one of its own.
+    """
+    held = [(box, part) for box, part, _ in _parts(x)]
+    wrong = []
+    for name, crc in expected.items():
+        box = _box(name)
+        for own, part in held:
+            if all(a <= c and d <= b for (a, b), (c, d) in zip(own, box, strict=True)):
+                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(own, box, strict=True))
+                if _crc(part[inner]) != crc:
+                    wrong.append(name)
+                break
+    return wrong
+
+
+def _parts(x: Any) -> Iterator[tuple[Box, Any, bool]]:
+    """Parts that this process has, each once: where it lies, and whether it is the first of it."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        yield _whole(x.shape), x, jax.process_index() == 0
+        return
+    seen = set()
+    for shard in x.addressable_shards:
+        box = tuple(
+            (s.start or 0, n if s.stop is None else s.stop)
+            for s, n in zip(shard.index, x.shape, strict=True)
+        )
+        if box not in seen:
+            seen.add(box)
+            yield (
+                box,
+                shard.data,
+                any(
+                    other.index == shard.index and other.replica_id == 0
+                    for other in x.addressable_shards
+                ),
+            )
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _crc(x: Any) -> int:
+    host = np.ascontiguousarray(np.asarray(x))
+    return zlib.crc32(host.reshape(-1).view(np.uint8).data) if host.size else 0
+
+
+def _name(box: Box) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in box)
+
+
+def _box(name: str) -> Box:
+    pairs = (part.split(":") for part in name.split(",") if part)
+    return tuple((int(start), int(stop)) for start, stop in pairs)
