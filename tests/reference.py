@@ -359,7 +359,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
       values: float32 ``[calls, workers, elements]``, of all tensors end to end.
       bits: per value.
       layout: from :func:`quantized_layout`; by default of one tensor.
-      residual_decay: what the workers' residuals are multiplied with.
+      residual_decay: what residuals are multiplied with.
 
     Returns:
       The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
@@ -384,7 +384,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
             c = z + np.float32(residual_decay) * e[i]
             sent = compress(c)
             e[i] = c - sent
-            a = sent.mean(0) + E[i]
+            a = sent.mean(0) + np.float32(residual_decay) * E[i]
             answer = compress(a)
             E[i] = a - answer
             mean[part[part >= 0]] = answer[part >= 0]

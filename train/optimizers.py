@@ -294,7 +294,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         0.4,
         lambda s: onebit_jax.ef_signsgd(**_decay_options(s), momentum=s.b1, axis_name=s.axis_name),
     ),
-    "onebit_muon": compressed("1-bit Muon", 8e-3, _muon(1, 8))._replace(rate_of="muon"),
+    "onebit_muon": compressed("1-bit Muon", 8e-3, _muon(1, 2))._replace(rate_of="muon"),
     "onebit_muon_2": compressed("Muon, 2 bits", 8e-3, _muon(2, 8))._replace(rate_of="muon"),
     "onebit_muon_4": compressed("Muon, 4 bits", 8e-3, _muon(4, 8))._replace(rate_of="muon"),
     "local_steps": local("Local steps, float32", 32),

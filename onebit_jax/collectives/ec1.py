@@ -83,6 +83,7 @@ def compensate_mean(
     compensated: jax.Array,
     server_scales: jax.Array,
     active: jax.Array,
+    residual_decay: jax.typing.ArrayLike,
     when: jax.typing.ArrayLike,
 ) -> jax.Array:
     r"""The server's ``a = (1/n) sum_i s_i sgn(c_i) + E``.
@@ -93,10 +94,11 @@ def compensate_mean(
       compensated: the last call's ``a``, ``[1, G, 8, *plane]``; the result takes its memory.
       server_scales: the last call's ``S``, float32 ``[G]``.
       active: which elements count, bool ``[G, 8, *plane]``.
+      residual_decay: what ``E`` is multiplied with.
       when: where false, the last call's ``a`` stays.
     """
     # In the shape that a is held in from end to end, as for the worker's c.
-    total = residual(compensated, across(server_scales, compensated[0])[None])
+    total = residual_decay * residual(compensated, across(server_scales, compensated[0])[None])
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + signed(*row)[None], None

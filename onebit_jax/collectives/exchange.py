@@ -211,6 +211,7 @@ class BoundExchange(Parts):
         state: ExchangeState,
         *,
         residual_decay: jax.typing.ArrayLike = 1.0,
+        server_decay: jax.typing.ArrayLike = 1.0,
         when: jax.typing.ArrayLike = True,
     ) -> ExchangeState:
         """Averages values with one bit per element each way; :meth:`mean` reads what came of it.
@@ -220,7 +221,8 @@ class BoundExchange(Parts):
         Args:
           parts: the workers' values, from :meth:`local_mean`.
           state: what the last call returned. Its residuals are added to the values.
-          residual_decay: what they are multiplied with before.
+          residual_decay: what the workers' are multiplied with before.
+          server_decay: what the servers' are multiplied with.
           when: where false, the state stays as it is; the same on all workers.
         """
         if self.axes.single_node:
@@ -238,7 +240,7 @@ class BoundExchange(Parts):
         node = self.axes.node
         buckets = (self.how.bucket_bytes, node)
         to_serve = in_buckets(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent, *buckets)
-        served, answer = self._serve(to_serve, state, active, packed, when)
+        served, answer = self._serve(to_serve, state, active, packed, server_decay, when)
         # Refused, a server sends what it sent last.
         answer = jnp.where(when, answer, packed[lax.axis_index(node)])
         received = in_buckets(lambda x: lax.all_gather(x, node), answer, *buckets)
@@ -297,6 +299,7 @@ class BoundExchange(Parts):
         state: ExchangeState,
         active: Active,
         packed: jax.Array,
+        server_decay: jax.typing.ArrayLike,
         when: jax.typing.ArrayLike,
     ) -> tuple[list[jax.Array], jax.Array]:
         """The server's stage: ``a_j``, and what to send to all."""
@@ -310,6 +313,7 @@ class BoundExchange(Parts):
                 last,
                 stack.own_scales(last_scales),
                 unpack_bits(stack.bits(active.bits[chunk]), axis=1),
+                server_decay,
                 when,
             )
             served.append(a)

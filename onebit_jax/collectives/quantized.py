@@ -194,7 +194,7 @@ class BoundQuantizedExchange(BlockParts):
         Args:
           tree: a worker's own values.
           state: what the last call returned. Its residuals are added to the values.
-          residual_decay: what the workers' are multiplied with before.
+          residual_decay: what they are multiplied with before.
           when: where false, the state stays as it is; the same on all workers.
 
         Returns:
@@ -207,7 +207,7 @@ class BoundQuantizedExchange(BlockParts):
         buckets = (self.how.bucket_bytes, node)
         c, s, sent = self._encode(tree, state, residual_decay, when)
         to_serve = in_buckets(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent, *buckets)
-        a, S, answer = self._serve(to_serve, state, when)
+        a, S, answer = self._serve(to_serve, state, residual_decay, when)
         received = in_buckets(lambda x: lax.all_gather(x, node), answer, *buckets)
         ratio = self._residual_ratio(c, s, received)
         new = QuantizedState(
@@ -243,7 +243,11 @@ class BoundQuantizedExchange(BlockParts):
         return compensated, s, self.row(sections, s[0])
 
     def _serve(
-        self, to_serve: jax.Array, state: QuantizedState, when: jax.typing.ArrayLike
+        self,
+        to_serve: jax.Array,
+        state: QuantizedState,
+        residual_decay: jax.typing.ArrayLike,
+        when: jax.typing.ArrayLike,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The server's stage: ``a_j``, its scales, and what to send to all."""
         bits, last = self.how.bits, state.server_compensated.value
@@ -254,7 +258,7 @@ class BoundQuantizedExchange(BlockParts):
 
         rows = self.packed(to_serve), self.scales(to_serve) / len(to_serve)
         # A row at a time: XLA would write out all decoded rows before it summed them.
-        total = residual(last, state.server_scales.value, bits)
+        total = residual_decay * residual(last, state.server_scales.value, bits)
         total, _ = lax.scan(add, total, rows, unroll=min(len(to_serve), 8))
         a = lax.optimization_barrier(jnp.where(when, total, last))
         S = block_scales(a)

@@ -47,7 +47,9 @@ def _averaged(
     if isinstance(exchange, BoundQuantizedExchange):
         return exchange.mean(tree, state, residual_decay=residual_decay)
     parts = exchange.local_mean(tree)
-    state = exchange.all_reduce(parts, state, residual_decay=residual_decay)
+    state = exchange.all_reduce(
+        parts, state, residual_decay=residual_decay, server_decay=residual_decay
+    )
     return exchange.mean(state), state
 
 
@@ -121,8 +123,8 @@ def compressed_mean(
         (mean absolute value, which leaves the smallest residual).
       residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
         which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
-      residual_decay: what a worker's residual is multiplied with before it is added to its next
-        gradient, in [0, 1]; with 1 all of it is made up for.
+      residual_decay: what residuals are multiplied with before they are added, in [0, 1]: with 1
+        all that is left out is made up for; below, less of what was true of earlier parameters.
       local_dtype: in the hierarchical form, what gradients are averaged in within a node:
         ``"float32"``, or ``"bfloat16"`` for half the bytes there.
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of

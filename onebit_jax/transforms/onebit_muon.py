@@ -19,6 +19,7 @@ def onebit_muon(
     *,
     axis_name: str | tuple[str, str],
     bits: int = 1,
+    residual_decay: float = 0.5,
     matrices: Any | Callable[[optax.Params], Any] | None = None,
     nesterov: bool = True,
     ns_steps: int = 5,
@@ -47,11 +48,13 @@ def onebit_muon(
     go through Adam, whose gradients travel at ``adam_bits``.
 
     Muon has no variance, so nothing has to settle and there is no warm-up. The momentum adds
-    gradients up, and what compression leaves out of one is in a later one: it sees noise smaller by
-    about :math:`1 - \beta`.
+    gradients up, and what compression leaves out of one is in a later one. Not all of it: what
+    residuals hold of earlier gradients comes late, and orthogonalizing makes it as large as the
+    rest, so they decay by half in every update. With all of them kept, one bit takes away what Muon
+    gains over Adam; with half of them, a small part of it (``docs/lm.md``).
 
     When to choose it: where you would train with Muon. Compared with its dense form it costs loss:
-    by how much is for a comparison on your task to say, and ``bits=4`` costs hardly any.
+    by how much is for a comparison on your task to say.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -59,6 +62,7 @@ def onebit_muon(
       weight_decay: decoupled, of the matrices, multiplied with the learning rate.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       bits: per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression.
+      residual_decay: of the matrices' residuals, as for :func:`onebit_jax.compressed_mean`.
       matrices: which parameters are matrices: a tree of booleans, or a function of the parameters
         that gives one. By default all with two axes, embeddings included.
       nesterov: see above.
@@ -102,15 +106,17 @@ def onebit_muon(
       compressed mean: Tang et al., ICML 2021, Algorithm 1.
 
     Differences from the papers:
-      Muon's authors exchange gradients at full precision. Momenta could be compressed in their
-      place; that is worse, since orthogonalizing makes all singular values equal, those of the
-      noise too.
+      Muon's authors exchange gradients at full precision. In EC1 residuals do not decay. Momenta
+      could be compressed in the gradients' place; that is worse, since orthogonalizing makes all
+      singular values equal, those of the noise too.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_decay("beta", beta)
     validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
     options: dict[str, Any] = {"local_dtype": local_dtype, "bucket_bytes": bucket_bytes}
+    scale = "mean_abs" if bits == 1 else "rms"
+    mean = compressed_mean(axis_name, bits, scale=scale, residual_decay=residual_decay, **options)
     muon = optax.contrib.muon(
         learning_rate,
         ns_steps=ns_steps,
@@ -122,7 +128,7 @@ def onebit_muon(
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)
     parts: dict[Any, Any] = {
-        "muon": optax.chain(compressed_mean(axis_name, bits, **options), muon),
+        "muon": optax.chain(mean, muon),
         "adam": optax.chain(compressed_mean(axis_name, adam_bits, **options), adam),
     }
 

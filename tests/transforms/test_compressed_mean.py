@@ -79,7 +79,7 @@ def compiled_update(tx: Any, params: Any, workers: int) -> Any:
     return step.lower(params, state, replicate(params, workers)).compile()
 
 
-def numpy_means(gradients, kind="rms", per_node=None) -> Any:
+def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:
     """What EC1 in NumPy makes of gradients `[updates, workers, ...]`: `[updates, ...]`."""
 
     def of_tensor(g):
@@ -92,7 +92,8 @@ def numpy_means(gradients, kind="rms", per_node=None) -> Any:
             if hierarchy:
                 mean = hierarchy.all_reduce(list(flat[t]), kind=kind)
             else:
-                mean, residuals = reference.ec1(list(flat[t]), residuals, kind=kind)
+                decayed = reference.Residuals(*([decay * x for x in own] for own in residuals))
+                mean, residuals = reference.ec1(list(flat[t]), decayed, kind=kind)
             means.append(mean.reshape(g.shape[2:]))
         return np.stack(means)
 
@@ -122,15 +123,17 @@ def test_an_optimizer_behind_it_sees_the_compressed_mean(name):
         ((2, 2), {"scale": "mean_abs"}),
         (WORKERS, {"scale": "mean_abs", "bucket_bytes": 128}),
         ((1, 2), {}),
+        (WORKERS, {"residual_decay": 0.5}),
     ],
-    ids=["hierarchical", "buckets", "single_node"],
+    ids=["hierarchical", "buckets", "single_node", "decay"],
 )
 def test_other_forms_agree_with_numpy(workers, options):
     rows = workers if isinstance(workers, int) else workers[0] * workers[1]
     gradients = draw(1, STEPS, rows)
     axis_name, per_node = (AXIS, None) if isinstance(workers, int) else (PAIR, workers[1])
     ours, _ = made_updates(compressed_mean(axis_name, **options), draw(0), gradients, workers)
-    theirs = numpy_means(gradients, options.get("scale", "rms"), per_node)
+    scale, decay = options.get("scale", "rms"), options.get("residual_decay", 1.0)
+    theirs = numpy_means(gradients, scale, per_node, decay)
     for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(x[:, 0], y, rtol=1e-5, atol=1e-6)
 
