@@ -1,11 +1,11 @@
 """What brings Muon on gradients of one bit nearer to dense Muon, on a language model.
 
-    python -m benchmarks.muon_bits --corpus TEXTS --workers 8 --steps 500 --out runs/muon-bits
+    python -m benchmarks.muon_bits --corpus TEXTS --workers 4 --steps 400 --out runs/muon-bits
     python -m train.compare --help                                       # has the other options
 
-Compared with dense Muon: 4, 2 and 1 bits; with one bit the mean absolute value as scale, residuals
-that decay, a longer momentum, the embedding by Muon rather than at 8 bits by Adam; and the momentum
-in the gradients' place. All at the learning rate that suits dense Muon best.
+Compared with Adam and dense Muon: 4, 2 and 1 bits; with one bit residuals that do not decay, that
+decay less or are left out altogether, a longer momentum, the embedding by Muon rather than by Adam;
+and the momentum in the gradients' place. All at the learning rate that suits dense Muon best.
 """
 
 import sys
@@ -57,7 +57,7 @@ def muon(
         return optax.partition(
             {
                 "muon": optax.chain(exchange(axis), matrices),
-                "adam": optax.chain(onebit_jax.compressed_mean(axis, 8), rest),
+                "adam": optax.chain(onebit_jax.compressed_mean(axis, 2), rest),
             },
             parts,
         )
@@ -93,16 +93,19 @@ def compressed_momentum(axis_name: str, beta: float = 0.95) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
-def one_bit(**options: Any) -> Callable[[str], optax.GradientTransformation]:
-    """A compressed mean of one bit."""
-    return lambda axis_name: onebit_jax.compressed_mean(axis_name, **options)
+def one_bit(decay: float = 0.5) -> Callable[[str], optax.GradientTransformation]:
+    """A compressed mean of one bit, as 1-bit Muon has it, with residuals that decay by a factor."""
+    return lambda axis_name: onebit_jax.compressed_mean(
+        axis_name, scale="mean_abs", residual_decay=decay
+    )
 
 
 VARIANTS: dict[str, Optimizer] = {
     name: compressed(label, 8e-3, make)._replace(rate_of="muon")
     for name, label, make in (
-        ("mean_abs", "1 bit, mean absolute scale", muon(one_bit(scale="mean_abs"))),
-        ("decay_0.9", "1 bit, residuals decay by 0.9", muon(one_bit(residual_decay=0.9))),
+        ("decay_1", "1 bit, all of the residuals", muon(one_bit(1.0))),
+        ("decay_0.9", "1 bit, 0.9 of the residuals", muon(one_bit(0.9))),
+        ("decay_0", "1 bit, no residuals", muon(one_bit(0.0))),
         ("beta_0.98", "1 bit, momentum 0.98", muon(one_bit(), 0.98)),
         ("embedding", "1 bit, embedding by Muon", muon(one_bit(), embedding=True)),
         ("momentum", "1 bit of the momentum", muon(compressed_momentum, 0.0, nesterov=False)),
@@ -113,7 +116,7 @@ VARIANTS: dict[str, Optimizer] = {
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison and returns its exit code."""
     OPTIMIZERS.update(VARIANTS)
-    names = ["muon", "onebit_muon_4", "onebit_muon_2", "onebit_muon", *VARIANTS]
+    names = ["adam", "muon", "onebit_muon_4", "onebit_muon_2", "onebit_muon", *VARIANTS]
     return compare.main(["--task", "lm", "--optimizers", *names, *arguments])
 
 

@@ -231,6 +231,16 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
     return Optimizer(label, learning_rate, make, phase_of, local_steps=True, freezes_by_number=True)
 
 
+def _birder(label: str, **options: float) -> Optimizer:
+    return Optimizer(
+        label,
+        1.2e-3,
+        lambda s: onebit_jax.birder(**_decay_options(s), **options, seed=0, axis_name=s.axis_name),
+        # In the first update workers also tell each other where they have gradients.
+        lambda step, *_: "compression" if step else "warmup",
+    )
+
+
 # After the freeze, gaps that grow with the number of updates made: a 32nd to a 16th of it.
 REFRESHES = published_variance_steps(16)
 
@@ -278,13 +288,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "zero_one_adam_published": _zero_one(
         "0/1 Adam, published refreshes", 1.25e-4, var_update_scaler=16
     ),
-    "birder": Optimizer(
-        "Birder",
-        1.2e-3,
-        lambda s: onebit_jax.birder(**_decay_options(s), seed=0, axis_name=s.axis_name),
-        # In the first update workers also tell each other where they have gradients.
-        lambda step, *_: "compression" if step else "warmup",
-    ),
+    "birder": _birder("Birder"),
+    "birder_0.9": _birder("Birder, decay 0.9", b=0.9),
+    "birder_0.98": _birder("Birder, decay 0.98", b=0.98),
     "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),
     "distributed_lion": compressed(
         "Distributed Lion", 3e-4, lambda s: onebit_jax.distributed_lion(**_sign_options(s))

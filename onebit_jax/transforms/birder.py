@@ -274,10 +274,10 @@ def birder(
       Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical
       Distributed DNN Training <https://openreview.net/forum?id=Mlo2kM11ZB>`_, NeurIPS 2023.
 
-    Differences from the paper:
-      Coordinates at rest do not move; by the paper's formula they would walk by :math:`\alpha_t` in
-      every update, at random. On all others :math:`a_i` is kept at :math:`2^{-100}` or above: where
-      a worker itself has had no gradient, :math:`Q(m_i / a_i)` is a fair coin all the same.
+    Differences from the paper, of which only the abstract and secondary sources could be read:
+      Ours are the decay of 0.95, decoupled weight decay, and full precision within a node.
+      Coordinates at rest do not move; by the formula they would walk at random. On all others
+      :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q(m_i / a_i)` is fair.
     """
     validation.check_learning_rate(learning_rate)
     return optax.chain(
