@@ -111,17 +111,23 @@ def compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], 
     return compressed(label, learning_rate, chained)
 
 
-def local(label: str, bits: int) -> Optimizer:
-    """AdamW on every worker for itself; averages at so many bits every 16 steps."""
+def local(
+    label: str, bits: int, every: int = LOCAL_STEPS, *, error_decay: float = 1.0
+) -> Optimizer:
+    """AdamW on every worker for itself; averages at so many bits every few steps."""
 
     def make(setting: Setting) -> optax.GradientTransformation:
-        outer = optax.sgd(1.0)
         return onebit_jax.local_steps(
-            _adamw(setting), outer, every=LOCAL_STEPS, axis_name=setting.axis_name, bits=bits
+            _adamw(setting),
+            optax.sgd(1.0),
+            every=every,
+            axis_name=setting.axis_name,
+            bits=bits,
+            error_decay=error_decay,
         )
 
     def phase_of(step: int, *_: int) -> Phase:
-        return "local" if (step + 1) % LOCAL_STEPS else "sync"
+        return "local" if (step + 1) % every else "sync"
 
     return Optimizer(label, 2e-3, make, phase_of, local_steps=True)
 
