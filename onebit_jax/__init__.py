@@ -1,8 +1,10 @@
 """Optax optimizers that send one bit per parameter, and the collectives beneath them."""
 
 from onebit_jax import plan, wire
+from onebit_jax.adam_states import from_adam, to_adam
 from onebit_jax.markers import PerWorker
 from onebit_jax.placement import init, state_specs
+from onebit_jax.resizing import resize
 from onebit_jax.training import TrainStep, train_step
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
 from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
@@ -47,6 +49,7 @@ __all__ = [
     "compressed_mean",
     "distributed_lion",
     "ef_signsgd",
+    "from_adam",
     "init",
     "local_steps",
     "mean_gradients",
@@ -55,12 +58,14 @@ __all__ = [
     "onebit_muon",
     "per_worker",
     "plan",
+    "resize",
     "scale_by_birder",
     "scale_by_distributed_lion",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
     "signum",
     "state_specs",
+    "to_adam",
     "train_step",
     "variance_stable",
     "wire",

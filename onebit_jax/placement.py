@@ -173,9 +173,9 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
                 f"opt_state{_name(path)} has shape {jnp.shape(has)} and dtype "
                 f"{jnp.result_type(has)}, but for these parameters, on this mesh of {mesh.size} "
                 f"workers, {leaf.shape} and {leaf.dtype} is needed: a state belongs to its number "
-                f"of workers, to the optimizer's options and to the parameters' shapes. Go on with "
-                f"what it was made for, or call onebit_jax.init again, which begins with a new "
-                f"warm-up."
+                f"of workers, to the optimizer's options and to the parameters' shapes. "
+                f"onebit_jax.resize takes it to another number of workers; else go on with what it "
+                f"was made for, or call onebit_jax.init again, which begins with a new warm-up."
             )
     for leaf in got.values():
         sharding = getattr(leaf, "sharding", None)
@@ -242,7 +242,8 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     if _arrays(wanted) - _arrays(got) or (_arrays(got) - _arrays(wanted) and not unmarked):
         return (
             f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
-            f"those that the state was made for."
+            f"those that the state was made for; onebit_jax.resize takes one to another number of "
+            f"workers."
         )
     lost = (
         " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "

@@ -1,27 +1,34 @@
 """Checkpoints in a folder."""
 
 import contextlib
-import gc
-import logging
+import functools
 import os
 import pathlib
 import shutil
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax import validation
 from onebit_jax.checkpoint import manifest
-from onebit_jax.checkpoint.checksums import checksums, differing
+from onebit_jax.checkpoint.checksums import checksums
+from onebit_jax.checkpoint.loading import (
+    MANIFEST,
+    as_saved,
+    filled,
+    load,
+    on_all_processes,
+    own_file,
+    read,
+)
 from onebit_jax.checkpoint.manifest import DamagedError
+from onebit_jax.resizing import resize
 
-_MANIFEST = "manifest.json"
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
@@ -90,6 +97,7 @@ class Checkpoints:
         self._keep_last, self._keep_best = keep_last, keep_best
         self._saving: ocp.AsyncResponse[Any] | None = None
         self._damaged: list[int] = []
+        self._begun = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -98,7 +106,7 @@ class Checkpoints:
         self.close()
 
     def close(self) -> None:
-        """Waits until all is saved; raises what went wrong with that."""
+        """Waits until all is saved; raises ``OSError`` where that failed."""
         self._wait()
 
     def steps(self) -> list[int]:
@@ -131,7 +139,7 @@ class Checkpoints:
         Raises:
           ValueError: for a step that there is a checkpoint of, and an ``extra`` that JSON cannot
             hold.
-          Exception: what went wrong with the save before this one, such as an ``OSError``.
+          OSError: the folder is gone or cannot be written, or the save before this one failed.
         """
         validation.check_step_count("step", step, 1, "Give the number of updates made.")
         self._wait()
@@ -148,13 +156,22 @@ class Checkpoints:
             own = manifest.encoded({"checksums": sums, "extra": extra})
         except TypeError as error:
             raise ValueError(f"extra is not what JSON can hold: {error}") from error
-        files = {_own_file(jax.process_index()): own}
+        files = {own_file(jax.process_index()): own}
         if jax.process_index() == 0:
-            files[_MANIFEST] = manifest.encoded(written)
-        saved = {"state": _filled(tree), "manifest": _Files(files)}
-        self._saving = ocp.save_checkpointables_async(str(self.folder / str(step)), saved)
+            files[MANIFEST] = manifest.encoded(written)
+        saved = {"state": filled(tree), "manifest": _Files(files)}
+        with self._failing_as_os_error():
+            self._saving = ocp.save_checkpointables_async(str(self.folder / str(step)), saved)
 
-    def restore(self, params: Any, opt_state: Any, others: Any = None) -> Restored:
+    def restore(
+        self,
+        params: Any,
+        opt_state: Any,
+        others: Any = None,
+        *,
+        tx: optax.GradientTransformation | None = None,
+        saved_tx: optax.GradientTransformation | None = None,
+    ) -> Restored:
         """Goes back to the latest checkpoint; where there is none, returns the arguments.
 
         A damaged checkpoint is named in a warning, and the one before it restored, on all processes
@@ -165,6 +182,9 @@ class Checkpoints:
           opt_state: an optimizer state of the run's shapes and shardings, from
             :func:`onebit_jax.init`.
           others: what else was saved, of its shapes and shardings.
+          tx: the optimizer, for a state that was saved by another number of workers:
+            :func:`onebit_jax.resize` takes it to this one.
+          saved_tx: the optimizer that it was saved with, where options of its exchange differ.
 
         Raises:
           ValueError: the checkpoint is of another model, another optimizer or another number of
@@ -176,16 +196,31 @@ class Checkpoints:
         for step in reversed(steps):
             path = self.folder / str(step)
             where = f"the checkpoint {path}"
-            read = _on_all_processes(lambda path=path: _read(path))
-            if isinstance(read, DamagedError):
-                self._pass_over(step, read)
+            found = on_all_processes(functools.partial(read, path))
+            if isinstance(found, DamagedError):
+                self._pass_over(step, found)
                 continue
-            written, own, sums = read
-            manifest.check(written, tree, where)
-            loaded = _on_all_processes(lambda path=path, sums=sums: _load(path, tree, sums))
+            written, own, sums = found
+            like = tree
+            moves = tx is not None and (
+                saved_tx is not None or manifest.differ(written["axes"], manifest.axes(tree))
+            )
+            if moves:
+                like = tree | {"opt_state": as_saved(saved_tx or tx, params, written["axes"])}
+            manifest.check(written, like, where)
+            loaded = on_all_processes(functools.partial(load, path, like, sums))
             if isinstance(loaded, DamagedError):
                 self._pass_over(step, loaded)
                 continue
+            if moves:
+                loaded["opt_state"] = resize(
+                    loaded["opt_state"],
+                    cast(Any, tx),
+                    params,
+                    manifest.mesh_of(tree),
+                    from_axes=dict(written["axes"]),
+                    from_tx=saved_tx,
+                )
             self._damaged = [later for later in steps if later > step]
             return Restored(step, **loaded, extra=own["extra"])
         if steps:
@@ -208,11 +243,24 @@ class Checkpoints:
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        saving.result()
+        with self._failing_as_os_error():
+            saving.result()
         if jax.process_index() == 0:
             for step in self._superfluous():
                 shutil.rmtree(self.folder / str(step))
         _meet("superfluous checkpoints are gone")
+
+    @contextlib.contextmanager
+    def _failing_as_os_error(self) -> Iterator[None]:
+        """Says in one line what Orbax and its libraries say in many ways."""
+        try:
+            yield
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            raise OSError(
+                f"a checkpoint could not be written into {self.folder} ({problem}); those before "
+                f"it are as they were"
+            ) from error
 
     def _superfluous(self) -> list[int]:
         policies = ocp.training.preservation_policies
@@ -231,6 +279,9 @@ class Checkpoints:
 
     def _tidy_up(self) -> None:
         """Sets damaged checkpoints aside, and drops what earlier starts left half-written."""
+        if self._begun and not self.folder.is_dir():
+            raise FileNotFoundError(f"{self.folder} is gone; put it back, or begin in another one")
+        self._begun = True
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"*{_TEMPORARY}*"):
@@ -258,7 +309,7 @@ class _Info(NamedTuple):
 
 def _metric(path: pathlib.Path) -> float | None:
     try:
-        return manifest.read(path / "manifest" / _MANIFEST)["metric"]
+        return manifest.read(path / "manifest" / MANIFEST)["metric"]
     except DamagedError:
         return None
 
@@ -279,99 +330,3 @@ class _Files:
 
     async def load(self, directory: Any) -> Awaitable[None]:
         raise NotImplementedError("they are read before the arrays are")
-
-
-def _own_file(process: int) -> str:
-    return f"process-{process}.json"
-
-
-def _read(path: pathlib.Path) -> tuple[Any, Any, dict[str, dict[str, int]]]:
-    """A checkpoint's manifest, this process's own file, and the checksums of all arrays."""
-    folder = path / "manifest"
-    written = manifest.read(folder / _MANIFEST)
-    count = written["processes"]
-    files = [manifest.read(folder / _own_file(process)) for process in range(count)]
-    sums: dict[str, dict[str, int]] = {}
-    for file in files:
-        for name, parts in file["checksums"].items():
-            sums.setdefault(name, {}).update(parts)
-    return written, files[jax.process_index() % count], sums
-
-
-def _load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -> Any:
-    """The arrays of a checkpoint, like the tree, each as the tree's lies.
-
-    Raises:
-      DamagedError: they cannot be read, or are not what was written.
-    """
-    # Each process reads for itself: one that cannot must not leave the others waiting for it.
-    me = jax.process_index()
-    context = ocp.Context()
-    context.multiprocessing.primary_host = me
-    context.multiprocessing.active_processes = {me}
-    context.multiprocessing.barrier_sync_key_prefix = f"reader_{me}"
-    problem = ""
-    with _quiet():
-        try:
-            with context:
-                loaded = ocp.load_checkpointables(
-                    str(path), {"state": _filled(jax.tree.map(_abstract, tree))}
-                )["state"]
-        # Orbax raises whatever its libraries do: of a damaged file nearly anything.
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        if problem:
-            gc.collect()
-    if problem:
-        raise DamagedError(problem)
-    restored = jax.tree.map(
-        lambda x, like: like if x is None else x, loaded, tree, is_leaf=lambda x: x is None
-    )
-    expected = dict(manifest.leaves(tree))
-    for name, x in manifest.leaves(restored):
-        like = expected[name]
-        same = (np.shape(x), jnp.result_type(x)) == (np.shape(like), jnp.result_type(like))
-        if not same or differing(x, sums.get(name, {})):
-            raise DamagedError(f"{name} is not what was written")
-    return restored
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps what Orbax leaves unfinished, of a file that it could not read, from being logged."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-def _filled(tree: Any) -> Any:
-    """The tree with None for arrays without elements, which Orbax does not save."""
-    return jax.tree.map(lambda x: x if np.size(x) else None, tree)
-
-
-def _abstract(x: Any) -> Any:
-    if isinstance(x, jax.Array):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-    return x
-
-
-def _on_all_processes(read: Callable[[], Any]) -> Any:
-    """What ``read`` returns, or the error where it raised one on any process, on all alike."""
-    try:
-        result = read()
-    except DamagedError as error:
-        result = error
-    if jax.process_count() > 1:
-        fine = multihost_utils.process_allgather(np.array(not isinstance(result, DamagedError)))
-        if not np.all(fine) and not isinstance(result, DamagedError):
-            processes = ", ".join(map(str, np.flatnonzero(~np.asarray(fine))))
-            return DamagedError(f"process {processes} cannot read it")
-    return result

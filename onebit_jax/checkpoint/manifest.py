@@ -71,14 +71,23 @@ def axes(tree: Any) -> list[list[Any]]:
 
     Read from where each worker's own state lies.
     """
+    mesh = mesh_of(tree)
+    return [[name, size] for name, size in mesh.shape.items()] if mesh else []
+
+
+def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
+    """Whether axes, where both are known, are of other sizes; what they are called is no matter."""
+    return bool(before and now) and [size for _, size in before] != [size for _, size in now]
+
+
+def mesh_of(tree: Any) -> Any:
+    """The mesh that each worker's own state lies on; None if that is not to be seen."""
     for node in filter(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)):
         for x in jax.tree.leaves(node):
             sharding = getattr(x, "sharding", None)
-            if isinstance(sharding, NamedSharding) and len(sharding.spec):
-                names = sharding.spec[0] or ()
-                names = (names,) if isinstance(names, str) else names
-                return [[name, sharding.mesh.shape[name]] for name in names]
-    return []
+            if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[0]:
+                return sharding.mesh
+    return None
 
 
 def types(tree: Any) -> dict[str, str]:
@@ -121,10 +130,11 @@ def check(manifest: Any, tree: Any, where: str) -> None:
             f"that, or begin in another folder."
         )
     before, now = manifest["axes"], axes(tree)
-    if before and now and [size for _, size in before] != [size for _, size in now]:
+    if differ(before, now):
         raise ValueError(
             f"{where} was saved by {_workers(before)}, this run has {_workers(now)}: what each "
-            f"worker has for itself belongs to their number. Go on with as many."
+            f"worker has for itself belongs to their number. Go on with as many, or give restore "
+            f"tx=, the optimizer, to take the state to these."
         )
     saved, here = manifest["types"], types(tree)
     for name in sorted(saved.keys() | here.keys()):

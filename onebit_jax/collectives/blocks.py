@@ -131,6 +131,10 @@ class BlockParts:
                 start = end
         return self._structure.unflatten(tensors)
 
+    def zeros(self) -> Any:
+        """A tree like this one, of zeros."""
+        return self._structure.unflatten([jnp.zeros(shape, jnp.float32) for shape in self._shapes])
+
     def row(self, sections: Sequence[jax.Array], scales: jax.Array) -> jax.Array:
         """A row of what travels, or several.
 

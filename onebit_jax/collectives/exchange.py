@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1, hierarchical
+from onebit_jax.collectives import ec1, hierarchical, layouts
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.buckets import in_buckets
 from onebit_jax.collectives.exchange_state import Active, ExchangeState
@@ -110,6 +110,8 @@ class BoundExchange(Parts):
         row = self.row(
             [jnp.zeros((*nodes, self.sign_bytes), jnp.uint8)], jnp.zeros((*nodes, self.blocks))
         )
+        ratio = jnp.zeros((1,), jnp.float32)
+        layouts.note(ratio, self.how.over, self._structure.unflatten(self._tensors()))
         # Where nothing is compressed there is one element all the same: Orbax saves no empty array.
         return ExchangeState(
             worker_compensated=PerWorker(
@@ -127,15 +129,18 @@ class BoundExchange(Parts):
                 jnp.zeros((*nodes, self.blocks or 1), jnp.float32),
             ),
             packed=row if compressed else jnp.zeros((*nodes, 1), jnp.uint8),
-            residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
-            warmup=self._quantized().init() if self.how.quantized_warmup else (),
+            residual_ratio=PerWorker(ratio),
+            warmup=self.over_warmup().init() if self.how.quantized_warmup else (),
         )
 
-    def _quantized(self) -> BoundQuantizedExchange:
+    def over_warmup(self) -> BoundQuantizedExchange:
+        """The exchange of a warm-up's gradients, over a list of the tree's tensors."""
         how, bits = self.how, cast(int, self.how.warmup_bits)
         quantized = QuantizedExchange(how.axis_name, bits, how.local_dtype, how.bucket_bytes)
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self._shapes]
-        return BoundQuantizedExchange(quantized, self.axes, shapes)
+        return BoundQuantizedExchange(quantized, self.axes, self._tensors())
+
+    def _tensors(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self._shapes]
 
     # Tensors and parts.
 
@@ -177,7 +182,7 @@ class BoundExchange(Parts):
         """
         if not self.how.quantized_warmup:
             return self._dense_warmup_mean(list(grads)), state
-        means, kept = self._quantized().mean(
+        means, kept = self.over_warmup().mean(
             list(grads), cast(QuantizedState, state.warmup), when=when
         )
         return means, state._replace(warmup=kept)

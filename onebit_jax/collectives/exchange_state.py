@@ -1,6 +1,6 @@
 """What an exchange with error feedback keeps from call to call."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -58,3 +58,23 @@ class ExchangeState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """``residual_ratio``, seen from one worker: a scalar."""
         return {"residual_ratio": self.residual_ratio.value[0]}
+
+
+def check_fits(state: Any, expected: Any, workers: int) -> None:
+    """Raises ``ValueError`` for a state that was made for other tensors, workers or options.
+
+    Args:
+      state: an exchange's, in the worker view.
+      expected: the shapes of one that fits.
+      workers: how many there are.
+    """
+
+    def shapes(tree: Any) -> list[Any]:
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    if shapes(state) != shapes(expected):
+        raise ValueError(
+            f"state does not fit the gradients of {workers} workers: the parameter tree, the "
+            f"number of workers or the options of the exchange changed since init. "
+            f"onebit_jax.resize takes a state to another number of workers; else call init again."
+        )

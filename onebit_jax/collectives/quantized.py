@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import hierarchical
+from onebit_jax.collectives import hierarchical, layouts
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.blocks import BLOCK, BlockParts, levels, pack, unpack
 from onebit_jax.collectives.buckets import in_buckets
@@ -162,14 +162,18 @@ class BoundQuantizedExchange(BlockParts):
         self.how = how
 
     @property
-    def _compresses(self) -> bool:
+    def compresses(self) -> bool:
+        """Whether there is anything to compress, and anybody to send it to."""
         return bool(self.parts) and not self.axes.single_node
 
     def init(self) -> QuantizedState:
         """The state before the first call: no residuals."""
-        if not self._compresses:
+        ratio = jnp.zeros((1,))
+        layouts.note(ratio, self.how.over, self.zeros())
+        if not self.compresses:
             # One element where nothing is compressed: Orbax saves no empty array.
-            return QuantizedState(*(PerWorker(jnp.zeros((1,))) for _ in QuantizedState._fields))
+            unused = (PerWorker(jnp.zeros((1,))) for _ in QuantizedState._fields[:-1])
+            return QuantizedState(*unused, PerWorker(ratio))
         nodes, scales = self.axes.nodes, (self.planes, self.rows)
         return QuantizedState(
             worker_compensated=PerWorker(
@@ -178,7 +182,7 @@ class BoundQuantizedExchange(BlockParts):
             worker_scales=PerWorker(jnp.full((1, nodes, *scales), _LEAST)),
             server_compensated=PerWorker(jnp.zeros((1, *scales, BLOCK))),
             server_scales=PerWorker(jnp.full((1, *scales), _LEAST)),
-            residual_ratio=PerWorker(jnp.zeros((1,))),
+            residual_ratio=PerWorker(ratio),
         )
 
     def mean(
@@ -200,7 +204,7 @@ class BoundQuantizedExchange(BlockParts):
         Returns:
           The mean, float32, and the next state. Refused, what is returned means nothing.
         """
-        if not self._compresses:
+        if not self.compresses:
             values = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
             return lax.pmean(values, self.axes.names), state
         node = self.axes.node

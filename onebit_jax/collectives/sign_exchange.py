@@ -98,6 +98,29 @@ class SignExchange:
             means = hierarchical.reduce_scatter(tensors, shapes, self.axes, self._local_dtype)
         return [x.astype(jnp.float32)[None] for x in means]
 
+    def whole_means(self, own: Arrays) -> list[jax.Array]:
+        """Of what :meth:`local_mean` has the form of, the means over nodes, as tensors."""
+        node, local = self.axes.node, self.axes.local
+        if self.axes.single_node:
+            return [x[0] for x in own]
+        means = [lax.pmean(x[0], node) for x in own]
+        if local is not None:
+            means = [lax.all_gather(x, local, tiled=True) if x.size else x for x in means]
+        return [layout.unpadded(x, y) for x, y in zip(means, self._shapes, strict=True)]
+
+    def own_parts(self, tensors: Arrays) -> list[jax.Array]:
+        """Of tensors what this worker has in that form: all of them, or its own shard."""
+        local = self.axes.local
+        if local is None or self.axes.single_node:
+            return [x[None] for x in tensors]
+        parts = []
+        for x, block in zip(tensors, self.blocks, strict=True):
+            rows, *others = block.shape
+            whole = layout.padded(x, (self.axes.per_node * rows, *others))
+            first = lax.axis_index(local) * rows
+            parts.append(lax.dynamic_slice_in_dim(whole, first, rows)[None])
+        return parts
+
     def find_active(
         self, known: Arrays, tensors: Arrays, key: jax.Array, ask: bool | jax.Array
     ) -> list[jax.Array]:

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives import layouts
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.ec1 import evenly_sampled
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.sign_exchange import SignExchange, Transport, check_transport
 from onebit_jax.collectives.stochastic import Ratio
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
 
 Arrays = list[jax.Array]
@@ -89,6 +90,7 @@ def init(h: Hyperparameters, seed: int | jax.Array, params: optax.Params) -> Sca
         for _ in range(2)
     )
     key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
+    layouts.note(key, h.exchange, params)
     return ScaleByBirderState(begin(jnp.array([_WARMUP, _COMPRESSION], jnp.int32)), key, m, a)
 
 
@@ -125,7 +127,7 @@ def update(
     count, exchange = state.progress.count, h.exchange(updates)
     grads, tree = jax.tree.flatten(updates)
     held = [jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in exchange.blocks]
-    validation.check_same_tree(tree.unflatten(held), jax.tree.map(lambda x: x[0], state.m.value))
+    validation.check_same_tree(tree.unflatten(held), own(state.m))
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), count)
     m, a, g = jax.tree.leaves(state.m), jax.tree.leaves(state.a), exchange.local_mean(grads)
     if exchange.axes.single_node:

@@ -4,13 +4,15 @@ from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives import ec1
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ResidualDtype
-from onebit_jax.collectives.exchange_state import ExchangeState
+from onebit_jax.collectives.exchange_state import ExchangeState, check_fits
 from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.owed import Use
 from onebit_jax.collectives.quantized import (
     BoundQuantizedExchange,
     QuantizedExchange,
@@ -28,6 +30,10 @@ class CompressedMeanState(NamedTuple):
     """
 
     exchange: ExchangeState | QuantizedState
+
+    def use_of_exchange(self, tree: Any) -> Use:
+        """How the exchange is used: over all elements of the tree, never for its last mean."""
+        return Use(False, jax.tree.map(lambda x: np.ones(x.shape, np.float32), tree), 0.0)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -51,19 +57,6 @@ def _averaged(
         parts, state, residual_decay=residual_decay, server_decay=residual_decay
     )
     return exchange.mean(state), state
-
-
-def _check_same_layout(exchange: BoundExchange | BoundQuantizedExchange, state: Any) -> None:
-    """Raises ``ValueError`` for a state that was made for other tensors, workers or options."""
-
-    def shapes(tree: Any) -> list[Any]:
-        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-
-    if shapes(jax.eval_shape(exchange.init)) != shapes(state):
-        raise ValueError(
-            "state does not fit the gradients: the parameter tree, the number of workers or the "
-            "options of compressed_mean changed since init. Call init again."
-        )
 
 
 def compressed_mean(
@@ -200,7 +193,7 @@ def compressed_mean(
     ) -> tuple[optax.Updates, CompressedMeanState]:
         del params, extra_args
         exchange, kept = over(updates), cast(CompressedMeanState, state).exchange
-        _check_same_layout(exchange, kept)
+        check_fits(kept, jax.eval_shape(exchange.init), exchange.axes.workers)
         mean, kept = _averaged(exchange, updates, kept, residual_decay)
         mean = jax.tree.map(lambda u, g: u.astype(g.dtype), mean, updates)
         return mean, CompressedMeanState(kept)

@@ -12,7 +12,7 @@ from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.exchange import ResidualDtype
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.in_place import materialize
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 
 
@@ -57,7 +57,7 @@ def _onebit_steps(
         del params
         state = cast(EfSignsgdState, state)
         rate, m = _at(learning_rate, state.count), state.momentum.value
-        validation.check_same_tree(updates, jax.tree.map(lambda m: m[0], m))
+        validation.check_same_tree(updates, own(state.momentum))
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return momentum * m + g[None].astype(jnp.float32)

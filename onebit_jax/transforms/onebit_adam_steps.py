@@ -9,6 +9,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
+from onebit_jax.collectives.owed import Use
 from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.adam_moments import update_moments
@@ -22,6 +23,8 @@ class ScaleByOnebitAdamState(NamedTuple):
 
     Attributes:
       progress: updates made, and the phase; equal on all workers.
+      momentum_decay: ``b1`` as of ``init``: what is still owed may be momentum
+        (:func:`onebit_jax.resize`); float32 ``[]``, equal on all workers.
       variance_record: what ends the warm-up; equal on all workers.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
         int32 ``[]``, equal on all workers.
@@ -32,10 +35,19 @@ class ScaleByOnebitAdamState(NamedTuple):
     """
 
     progress: Progress
+    momentum_decay: jax.Array
     variance_record: VarianceRecord
     variance_at: jax.Array
     v_then_inverse_root: Any
     exchange: ExchangeState
+
+    def use_of_exchange(self, tree: Any) -> Use:
+        """How the exchange is used at present, of a state that is no tracer."""
+        del tree
+        count, frozen_at = int(self.progress.count), int(self.progress.frozen_at)
+        frozen = frozen_at >= 0
+        alive = self.v_then_inverse_root if frozen else None
+        return Use(not frozen or count == frozen_at, alive, self.momentum_decay)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -81,6 +93,7 @@ def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitAdamState:
     coming = upcoming(h, jnp.int32(0), jnp.bool(False))
     return ScaleByOnebitAdamState(
         progress=phases.begin(coming),
+        momentum_decay=jnp.asarray(h.b1, jnp.float32),
         variance_record=warmup_end.no_record(params),
         variance_at=jnp.full([], -1, jnp.int32),
         v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),

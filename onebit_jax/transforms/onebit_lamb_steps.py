@@ -12,6 +12,7 @@ from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.fused import Fused
 from onebit_jax.collectives.in_place import overwrite_if
+from onebit_jax.collectives.owed import Use
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.adam_moments import update_moments
@@ -28,6 +29,7 @@ class ScaleByOnebitLambState(NamedTuple):
 
     Attributes:
       progress: updates made, and the phase.
+      momentum_decay: ``b1`` as of ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
       variance_record: what ends the warm-up.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for dead coordinates; float32, a tree like the parameters.
@@ -43,6 +45,7 @@ class ScaleByOnebitLambState(NamedTuple):
     """
 
     progress: Progress
+    momentum_decay: jax.Array
     variance_record: VarianceRecord
     v_then_inverse_root: Any
     fresh_variance: jax.Array
@@ -51,6 +54,14 @@ class ScaleByOnebitLambState(NamedTuple):
     ratios: jax.Array
     momentum_scales: jax.Array
     factors: jax.Array
+
+    def use_of_exchange(self, tree: Any) -> Use:
+        """How the exchange is used at present, of a state that is no tracer."""
+        del tree
+        count, frozen_at = int(self.progress.count), int(self.progress.frozen_at)
+        frozen = frozen_at >= 0
+        alive = self.v_then_inverse_root if frozen else None
+        return Use(not frozen or count == frozen_at, alive, self.momentum_decay)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -92,6 +103,7 @@ def init(h: Hyperparameters, params: optax.Params) -> ScaleByOnebitLambState:
     upcoming = warmup_end.upcoming(h, jnp.int32(0), jnp.bool(False))
     return ScaleByOnebitLambState(
         progress=phases.begin(upcoming),
+        momentum_decay=jnp.asarray(h.b1, jnp.float32),
         variance_record=warmup_end.no_record(params),
         v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
         fresh_variance=jnp.zeros(cast(Fused, exchange.fused).shape, jnp.float32),

@@ -27,6 +27,7 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.exchange_state import check_fits
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.transforms import warmup
 from onebit_jax.transforms.phases import PHASES, Phase, keep
@@ -98,6 +99,8 @@ def warmup_then(
             )
         for tree in (updates,) if params is None else (updates, params):
             validation.check_same_tree(tree, like(state))
+        exchange = h.exchange.over(like(state))
+        check_fits(state.exchange, jax.eval_shape(exchange.init), exchange.axes.workers)
         grads, structure = jax.tree.flatten(updates)
         leaves = None if params is None else jax.tree.leaves(params)
         was = state.progress

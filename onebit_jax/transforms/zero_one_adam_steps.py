@@ -11,6 +11,7 @@ from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.in_place import materialize
+from onebit_jax.collectives.owed import Use
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
@@ -47,6 +48,11 @@ class ZeroOneAdamState(NamedTuple):
     v_then_y: Any
     accumulated: PerWorker
     exchange: ExchangeState
+
+    def use_of_exchange(self, tree: Any) -> Use:
+        """How the exchange is used: never for what is not a residual."""
+        del tree
+        return Use(False, self.inverse_root, 0.0)
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
         """The parameters that all workers share: what to evaluate, and what to save for others.

@@ -168,6 +168,32 @@ def test_a_plan_is_checked_before_anything_is_read(tmp_path):
             checkpoints.restore(params, onebit_jax.init(optimizers[1], params, mesh))
 
 
+def test_another_number_of_workers_goes_on(tmp_path):
+    """What was owed is owed; a resize by hand gives the same, bit for bit."""
+
+    def begin(workers):
+        mesh = mesh_of(workers)
+        params = jax.device_put({"w": jnp.ones(37)}, NamedSharding(mesh, P()))
+        step = onebit_jax.train_step(lambda p, x: jnp.mean((x - p["w"]) ** 2), tx, mesh)
+        return step, params, onebit_jax.init(tx, params, mesh)
+
+    tx = optax.chain(onebit_jax.compressed_mean("data"), optax.sgd(0.1))
+    batch = jax.random.normal(jax.random.key(0), (8, 37))
+    step, params, state = begin(4)
+    for _ in range(3):
+        params, state, _ = step(params, state, batch)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, params, state)
+        step, fewer, expected = begin(2)
+        with pytest.raises(ValueError, match="give restore tx="):
+            checkpoints.restore(fewer, expected)
+        restored = checkpoints.restore(fewer, expected, tx=tx)
+    by_hand = onebit_jax.resize(state, tx, fewer, mesh_of(2), from_axes=mesh_of(4))
+    assert_same(restored.opt_state, by_hand)
+    assert np.abs(by_hand[0].exchange.worker_compensated.value[0]).max() > 0.01
+    step(*restored[1:3], batch)
+
+
 def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

@@ -1,0 +1,133 @@
+"""Reading checkpoints, by all processes alike."""
+
+import contextlib
+import gc
+import logging
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from orbax.checkpoint import v1 as ocp
+
+from onebit_jax.checkpoint import manifest
+from onebit_jax.checkpoint.checksums import differing
+from onebit_jax.checkpoint.manifest import DamagedError
+from onebit_jax.placement import state_shapes
+
+MANIFEST = "manifest.json"
+
+
+def own_file(process: int) -> str:
+    """The file of what a process alone knows of a checkpoint."""
+    return f"process-{process}.json"
+
+
+def read(path: pathlib.Path) -> tuple[Any, Any, dict[str, dict[str, int]]]:
+    """A checkpoint's manifest, this process's own file, and the checksums of all arrays."""
+    folder = path / "manifest"
+    written = manifest.read(folder / MANIFEST)
+    count = written["processes"]
+    files = [manifest.read(folder / own_file(process)) for process in range(count)]
+    sums: dict[str, dict[str, int]] = {}
+    for file in files:
+        for name, parts in file["checksums"].items():
+            sums.setdefault(name, {}).update(parts)
+    return written, files[jax.process_index() % count], sums
+
+
+def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -> Any:
+    """The arrays of a checkpoint, like the tree, each as the tree's lies.
+
+    Raises:
+      DamagedError: they cannot be read, or are not what was written.
+    """
+    # Each process reads for itself: one that cannot must not leave the others waiting for it.
+    me = jax.process_index()
+    context = ocp.Context()
+    context.multiprocessing.primary_host = me
+    context.multiprocessing.active_processes = {me}
+    context.multiprocessing.barrier_sync_key_prefix = f"reader_{me}"
+    problem = ""
+    with _quiet():
+        try:
+            with context:
+                loaded = ocp.load_checkpointables(
+                    str(path), {"state": filled(jax.tree.map(_abstract, tree))}
+                )["state"]
+        # Orbax raises whatever its libraries do: of a damaged file nearly anything.
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if problem:
+            gc.collect()
+    if problem:
+        raise DamagedError(problem)
+    restored = jax.tree.map(
+        lambda x, like: like if x is None else x, loaded, tree, is_leaf=lambda x: x is None
+    )
+    expected = dict(manifest.leaves(tree))
+    for name, x in manifest.leaves(restored):
+        like = expected[name]
+        same = (np.shape(x), jnp.result_type(x)) == (np.shape(like), jnp.result_type(like))
+        if not same or differing(x, sums.get(name, {})):
+            raise DamagedError(f"{name} is not what was written")
+    return restored
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps what Orbax leaves unfinished, of a file that it could not read, from being logged."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def filled(tree: Any) -> Any:
+    """The tree with None for arrays without elements, which Orbax does not save."""
+    return jax.tree.map(lambda x: x if np.size(x) else None, tree)
+
+
+def _abstract(x: Any) -> Any:
+    if isinstance(x, jax.Array):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return x
+
+
+def on_all_processes(f: Callable[[], Any]) -> Any:
+    """What ``f`` returns, or the error where it raised one on any process, on all alike."""
+    try:
+        result = f()
+    except DamagedError as error:
+        result = error
+    if jax.process_count() > 1:
+        fine = multihost_utils.process_allgather(np.array(not isinstance(result, DamagedError)))
+        if not np.all(fine) and not isinstance(result, DamagedError):
+            processes = ", ".join(map(str, np.flatnonzero(~np.asarray(fine))))
+            return DamagedError(f"process {processes} cannot read it")
+    return result
+
+
+def as_saved(tx: Any, params: Any, axes: Any) -> Any:
+    """Shapes of a state that was saved by other workers, each whole in this process's memory."""
+    types = (AxisType.Auto,) * len(axes)
+    names, sizes = (tuple(x) for x in zip(*axes, strict=True))
+    shapes = state_shapes(
+        tx,
+        jax.eval_shape(lambda x: x, params),
+        cast(Any, AbstractMesh(sizes, names, axis_types=types)),
+    )
+    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
