@@ -227,7 +227,7 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
                 f"--out {config.folder}: exists and is no run of this program; give another folder"
             )
         return
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = _read(path)
     free = _FREE
     if config.schedule == "exponential":
         free += ("steps",)  # its learning rates do not depend on how many will follow
@@ -243,6 +243,20 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
                 f"--out {config.folder}: holds a run whose {name} is {earlier.get(name)!r}, "
                 f"here it is {value!r}; put back what the run began with, or give another --out"
             )
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The options in a `config.json`; a `ValueError` where it is damaged."""
+    try:
+        earlier = json.loads(path.read_bytes())
+    except ValueError:
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise ValueError(
+            f"{path} is damaged: what decides the run cannot be read from it. Put back a copy, or "
+            "give another --out"
+        )
+    return earlier
 
 
 def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:

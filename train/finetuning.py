@@ -1,8 +1,10 @@
 """What all fine-tuning programs have in common: options, and the runs that come of them."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import pathlib
+from collections.abc import Iterable
 from typing import Literal, Self
 
 import tyro
@@ -22,6 +24,14 @@ def packaged_weights() -> str:
     if package is None or package.origin is None:
         return ""
     return str(pathlib.Path(package.origin).parent / "model")
+
+
+def data_identity(paths: Iterable[pathlib.Path]) -> dict[str, str]:
+    """What files of data a run must have kept to go on, as its identity has it."""
+    found = hashlib.sha256()
+    for path in paths:
+        found.update(path.read_bytes())
+    return {"data_digest": found.hexdigest()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -123,14 +124,28 @@ class MetricsLog:
                 self._events.add_scalar(key, value, step)
 
 
+def _step_of(line: str) -> int | None:
+    """The step of a line; None of one that is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
     """Opens a file of JSON lines to append to, without the lines past `step`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     if path.exists():
         # Only whole lines: a process that was killed may have left half a one.
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        steps = [_step_of(line) for line in whole]
+        if torn := steps.count(None):
+            print(f"warning: {torn} lines of {path} are damaged and left out", file=sys.stderr)
+        kept = [
+            line for line, own in zip(whole, steps, strict=True) if own is not None and own <= step
+        ]
     path.write_text("".join(kept), encoding="utf-8")
     return path.open("a", buffering=1, encoding="utf-8")  # a line at a time

@@ -62,7 +62,7 @@ def run(
         if jax.process_index() == 0:
             text, picture = write_report(config.folder)
             print(text, picture, sep="\n")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Stopped as stopped:

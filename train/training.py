@@ -88,7 +88,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     folder = config.folder / name
     asked = {"steps": config.steps, "eval_batches": config.eval_batches}
     result_path = folder / "result.json"
-    if result_path.exists() and asked.items() <= json.loads(result_path.read_text()).items():
+    if result_path.exists() and asked.items() <= _read(result_path).items():
         return
 
     profiler = Profiler(folder / "profile" if config.profile else None)
@@ -153,6 +153,15 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     }
     if jax.process_index() == 0:
         result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """A `result.json`; of one that is damaged nothing, so that it is written anew."""
+    try:
+        result = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return result if isinstance(result, dict) else {}
 
 
 def start(

@@ -22,6 +22,7 @@ from train.bert.config import Config
 from train.bert.evaluation import heldout_losses
 from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
 from train.bert.report import write_report
+from train.corpus import digest
 from train.training import Task
 
 
@@ -57,6 +58,7 @@ def make_task(config: Config) -> Task:
         ),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
         write_files=corpus.tokenizer.save_vocab,
+        identity={"text_digest": digest(*corpus[:3], *heldout[:3])},
     )
 
 

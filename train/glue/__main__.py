@@ -20,6 +20,7 @@ from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
 from train.bert.model import decay_mask
+from train.finetuning import data_identity
 from train.finetuning_report import write_report
 from train.glue import data
 from train.glue.config import Config, task_folder
@@ -44,7 +45,8 @@ def make_task(config: Config) -> Task:
     [name] = config.task
     task = TASKS[name]
     pretrained = weights.load(config.weights)
-    train, dev = data.load(task, task_folder(config.data, name), pretrained.tokenizer)
+    folder = task_folder(config.data, name)
+    train, dev = data.load(task, folder, pretrained.tokenizer)
     shape = dataclasses.replace(pretrained.config, dropout=config.dropout)
     model = FineTuned(functools.partial(SequenceClassifier, shape, task.outputs))
     share: Any = {
@@ -60,6 +62,7 @@ def make_task(config: Config) -> Task:
         batches=functools.partial(data.batches, train, **share, seed=config.seed),
         heldout_batches=functools.partial(data.evaluation_batches, list(dev.values()), **share),
         judge=functools.partial(judge, task, list(dev), jax.jit(model.apply)),
+        identity=data_identity(folder / file for file in ("train.tsv", *dev)),
     )
 
 

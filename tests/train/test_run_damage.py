@@ -1,0 +1,180 @@
+"""Damage to the folder of a run: an error of one line, or the checkpoint before is used."""
+
+import errno
+import json
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from onebit_jax.checkpoint import checkpoints
+from train.config import write_config
+from train.lm import model, pretrain
+from train.lm.config import Config
+from train.stop import StopRequest
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+NAME, STEPS = "onebit_adam", 4
+RUN = (
+    f"--workers 2 --batch-size 8 --sequence-length 16 --learning-rate 5e-3 --optimizer {NAME} "
+    f"--steps {STEPS} --warmup 2 --schedule-warmup 1 --checkpoint-every 2 --eval-batches 1"
+).split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the smallest there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, compilation_cache):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert pretrain.main([*RUN, "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def loss(folder):
+    return json.loads((folder / NAME / "result.json").read_text())["heldout_loss"]
+
+
+def run(folder, capsys, *options):
+    """The exit code, and what was said of it, which is no traceback."""
+    code = pretrain.main([*RUN, "--out", str(folder), *options])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    lines = [line for line in said.splitlines() if line.startswith(("error:", "warning:"))]
+    return code, lines
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def largest_file(folder):
+    return max((x for x in folder.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
+
+
+def goes_on_past(copied, finished, damage, capsys):
+    folder = copied / NAME
+    damage(largest_file(folder / "checkpoints" / str(STEPS)))
+    (folder / "result.json").write_text('{"steps": ')
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join([b'{"st\xff\n', *lines, b'{"step": 5, "lo']))
+    code, (first, second) = run(copied, capsys)
+    assert code == 0
+    assert first.startswith(f"warning: the checkpoint {folder}/checkpoints/{STEPS} is damaged (")
+    assert second == f"warning: 1 lines of {folder}/metrics.jsonl are damaged and left out"
+    assert loss(copied) == loss(finished)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_a_flipped_bit_a_broken_result_and_a_torn_log(copied, finished, capsys):
+    """What was trained from the checkpoint before ends with the same held-out loss."""
+    goes_on_past(copied, finished, flipped, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [truncated, pathlib.Path.unlink])
+def test_a_truncated_or_missing_file(copied, finished, damage, capsys):
+    goes_on_past(copied, finished, damage, capsys)
+
+
+def test_all_checkpoints_damaged(copied, capsys):
+    for step in copied.glob(f"{NAME}/checkpoints/*"):
+        flipped(step / "manifest" / "manifest.json")
+    (copied / NAME / "result.json").unlink()
+    code, (*warnings, error) = run(copied, capsys)
+    assert (code, len(warnings)) == (2, 2)
+    assert error.startswith(f"error: no checkpoint in {copied}/{NAME}/checkpoints can be read")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"workers": 2', b"[1]", b"\xff\xfe"])
+def test_a_broken_configuration(copied, content, capsys):
+    (copied / "config.json").write_bytes(content)
+    code, [error] = run(copied, capsys)
+    assert code == 2
+    assert error.startswith(f"error: {copied}/config.json is damaged: ")
+
+
+def stop_at(step, act):
+    requested = StopRequest.requested
+
+    def then(self, done):
+        if done + 1 == step:
+            act()
+        return requested(self, done)
+
+    return then
+
+
+def test_a_folder_that_is_removed_while_it_runs(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    remove = stop_at(3, lambda: shutil.rmtree(out))
+    monkeypatch.setattr(StopRequest, "requested", remove)
+    code, [error] = run(out, capsys)
+    assert code == 2
+    assert error.startswith(f"error: {out}/{NAME}/checkpoints is gone")
+
+
+def test_a_full_disk(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.ocp, "save_checkpointables_async", full)
+    code, [error] = run(tmp_path / "run", capsys)
+    assert code == 2
+    assert "could not be written into" in error
+    assert "No space left on device" in error
+
+
+def test_a_folder_where_none_can_be(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    code, [error] = run(tmp_path / "file" / "run", capsys)
+    assert code == 2
+    assert error.startswith("error: ")
+
+
+def test_a_text_that_was_edited(tmp_path, capsys):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    paragraphs = [f"Paragraph {i} says that {i} is {i} and no other number." for i in range(400)]
+    (corpus / "a.txt").write_text("\n".join(paragraphs))
+    options = ("--corpus", str(corpus))
+    config = Config(
+        corpus=str(corpus),
+        out=str(tmp_path / "run"),
+        optimizer=(NAME,),
+        steps=STEPS,
+        workers=2,
+        batch_size=8,
+        sequence_length=16,
+        learning_rate=5e-3,
+        warmup=2,
+        schedule_warmup=1,
+        checkpoint_every=2,
+        eval_batches=1,
+    )
+    write_config(config, pretrain.make_task(config).identity)
+    (corpus / "a.txt").write_text("\n".join([*paragraphs[:9], "Another one.", *paragraphs[10:]]))
+    code, [error] = run(tmp_path / "run", capsys, *options)
+    assert code == 2
+    assert f"error: --out {tmp_path}/run: holds a run whose text_digest is " in error
+    assert "put back what the run began with" in error
