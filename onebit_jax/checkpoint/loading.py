@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import pathlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -83,7 +84,8 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
 def _quiet() -> Iterator[None]:
     """Keeps what Orbax leaves unfinished, of a file that it could not read, from being logged."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    before = [logger.disabled for logger in loggers]
+    before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
+    sys.unraisablehook = lambda _: None
     for logger in loggers:
         logger.disabled = True
     try:
@@ -91,6 +93,7 @@ def _quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        sys.unraisablehook = hook
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
 

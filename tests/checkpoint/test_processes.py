@@ -15,4 +15,4 @@ def test_what_one_process_cannot_read_none_uses(tmp_path):
         assert held[f"{rank} same"].tolist() == [True, 2]
     # Taken to two workers, both have what all together owed.
     np.testing.assert_array_equal(held["0 owed"], held["1 owed"])
-    assert np.abs(held["0 owed"]).max() > 0.1
+    assert np.count_nonzero(held["0 owed"]) > 19_000
