@@ -172,8 +172,8 @@ class BoundQuantizedExchange(BlockParts):
         layouts.note(ratio, self.how.over, self.zeros())
         if not self.compresses:
             # One element where nothing is compressed: Orbax saves no empty array.
-            unused = (PerWorker(jnp.zeros((1,))) for _ in QuantizedState._fields[:-1])
-            return QuantizedState(*unused, PerWorker(ratio))
+            unused = [jnp.zeros((1,)) for _ in QuantizedState._fields[:-1]]
+            return QuantizedState(*map(PerWorker, [*unused, ratio]))
         nodes, scales = self.axes.nodes, (self.planes, self.rows)
         return QuantizedState(
             worker_compensated=PerWorker(
