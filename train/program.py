@@ -40,8 +40,9 @@ def run(
     Returns:
         The exit code: 0, 2 for bad input, 128 + n for signal n.
     """
-    # Orbax reports every step of a save through it.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax reports every step of a save through it, and what fails with a traceback, before it is
+    # raised.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config = tyro.cli(config_type, args=arguments, prog=f"python -m {program}")
         # Everything that can be wrong with the input is found out before anything is written.

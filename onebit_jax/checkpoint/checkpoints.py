@@ -256,7 +256,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0][:500]
             raise OSError(
                 f"a checkpoint could not be written into {self.folder} ({problem}); those before "
                 f"it are as they were"
