@@ -432,7 +432,17 @@ def of_kind(kind):
     return [pytest.param(case, id=case.code) for case in CASES if isinstance(case, kind)]
 
 
-@pytest.mark.parametrize("case", of_kind(Works))
+def some_fast(params):
+    """A fifth of them, and the others among the slow tests."""
+    return [
+        param
+        if place % 5 == 0
+        else pytest.param(*param.values, id=param.id, marks=pytest.mark.slow)
+        for place, param in enumerate(params)
+    ]
+
+
+@pytest.mark.parametrize("case", some_fast(of_kind(Works)))
 def test_works(case, tmp_path):
     """Through the end of warm-up, and through a checkpoint in the middle of the run."""
     tx, (params, loss) = made(case.code), task(case.code)

@@ -11,8 +11,6 @@ first layer is given; `last` alike, what the last one gives; `pooled` `[B, hidde
 import pathlib
 
 import numpy as np
-import torch
-import transformers
 
 from train.finetuning import packaged_weights
 
@@ -25,6 +23,10 @@ PAIRS = [
 
 def main() -> None:
     """Records them."""
+    # Here, since tests, which look into every file, run without these packages.
+    import torch
+    import transformers
+
     folder = packaged_weights()
     tokenizer = transformers.BertTokenizerFast(vocab_file=f"{folder}/vocab.txt")
     model = transformers.BertModel.from_pretrained(folder).eval()
