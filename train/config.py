@@ -26,11 +26,10 @@ _COUNTS = (
     "log_every",
     "checkpoint_every",
     "eval_batches",
-    "processes",
 )
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
-_LOCAL = ("out", "coordinator", "process_id")
+_LOCAL = ("out", "coordinator", "process_id", "process_timeout")
 
 
 def check_requirements(options: Any, requirements: list[tuple[str, bool, str]]) -> None:
@@ -113,11 +112,14 @@ class RunConfig:
     folder profile beside the optimizer's metrics."""
     coordinator: str | None = None
     """For a run of several processes: HOST:PORT of process 0, or auto where JAX finds the cluster
-    itself (Slurm, Open MPI, Cloud TPU)."""
+    itself (Slurm, Open MPI 4, Kubernetes, Cloud TPU)."""
     processes: int = 1
     """How many processes, with a coordinator HOST:PORT."""
     process_id: int = 0
     """Which of them this one is, from 0."""
+    process_timeout: int = 60
+    """Seconds in which all processes must have come; one that gives no sign of life for a third of
+    them ends the run of all."""
 
     def check(self) -> None:
         """Checks all options. Not done on construction, where tyro would print its own message.
@@ -125,6 +127,7 @@ class RunConfig:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
+        self.check_processes()
         check_requirements(self, self.requirements())
         share = self.workers * self.accumulation
         if self.batch_size % share:
@@ -133,6 +136,37 @@ class RunConfig:
                 f"--batch-size {self.batch_size}: not divisible by workers x accumulation = "
                 f"{self.workers} x {self.accumulation}; take {lower or share} or {lower + share}"
             )
+
+    def check_processes(self) -> None:
+        """Checks what must be right before the processes can meet.
+
+        Raises:
+            ValueError: an option is out of range.
+        """
+        host, _, port = (self.coordinator or "").rpartition(":")
+        check_requirements(
+            self,
+            [
+                (
+                    "coordinator",
+                    self.coordinator in (None, "auto")
+                    or (bool(host) and port.isdecimal() and 0 < int(port) < 2**16),
+                    "HOST:PORT of process 0, or auto",
+                ),
+                ("processes", self.processes >= 1, "a whole number of at least 1"),
+                (
+                    "processes",
+                    self.processes == 1 or self.coordinator not in (None, "auto"),
+                    "1 without a --coordinator HOST:PORT",
+                ),
+                (
+                    "process_id",
+                    0 <= self.process_id < self.processes,
+                    f"0 to {self.processes - 1}, with --processes {self.processes}",
+                ),
+                ("process_timeout", self.process_timeout >= 6, "at least 6 seconds"),
+            ],
+        )
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """Options, whether each is in range, and what it must be; a subclass adds its own."""
@@ -161,21 +195,6 @@ class RunConfig:
                 "a finite number above 0, or None",
             ),
             ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
-            (
-                "processes",
-                self.processes == 1 or self.coordinator not in (None, "auto"),
-                "1 without a --coordinator HOST:PORT",
-            ),
-            (
-                "workers",
-                self.workers % self.processes == 0,
-                f"a multiple of --processes {self.processes}",
-            ),
-            (
-                "process_id",
-                0 <= self.process_id < self.processes,
-                f"0 to {self.processes - 1}, with --processes {self.processes}",
-            ),
         ]
 
     def runs(self) -> list[Self]:
@@ -231,7 +250,7 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
     free = _FREE
     if config.schedule == "exponential":
         free += ("steps",)  # its learning rates do not depend on how many will follow
-    for option, value in _shared(config).items():
+    for option, value in shared_options(config).items():
         if option not in free and earlier.get(option) != value:
             raise ValueError(
                 f"--out {config.folder}: holds a run with --{option.replace('_', '-')} "
@@ -267,11 +286,11 @@ def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
         identity: what else it holds, under names that no option has.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_shared(config) | dict(identity), indent=2) + "\n"
+    text = json.dumps(shared_options(config) | dict(identity), indent=2) + "\n"
     (config.folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _shared(config: RunConfig) -> dict[str, Any]:
+def shared_options(config: RunConfig) -> dict[str, Any]:
     """The options that all processes of a run have in common, as JSON holds them."""
     options = json.loads(json.dumps(dataclasses.asdict(config)))
     return {option: value for option, value in options.items() if option not in _LOCAL}

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import jax
 import tyro
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from train.cluster import Others, digest, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.stop import Stopped, StopRequest
 from train.training import AXIS, Task, make_optimizer, train
@@ -45,36 +45,73 @@ def run(
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         config = tyro.cli(config_type, args=arguments, prog=f"python -m {program}")
-        # Everything that can be wrong with the input is found out before anything is written.
-        config.check()
-        mesh = _make_mesh(config)
-        runs = [(run, make_task(run)) for run in config.runs()]
-        for run_config, task in runs:
-            _check(run_config, task)
-        for run_config, task in runs:
-            if jax.process_index() == 0:
-                write_config(run_config, task.identity)
-                task.write_files(run_config.folder)
-        multihost_utils.sync_global_devices("the output folders are there")
-        with StopRequest() as stop:
-            for run_config, task in runs:
-                for name in config.optimizer:
-                    train(name, run_config, task, mesh, stop)
-        if jax.process_index() == 0:
-            text, picture = write_report(config.folder)
-            print(text, picture, sep="\n")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Stopped as stopped:
-        print(f"{stopped}; the same command again goes on from there", file=sys.stderr)
-        return 128 + stop.signal
-    except KeyboardInterrupt:
-        print(
-            "interrupted; the same command again goes on from the last checkpoint", file=sys.stderr
-        )
-        return 128 + signal.SIGINT
+        config.check_processes()
+        with joined(program, config, _alone) as others:
+            _run(config, make_task, write_report, others)
+    except (ValueError, OSError, Stopped, KeyboardInterrupt) as error:
+        code, text = _outcome(error)
+        print(text, file=sys.stderr)
+        return code
     return 0
+
+
+def _run(
+    config: AnyConfig,
+    make_task: Callable[[AnyConfig], Task],
+    write_report: Callable[[pathlib.Path], tuple[str, pathlib.Path]],
+    others: Others,
+) -> None:
+    # Everything that can be wrong with the input is found out before anything is written.
+    config.check()
+    mesh = _make_mesh(config, others.count)
+    runs = [(run, make_task(run)) for run in config.runs()]
+    for run_config, task in runs:
+        _check(run_config, task)
+    others.agree(lambda: _of_runs(runs))
+    first = jax.process_index() == 0
+    for run_config, task in runs:
+        if first:
+            write_config(run_config, task.identity)
+            task.write_files(run_config.folder)
+    others.check_shared(config.folder)
+    with StopRequest() as stop:
+        for run_config, task in runs:
+            for name in config.optimizer:
+                train(name, run_config, task, mesh, stop)
+    if first:
+        text, picture = write_report(config.folder)
+        print(text, picture, sep="\n")
+
+
+def _outcome(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message that an exception ends the program with."""
+    match error:
+        case ValueError() | OSError():
+            return 2, f"error: {error}"
+        case Stopped():
+            return 128 + error.signal, f"{error}; the same command again goes on from there"
+        case KeyboardInterrupt():
+            text = "interrupted; the same command again goes on from the last checkpoint"
+            return 128 + signal.SIGINT, text
+    return 1, f"{type(error).__name__}: {error}"
+
+
+def _alone(error: BaseException) -> tuple[int, str] | None:
+    """As `_outcome`; None where all processes have agreed to stop."""
+    return None if isinstance(error, Stopped) else _outcome(error)
+
+
+def _of_runs(runs: list[tuple[AnyConfig, Task]]) -> dict[str, str]:
+    """What all processes must have read and worked out alike."""
+    found = {}
+    for number, (config, task) in enumerate(runs):
+        named = of_options(config) | {
+            **task.identity,
+            **{name: digest(tree) for name, tree in task.inputs.items()},
+        }
+        prefix = f"run {number + 1}, " if len(runs) > 1 else ""
+        found |= {f"{prefix}{name}": value for name, value in named.items()}
+    return found
 
 
 def _check(config: RunConfig, task: Task) -> None:
@@ -89,20 +126,20 @@ def _check(config: RunConfig, task: Task) -> None:
     check_folder(config, task.identity)
 
 
-def _make_mesh(config: RunConfig) -> Mesh:
+def _make_mesh(config: RunConfig, processes: int) -> Mesh:
     """Starts JAX on as many devices as there are workers.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer, or they do not divide among the processes.
     """
-    if config.coordinator == "auto":
-        jax.distributed.initialize()
-    elif config.coordinator is not None:
-        jax.distributed.initialize(config.coordinator, config.processes, config.process_id)
-    if config.coordinator != "auto":
-        # A running JAX takes it no more: then the caller has chosen the devices. GPUs ignore it.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", config.workers // config.processes)
+    if config.workers % processes:
+        raise ValueError(
+            f"--workers {config.workers}: not divisible among {processes} processes; take a "
+            f"multiple of {processes}"
+        )
+    # A running JAX takes it no more: then the caller has chosen the devices. GPUs ignore it.
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", config.workers // processes)
     devices = jax.devices()
     several = jax.process_count() > 1
     if len(devices) < config.workers or (several and len(devices) > config.workers):

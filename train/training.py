@@ -44,6 +44,7 @@ class Task(NamedTuple):
         judge: what `result.json` says of parameters on these, as arrays on the mesh.
         write_files: writes what else belongs into the output folder.
         identity: what else than its options a run must have kept to go on, under names.
+        inputs: what all processes must have read alike, under names: trees of arrays and texts.
     """
 
     init: Callable[[], Any]
@@ -54,6 +55,7 @@ class Task(NamedTuple):
     judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = types.MappingProxyType({})
+    inputs: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def make_optimizer(
@@ -139,7 +141,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                         params = synced(opt_state, params)
                     checkpoint.save(checkpoints, progress, params, opt_state, batches)
                 if stopping:
-                    raise Stopped(name, done)
+                    raise Stopped(name, done, stop.signal)
 
     phases = _phases(name, config, progress)
     result = asked | {

@@ -63,6 +63,7 @@ def make_task(config: Config) -> Task:
         heldout_batches=functools.partial(data.evaluation_batches, list(dev.values()), **share),
         judge=functools.partial(judge, task, list(dev), jax.jit(model.apply)),
         identity=data_identity(folder / file for file in ("train.tsv", *dev)),
+        inputs={"--weights": pretrained.params},
     )
 
 

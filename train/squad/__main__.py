@@ -92,6 +92,7 @@ def make_task(config: Config) -> Task:
         heldout_batches=functools.partial(data.evaluation_batches, dev, tokenizer, **share),
         judge=judge,
         identity=data_identity([root / TRAIN, root / DEV]),
+        inputs={"--weights": pretrained.params},
     )
 
 

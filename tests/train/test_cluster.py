@@ -1,0 +1,117 @@
+"""Training programs in several processes: see `test_meeting.py` for what needs no JAX."""
+
+import json
+import pathlib
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.train.together import SECONDS, ended, free_address, run, started
+from train.cluster import digest
+
+PROGRAM = "train.lm.pretrain"
+STEPS = 12
+RUN = (
+    "--batch-size 8 --sequence-length 16 --vocab-size 300 --tokenizer bpe --optimizer onebit_adam "
+    f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5 --eval-batches 2 "
+    "--process-timeout 300"
+).split()
+
+
+def test_digests_tell_inputs_apart():
+    text = np.arange(6, dtype=np.uint16)
+    inputs = [text, text.astype(np.int32), text.reshape(2, 3), text[::-1], [text, "a"], [text, "b"]]
+    assert len({digest(tree) for tree in inputs}) == len(inputs)
+    assert digest([text, "a"]) == digest([text.copy(), "a"])
+
+
+def test_another_learning_rate_is_named_before_anything_is_written(tmp_path):
+    out = tmp_path / "run"
+    same = [*RUN, "--workers", "2", "--out", str(out)]
+    codes, errors = run(PROGRAM, [same, [*same, "--learning-rate", "2e-3"]])
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert error == (
+            "error: --learning-rate: 0.004 on process 0, 0.002 on process 1; "
+            "give all processes the same\n"
+        )
+    assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_several_processes_train_like_one(processes, tmp_path):
+    """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
+    workers = [*RUN, "--workers", "4", "--out"]
+    with started([[PROGRAM, *workers, str(tmp_path / "one")]]) as alone:
+        assert ended(alone)[0] == [0]
+    codes, errors = run(PROGRAM, [[*workers, str(tmp_path / "several")]] * processes)
+    assert codes == [0] * processes, errors
+    one, several = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in (tmp_path / name / "onebit_adam/metrics.jsonl" for name in ("one", "several"))
+    )
+    np.testing.assert_allclose(
+        [row["loss"] for row in one[:7]], [row["loss"] for row in several[:7]], rtol=1e-5
+    )
+    assert [row["bytes_sent"] for row in one] == [row["bytes_sent"] for row in several]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_and_the_run_goes_on(victim, tmp_path):
+    out = tmp_path / "run"
+    command = [*RUN, "--workers", "2", "--out", str(out), "--schedule", "exponential"]
+    metrics = out / "onebit_adam" / "metrics.jsonl"
+    place = ["--coordinator", free_address(), "--processes", "2", "--process-id"]
+    endless = [*command, "--steps", "100000", *place]
+    with started([[PROGRAM, *endless, str(index)] for index in range(2)]) as processes:
+        deadline = time.monotonic() + SECONDS
+        while _steps(metrics) < STEPS and time.monotonic() < deadline:
+            time.sleep(0.1)
+        processes[victim].send_signal(signal.SIGKILL)
+        codes, errors = ended(processes)
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1, errors
+    assert f"error: process {victim}" in errors[1 - victim]
+    assert "ended without a word" in errors[1 - victim]
+    made = max(int(path.name) for path in (out / "onebit_adam/checkpoints").iterdir())
+    codes, errors = run(PROGRAM, [[*command, "--steps", str(made + STEPS)]] * 2)
+    assert codes == [0, 0], errors
+    assert _steps(metrics) == made + STEPS
+
+
+@pytest.mark.slow
+def test_a_folder_for_each_host_is_refused(tmp_path):
+    folders = [str(tmp_path / "one"), str(tmp_path / "other")]
+    codes, errors = run(PROGRAM, [[*RUN, "--workers", "2", "--out", own] for own in folders])
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert "--out must be one folder for all processes" in error
+        assert "nothing on process 1" in error
+
+
+@pytest.mark.slow
+def test_other_text_in_the_same_place_is_named(tmp_path):
+    """A relative path, and a folder of its own for each process to start in."""
+    for name, word in (("one", "text"), ("other", "test")):
+        folder = tmp_path / name / "corpus"
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text(f"A line of {word} here.\n" * 400)
+    places = [["--tokenizer", "bytes", "--corpus", "corpus", "--heldout", "corpus"]] * 2
+    out = str(tmp_path / "run")
+    codes, errors = run(
+        PROGRAM,
+        [[*RUN, "--workers", "2", "--out", out, *own] for own in places],
+        folders=[tmp_path / "one", tmp_path / "other"],
+    )
+    assert codes == [2, 2], errors
+    for error in errors:
+        assert "text_digest: " in error
+
+
+def _steps(metrics: pathlib.Path) -> int:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return len(lines)

@@ -1,0 +1,116 @@
+"""Processes that meet: what they find out about one another, and how one ends all."""
+
+import signal
+import socket
+
+import pytest
+
+from tests.train.together import ended, free_address, started
+from train.hub import differing
+
+WORKER = "tests.train.meeting_worker"
+
+
+def meet(*of_each, timeout="60"):
+    """What processes come to, given index, count and the rest for each."""
+    address = free_address()
+    commands = [[WORKER, address, *map(str, place), timeout, *rest] for *place, rest in of_each]
+    with started(commands) as processes:
+        return ended(processes)
+
+
+@pytest.mark.parametrize(
+    ("of_each", "timeout", "complaint"),
+    [
+        (
+            [(0, 3, ["7"]), (1, 3, ["8"]), (2, 3, ["7"])],
+            "60",
+            "--seed: 7 on processes 0, 2, 8 on process 1; give all processes the same",
+        ),
+        ([(0, 2, ["7"]), (1, 3, ["7"])], "60", "--processes: 3 on process 1"),
+        ([(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])], "60", "--process-id 1: two processes"),
+        pytest.param(
+            [(0, 2, ["7"]), (0, 2, ["7"])],
+            "60",
+            "--process-id 0: two processes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [(0, 4, ["7"]), (2, 4, ["7"])],
+            "6",
+            "processes 1, 3 of 4 did not come within 6 s",
+            marks=pytest.mark.slow,
+        ),
+        ([(1, 2, ["7"])], "1", "no process 0 there within 1 s"),
+    ],
+)
+def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint):
+    codes, errors = meet(*of_each, timeout=timeout)
+    assert codes == [2] * len(of_each), errors
+    for error in errors:
+        assert error.startswith("error: ")
+        assert complaint in error
+        assert len(error.splitlines()) == 1
+
+
+def test_those_that_agree_leave_together():
+    codes, errors = meet(*((index, 3, ["7"]) for index in range(3)))
+    assert (codes, errors) == ([0] * 3, [""] * 3)
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_that_raises_ends_all(failing):
+    rest = [["7", "raise" if index == failing else "wait"] for index in range(3)]
+    codes, errors = meet(*((index, 3, own) for index, own in enumerate(rest)))
+    assert codes == [2] * 3
+    assert errors.pop(failing) == "error: the disk is full\n"
+    for error in errors:
+        assert error.strip() == (
+            f"error: process {failing} on {socket.gethostname()} stopped: the disk is full"
+        )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "ended without a word"),
+        pytest.param(signal.SIGSTOP, "has been silent for 5 s", marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_dies_or_hangs_ends_all(victim, number, how):
+    address = free_address()
+    commands = [[WORKER, address, str(index), "3", "15", "7", "wait"] for index in range(3)]
+    with started(commands) as processes:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "agreed\n"
+        processes[victim].send_signal(number)
+        codes, errors = ended([p for index, p in enumerate(processes) if index != victim])
+    assert codes == [1, 1], errors
+    for error in errors:
+        assert f"error: process {victim}" in error
+        assert how in error
+
+
+def test_something_else_at_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with started([[WORKER, address, "1", "2", "6", "7"]]) as processes:
+            connection, _ = other.accept()
+            connection.sendall(b"220 mail.example.com\n")
+            codes, errors = ended(processes)
+            connection.close()
+    assert codes == [2]
+    assert "what answers there is not process 0 of this run" in errors[0]
+
+
+def test_what_differs_is_named_with_who_has_it():
+    said = {index: {"--seed": "0", "jax": "0.10.2"} for index in range(12)}
+    assert differing(said) is None
+    said[5] = {"--seed": "1"}
+    assert differing(said) == (
+        "--seed: 0 on processes 0, 1, 2, 3, 4, 6, 7, 8 and 3 more, 1 on process 5; "
+        "jax: 0.10.2 on processes 0, 1, 2, 3, 4, 6, 7, 8 and 3 more, nothing on process 5; "
+        "give all processes the same"
+    )

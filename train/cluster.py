@@ -1,0 +1,179 @@
+"""Brings the processes of a run together under JAX, once they are known to be of one run."""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src.clusters import ClusterEnv
+
+import onebit_jax
+import train
+from train import record
+from train.config import RunConfig, shared_options
+from train.meeting import Meeting
+
+_MARK = ".seen-by-all-processes"
+_LOOK_SECONDS = 10.0
+
+
+class Others:
+    """The other processes of a run.
+
+    Attributes:
+        count: how many processes there are, this one included.
+    """
+
+    def __init__(self, count: int = 1, meeting: Meeting | None = None):
+        self.count, self._meeting = count, meeting
+
+    def agree(self, said: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Waits for all processes, and makes sure that they say the same.
+
+        Args:
+            said: makes values under names; not called if there are no others.
+
+        Raises:
+            ValueError: they do not; the message names what differs, and who has which value.
+        """
+        if self._meeting is not None:
+            self._meeting.agree(said())
+
+    def check_shared(self, folder: pathlib.Path) -> None:
+        """Makes sure that all processes see the folder that process 0 has made.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if self._meeting is None:
+            return
+        mark = folder / _MARK
+        first = jax.process_index() == 0
+        if first:
+            mark.write_text(secrets.token_hex(8), encoding="utf-8")
+        self._meeting.agree({})
+        # A folder of a network may show late what was written elsewhere.
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while not mark.exists() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS / 50)
+        seen = mark.read_text(encoding="utf-8") if mark.exists() else "nothing"
+        name = "--out must be one folder for all processes, on a disk that they share; a mark in it"
+        self._meeting.agree({name: seen})
+        if first:
+            mark.unlink()
+
+
+class _Place(NamedTuple):
+    address: str
+    count: int
+    index: int
+    local_devices: Any = None
+
+
+@contextlib.contextmanager
+def joined(
+    program: str, config: RunConfig, outcome: Callable[[BaseException], tuple[int, str] | None]
+) -> Iterator[Others]:
+    """Starts JAX together with the other processes, which also leave together.
+
+    Args:
+        program: its module.
+        config: its options.
+        outcome: as for `train.meeting.Meeting`.
+
+    Raises:
+        ValueError: a process is missing, or has other options or another version of the code.
+    """
+    place = _find(config)
+    if place is None or place.count == 1:
+        yield Others()
+        return
+    with Meeting(
+        place.address, place.index, place.count, config.process_timeout, outcome
+    ) as meeting:
+        meeting.agree({"the program": program} | of_options(config) | of_code())
+        jax.distributed.initialize(
+            place.address,
+            place.count,
+            place.index,
+            place.local_devices,
+            initialization_timeout=config.process_timeout,
+        )
+        yield Others(place.count, meeting)
+
+
+def _find(config: RunConfig) -> _Place | None:
+    """This process's place among others, if it has any.
+
+    Raises:
+        ValueError: it is for JAX to find, which does not.
+    """
+    if config.coordinator is None:
+        return None
+    if config.coordinator != "auto":
+        return _Place(config.coordinator, config.processes, config.process_id)
+    named = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        # JAX has no other way to ask for these before it meets the others itself.
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            named, None, None, None, None, config.process_timeout
+        )
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"--coordinator auto: {error}") from error
+    address, count, index, local_devices = found
+    if address is None or count is None or index is None:
+        raise ValueError(
+            "--coordinator auto: JAX finds no cluster here that it knows (Slurm, Open MPI 4, "
+            "Kubernetes, Cloud TPU); give HOST:PORT of process 0, --processes and --process-id"
+        )
+    return _Place(address, count, index, local_devices)
+
+
+def of_options(config: RunConfig) -> dict[str, str]:
+    """The options that all processes must have alike, as the command line has them."""
+    return {
+        f"--{option.replace('_', '-')}": str(value)
+        for option, value in shared_options(config).items()
+    }
+
+
+def of_code() -> dict[str, str]:
+    """Versions of what computes, and of the code itself, whose version need not tell."""
+    packages = ("numpy", "flax", "grain", "orbax-checkpoint", "tokenizers")
+    return {
+        **record.versions(*packages),
+        **{
+            f"the code of {package.__name__}": _of_package(package)
+            for package in (train, onebit_jax)
+        },
+    }
+
+
+def _of_package(package: Any) -> str:
+    root = pathlib.Path(package.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return digest([(str(path.relative_to(root)), path.read_text("utf-8")) for path in files])
+
+
+def digest(tree: Any) -> str:
+    """A digest of a tree's arrays and plain values; of other objects, only their type.
+
+    >>> digest([np.arange(3), "a"]) == digest([np.arange(3), "a"]) != digest([np.arange(3), "b"])
+    True
+    """
+    made = hashlib.blake2b(digest_size=8)
+    leaves = jax.tree.leaves(tree)
+    made.update(repr([type(leaf) for leaf in leaves]).encode())
+    for leaf in leaves:
+        if isinstance(leaf, np.ndarray | jax.Array):
+            made.update(f"{leaf.dtype}{leaf.shape}".encode())
+            made.update(np.asarray(leaf).tobytes())
+        elif isinstance(leaf, str | int | float | bool):
+            made.update(repr(leaf).encode())
+    return made.hexdigest()
