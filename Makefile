@@ -7,7 +7,7 @@ TESTS ?=
 ONEBIT_SHARED ?= ../shared
 GLUE ?= $(ONEBIT_SHARED)/data/glue
 
-.PHONY: pretrain lm compare finetune test test-slow test-all lint docs
+.PHONY: pretrain lm compare cluster finetune test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -41,6 +41,10 @@ compare: $(VENV)/installed
 # GLUE is the folder of the official files.
 finetune: $(VENV)/installed-finetune
 	$(BIN)/python -m train.glue --data $(GLUE) --out runs/finetune
+
+# Two processes, as on two hosts.
+cluster: $(VENV)/installed
+	$(BIN)/python -m benchmarks.cluster --steps 100 --schedule-warmup 10 --warmup 25 --out runs/cluster
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)

@@ -104,6 +104,7 @@ def joined(
             place.index,
             place.local_devices,
             initialization_timeout=config.process_timeout,
+            shutdown_timeout_seconds=config.process_timeout,
         )
         yield Others(place.count, meeting)
 
@@ -124,7 +125,7 @@ def _find(config: RunConfig) -> _Place | None:
         found = ClusterEnv.auto_detect_unset_distributed_params(
             named, None, None, None, None, config.process_timeout
         )
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # each cluster's own
         raise ValueError(f"--coordinator auto: {error}") from error
     address, count, index, local_devices = found
     if address is None or count is None or index is None:

@@ -67,7 +67,7 @@ class Hub:
         try:
             await asyncio.wait_for(self._all_came.wait(), self._timeout)
         except TimeoutError:
-            missing = set(range(self._count)) - self._peers.keys()
+            missing = set(range(self._count)) - self._said.keys()
             text = (
                 f"{named(missing)} of {self._count} did not come within {self._timeout:g} s; start "
                 "each of them with this --coordinator and its own --process-id, or give them more "
@@ -92,11 +92,11 @@ class Hub:
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             hello = json.loads(await asyncio.wait_for(reader.readline(), self._silence))
-            index, host = hello["id"], hello["host"]
+            index, count, host = int(hello["id"]), int(hello["count"]), str(hello["host"])
         except (OSError, TimeoutError, ValueError, KeyError, TypeError):
             writer.close()  # no process of any run
             return
-        wrong = self._unfit(hello)
+        wrong = self._unfit(index, count, host)
         if wrong:
             self._finish({"refused": wrong})
         if self._verdict:
@@ -119,9 +119,8 @@ class Hub:
         if self._closed and self._peers.keys() <= {0}:
             self._left.set()
 
-    def _unfit(self, hello: Mapping[str, Any]) -> str | None:
+    def _unfit(self, index: int, count: int, host: str) -> str | None:
         """What is wrong with a process that has come."""
-        index, count, host = hello["id"], hello["count"], hello["host"]
         if count != self._count:
             return (
                 f"--processes: {count} on process {index} ({host}), {self._count} on process 0; "

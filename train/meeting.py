@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from train.hub import BEATS, ENDED, SILENT, Hub
 
-_CODE = 1
+_FAILED = 1  # the exit code where nobody knows better
 _NEWS_SECONDS = 3.0
 _RETRY_SECONDS = 0.2
 
@@ -81,7 +81,8 @@ class Meeting:
             self._fail(error, *ends)
         if not self._refused:
             self.agree({}, last=True)
-        self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # the other side was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
         if self._hub is not None:
             self._hub.wait_for_the_others()
 
@@ -109,7 +110,7 @@ class Meeting:
         # What was raised may follow from what happened to another one, which ends this one too.
         time.sleep(_NEWS_SECONDS)
         self._failing = True
-        if code == _CODE:
+        if code == _FAILED:
             traceback.print_exception(error)
         else:
             print(text, file=sys.stderr)
@@ -135,7 +136,7 @@ class Meeting:
                 "or a run that began already; give another port, or end what has it"
             )
         elif not self._over:
-            self._end(f"error: process 0 stopped: it {how}", _CODE)
+            self._end(f"error: process 0 stopped: it {how}", _FAILED)
 
     def _hear(self, message: dict[str, Any]) -> None:
         self._met = True
