@@ -110,7 +110,8 @@ class Hub:
         except TimeoutError:
             how = SILENT.format(self._silence)
         except (OSError, ValueError) as error:
-            how = f"was cut off ({error})"
+            if not isinstance(error, ConnectionError):
+                how = f"was cut off ({error})"
         self._stop(index, f"it {how}", 1)
         del self._peers[index]
         self._see_who_is_left()

@@ -129,7 +129,8 @@ class Meeting:
         except TimeoutError:
             how = SILENT.format(self._silence)
         except (OSError, ValueError) as error:
-            how = f"was cut off ({error})"
+            if not isinstance(error, ConnectionError):
+                how = f"was cut off ({error})"
         if not self._met:
             self._refuse(
                 f"--coordinator {self._address}: what answers there is not process 0 of this run, "
