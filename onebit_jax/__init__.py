@@ -2,8 +2,10 @@
 
 from onebit_jax import plan, wire
 from onebit_jax.adam_states import from_adam, to_adam
+from onebit_jax.diagnosis import Diagnosis, diagnose
 from onebit_jax.markers import PerWorker
 from onebit_jax.placement import init, state_specs
+from onebit_jax.replica_checksums import Divergence, ReplicaDivergenceError
 from onebit_jax.resizing import resize
 from onebit_jax.training import TrainStep, train_step
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
@@ -33,9 +35,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompressedMeanState",
+    "Diagnosis",
+    "Divergence",
     "EfSignsgdState",
     "LocalStepsState",
     "PerWorker",
+    "ReplicaDivergenceError",
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
@@ -47,6 +52,7 @@ __all__ = [
     "birder",
     "clip_by_common_norm",
     "compressed_mean",
+    "diagnose",
     "distributed_lion",
     "ef_signsgd",
     "from_adam",

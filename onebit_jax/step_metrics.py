@@ -17,16 +17,22 @@ def _reports(node: Any) -> bool:
     return hasattr(node, "metrics")
 
 
-def of_optimizers(opt_state: optax.OptState) -> Metrics:
-    """What the parts of a state report, seen from one worker, which their ``metrics()`` gives.
+def _of_part(node: Any, diagnostics: bool) -> Metrics:
+    more = diagnostics and hasattr(node, "diagnostics")
+    return node.metrics() | (node.diagnostics() if more else {})
 
-    Where none reports a ``phase``, it is 0.
+
+def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metrics:
+    """What the parts of a state report, seen from one worker.
+
+    Their ``metrics()`` gives it; their ``diagnostics()``, if they have that and it is asked for,
+    what takes a pass of its own over the state. Where none reports a ``phase``, it is 0.
 
     Names that several of them report have the label of each in front, as ``optax.partition`` or
     ``optax.named_chain`` has it; where labels do not tell them apart, their place in the state.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_reports)
-    reports = [(path, node.metrics()) for path, node in leaves if _reports(node)]
+    reports = [(path, _of_part(node, diagnostics)) for path, node in leaves if _reports(node)]
     labels = [
         "/".join(str(key.key) for key in path if isinstance(key, DictKey)) for path, _ in reports
     ]

@@ -382,11 +382,11 @@ def train_step(
       >>> int(metrics["phase"]), bool(metrics["loss"] < 0.01)
       (1, True)
     """
+    validation.check_transformation("tx", tx)
     validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
-    if max_grad_norm is not None and not 0 < max_grad_norm < float("inf"):
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0, or None for no clipping.")
-    if clip not in ("common", "local"):
-        raise ValueError(f"clip={clip!r} must be 'common' or 'local'.")
+    if max_grad_norm is not None:
+        validation.check_positive("max_grad_norm", max_grad_norm, usual=1.0)
+    validation.check_name("clip", clip, "common", "local")
     if grad_norm_every is not None:
         validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
     return TrainStep(loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every)

@@ -1,6 +1,7 @@
 """Checks of what users pass in: each says what was wrong, what was expected and how to mend it."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,9 +21,25 @@ def _is_traced(value: Any) -> bool:
 def _check_number(name: str, value: Any, holds: Callable[[float], bool], expected: str) -> None:
     if _is_traced(value):
         return
-    is_number = isinstance(value, (int, float, np.number, jax.Array)) and np.shape(value) == ()
-    if not is_number or not holds(float(value)):
-        raise ValueError(f"{name}={value!r} must be {expected}.")
+    if not _is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
+        raise ValueError(f"{name}={value!r} must be {expected}, in float32 too.")
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, jax.Array):
+        kinds = jnp.integer, jnp.floating
+        return value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return False
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _in_float32(value: Any) -> float:
+    # What it is rounded to there may be infinite, or 0, as devices take numbers below the least
+    # normal one.
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(value))
+    return rounded if abs(rounded) >= np.finfo(np.float32).tiny else 0.0
 
 
 def float32(hyperparameter: jax.typing.ArrayLike) -> jax.Array | float:
@@ -81,6 +98,9 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
         raise ValueError(f"{name}={value!r} must be an int (got {type(value).__name__}). {mend}")
     if not _is_traced(value) and int(value) < at_least:
         raise ValueError(f"{name}={value} must be at least {at_least}. {mend}")
+    # Updates are counted in int32.
+    if not _is_traced(value) and int(value) >= 2**31:
+        raise ValueError(f"{name} must be below 2**31. {mend}")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -124,15 +144,33 @@ def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")
 
 
+def _is_one_of(value: Any, *names: str) -> bool:
+    # What is no string may not even tell whether it is equal to one.
+    return isinstance(value, str) and value in names
+
+
+def check_name(option: str, value: Any, *names: str) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of the names that an option takes."""
+    if not _is_one_of(value, *names):
+        raise ValueError(f"{option}={value!r} must be {' or '.join(map(repr, names))}.")
+
+
+def check_transformation(name: str, tx: Any) -> None:
+    """Raises ``ValueError`` unless ``tx`` is a gradient transformation."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ValueError(
+            f"{name}={tx!r} must be an Optax gradient transformation, such as optax.adamw(1e-3)."
+        )
+
+
 def check_scale(scale: Any) -> None:
     """Raises ``ValueError`` unless ``scale`` is one that the compressor has."""
-    if scale not in ("rms", "mean_abs"):
-        raise ValueError(f"scale={scale!r} must be 'rms' or 'mean_abs'.")
+    check_name("scale", scale, "rms", "mean_abs")
 
 
 def check_residual_dtype(residual_dtype: Any) -> None:
     """Raises ``ValueError`` for a dtype that residuals are not kept in."""
-    if residual_dtype not in ("float32", "bfloat16"):
+    if not _is_one_of(residual_dtype, "float32", "bfloat16"):
         raise ValueError(
             f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
             f"residuals would underflow."
@@ -154,8 +192,7 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
 
 def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
     """Raises ``ValueError`` for a dtype in which a node's devices, if any, cannot average."""
-    if local_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"local_dtype={local_dtype!r} must be 'float32' or 'bfloat16'.")
+    check_name("local_dtype", local_dtype, "float32", "bfloat16")
     if local_dtype != "float32" and isinstance(axis_name, str):
         raise ValueError(
             f"local_dtype={local_dtype!r} is for exchanges within a node, but "

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from tests.workers import flipped
 
 WORKERS, STEPS, WARMUP, MIDDLE = 4, 12, 6, 8
 
@@ -66,6 +67,11 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
             np.savez(folder / "middle.npz", *jax.tree.leaves(jax.device_get(state)))
         state = step(*state, batch)[:2]
     record("run", state)
+    held["compared"] = np.array(onebit_jax.diagnose(*state, mesh).compared)
+    try:
+        onebit_jax.diagnose(state[0] | {"out": flipped(state[0]["out"], 2)}, state[1], mesh)
+    except onebit_jax.ReplicaDivergenceError as error:
+        held[f"found by {rank}"] = np.array(str(error.divergences))
 
     with np.load(folder / "middle.npz") as middle:
         params, opt_state = jax.tree.unflatten(jax.tree.structure(state), list(middle.values()))

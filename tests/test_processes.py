@@ -10,6 +10,13 @@ TOLERANCE = 1e-5  # relative to each tensor's largest value
 
 def test_four_processes_train_as_one_does(tmp_path):
     together, apart = run_processes(tmp_path, 1), run_processes(tmp_path, WORKERS)
+    found = [str(apart.pop(f"found by {rank}")) for rank in range(WORKERS)]
+    assert {*found, str(together.pop("found by 0"))} == {
+        """(Divergence(tensor="params['out']", workers=(2,)),)"""
+    }
+    compared = together.pop("compared")
+    assert "params['out']" in compared
+    np.testing.assert_array_equal(apart.pop("compared"), compared)
     assert together.keys() == apart.keys()
     for name, expected in together.items():
         if name.startswith("step"):

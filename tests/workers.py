@@ -248,3 +248,15 @@ def assert_workers_agree(tree: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(shared):
         name = jax.tree_util.keystr(path)
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape), err_msg=name)
+
+
+def flipped(x: jax.Array, worker: int, bit: int = 0) -> jax.Array:
+    """An array on a mesh; of one device's copy, or part, the last element has one bit flipped."""
+    device = x.sharding.mesh.devices.flat[worker]  # pyright: ignore[reportAttributeAccessIssue]
+    copies = []
+    for shard in x.addressable_shards:
+        copy = np.array(shard.data)
+        if shard.device == device:
+            copy.reshape(-1)[-1:].view(f"u{min(copy.dtype.itemsize, 4)}")[-1] ^= 1 << bit
+        copies.append(jax.device_put(copy, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)

@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workers = OnDevices(mesh) if options.devices else Simulated(options.workers)
         task_of = functools.cache(functools.partial(make_task, options, workers))
         task = task_of(options.seeds[0])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     folder.create()

@@ -6,11 +6,20 @@ import math
 from typing import Any, Literal
 
 from train.bert import model as bert
-from train.config import check_requirements
+from train.config import check_requirements, is_count
 from train.lm import model as lm
 from train.optimizers import check_names, check_warmup
 
-_COUNTS = ("sweep", "workers", "batch_size", "vocab_size", "steps", "eval_batches")
+_SIZES: dict[str, dict[str, tuple[int, ...]]] = {"bert": bert.SIZES, "lm": lm.SIZES}
+_COUNTS = (
+    "sweep",
+    "workers",
+    "batch_size",
+    "sequence_length",
+    "vocab_size",
+    "steps",
+    "eval_batches",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,18 +87,19 @@ class Options:
 
     def _requirements(self) -> list[tuple[str, bool, str]]:
         names = check_names(self.optimizers)
-        at_least_one = "a whole number of at least 1"
+        at_least_one = "a whole number of at least 1, below 2**31"
         rates, sizes = self.learning_rates, self._sizes()
         return [
             ("optimizers", names is None, str(names)),
+            ("task", self.task in _SIZES, f"one of {', '.join(_SIZES)}"),
             (
                 "learning_rates",
                 len(rates) == len(set(rates)) and all(0 < rate < math.inf for rate in rates),
                 "finite numbers above 0, each once",
             ),
-            *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            *((option, is_count(getattr(self, option)), at_least_one) for option in _COUNTS),
             ("warmup", *check_warmup(self.warmup, self.optimizers)),
-            ("widen", self.widen >= 0, "0 or more"),
+            ("widen", is_count(self.widen, 0), "0 or more, below 2**31"),
             (
                 "sweep_steps",
                 self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
@@ -98,7 +108,7 @@ class Options:
             ("size", self.size is None or self.size in sizes, f"one of {', '.join(sizes)}"),
             (
                 "batch_size",
-                self.batch_size % self.workers == 0,
+                self.batch_size % max(1, self.workers) == 0,
                 f"a multiple of --workers {self.workers}",
             ),
             (
@@ -131,7 +141,7 @@ class Options:
         ]
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
-        return {"bert": bert.SIZES, "lm": lm.SIZES}[self.task]
+        return _SIZES.get(self.task, {})
 
     @property
     def model_size(self) -> str:

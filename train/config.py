@@ -16,7 +16,15 @@ from train import schedules
 from train.optimizers import check_names, check_warmup
 
 # Options that leave the trajectory alone, so a run may go on with others.
-_FREE = ("out", "optimizer", "log_every", "checkpoint_every", "eval_batches", "profile")
+_FREE = (
+    "out",
+    "optimizer",
+    "log_every",
+    "checkpoint_every",
+    "diagnose_every",
+    "eval_batches",
+    "profile",
+)
 _COUNTS = (
     "workers",
     "batch_size",
@@ -30,6 +38,11 @@ _COUNTS = (
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id", "process_timeout")
+
+
+def is_count(value: int, at_least: int = 1) -> bool:
+    """Whether a number is one that devices count to, in int32."""
+    return at_least <= value < 2**31
 
 
 def check_requirements(options: Any, requirements: list[tuple[str, bool, str]]) -> None:
@@ -105,6 +118,9 @@ class RunConfig:
     """Steps between two lines of metrics."""
     checkpoint_every: int = 200
     """Steps between two checkpoints."""
+    diagnose_every: int | None = None
+    """Steps between two comparisons of replicas and looks at the optimizer's state; None: only
+    before a checkpoint, which always has them."""
     eval_batches: int = 64
     """Held-out batches to evaluate on, at most."""
     profile: bool = False
@@ -172,10 +188,11 @@ class RunConfig:
         """Options, whether each is in range, and what it must be; a subclass adds its own."""
         names = check_names(self.optimizer)
         fraction = "a number from 0 to below 1"
-        at_least_one = "a whole number of at least 1"
+        at_least_one = "a whole number of at least 1, below 2**31"
         return [
             ("optimizer", names is None, str(names)),
-            *((option, getattr(self, option) >= 1, at_least_one) for option in _COUNTS),
+            *((option, is_count(getattr(self, option)), at_least_one) for option in _COUNTS),
+            ("sequence_length", is_count(self.sequence_length), at_least_one),
             ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
             (
                 "schedule_warmup",
@@ -183,6 +200,11 @@ class RunConfig:
                 f"0 or more, and fewer than --steps {self.steps}",
             ),
             ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
+            (
+                "diagnose_every",
+                self.diagnose_every is None or is_count(self.diagnose_every),
+                f"{at_least_one}, or None",
+            ),
             ("decay_rate", 0 < self.decay_rate <= 1, "a number above 0, at most 1"),
             ("warmup", *check_warmup(self.warmup, self.optimizer)),
             ("b1", 0 <= self.b1 < 1, fraction),

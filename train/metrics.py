@@ -1,17 +1,18 @@
-"""What a run reports while it trains: progress bar, `metrics.jsonl`, TensorBoard events."""
+"""What a run reports while it trains: bar, `metrics.jsonl`, `diagnosis.jsonl`, TensorBoard."""
 
 import json
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 import jax
 import numpy as np
 import tensorboardX
 
+import onebit_jax
 from onebit_jax.transforms.phases import PHASES, Phase
 from train.checkpoint import Progress
 from train.config import RunConfig
@@ -43,6 +44,7 @@ class MetricsLog:
         if self._writes:
             folder = config.folder / name
             self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
+            self._diagnoses = _open_truncated(folder / "diagnosis.jsonl", progress.step)
             self._events = tensorboardX.SummaryWriter(str(folder), purge_step=progress.step + 1)
         self._bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
@@ -53,6 +55,7 @@ class MetricsLog:
         self._bar.close()
         if self._writes:
             self._lines.close()
+            self._diagnoses.close()
             self._events.close()
 
     def compiling(self, phase: Phase | None) -> None:
@@ -92,10 +95,29 @@ class MetricsLog:
                 )
         return self.progress
 
+    def diagnosed(self, diagnosis: onebit_jax.Diagnosis) -> None:
+        """Logs what was found after the last step that landed, and says what is wrong."""
+        if not self._writes:
+            return
+        step, figures = self.progress.step, _without_nan(diagnosis.figures)
+        for warning in diagnosis.warnings:
+            self._bar.write(f"warning: step {step}, {warning}", file=sys.stderr)
+        row = {
+            "step": step,
+            "figures": figures,
+            "warnings": diagnosis.warnings,
+            "tensors_compared": len(diagnosis.compared),
+        }
+        self._diagnoses.write(json.dumps(row) + "\n")
+        for name, value in figures.items():
+            if value is not None:
+                self._events.add_scalar(f"diagnosis/{name}", value, step)
+
     def flush(self) -> None:
         """Brings all that was logged to disk."""
         if self._writes:
             self._lines.flush()
+            self._diagnoses.flush()
             self._events.flush()
 
     def _show(self, phase: Phase, loss: float, sent: int) -> None:
@@ -113,11 +135,7 @@ class MetricsLog:
             "bytes_sent": self.progress.bytes_sent,
             "seconds": round(self.progress.seconds, 4),
         }
-        # JSON has no NaN.
-        row = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
+        row = _without_nan(row)
         self._lines.write(json.dumps(row) + "\n")
         for key, value in row.items():
             if key not in ("step", "phase") and value is not None:
@@ -131,6 +149,14 @@ def _step_of(line: str) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if isinstance(step, int) else None
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with None for what is not finite, which JSON does not have."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
 
 
 def _open_truncated(path: pathlib.Path, step: int) -> TextIO:

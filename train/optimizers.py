@@ -329,7 +329,7 @@ def check_names(names: tuple[str, ...]) -> str | None:
 def check_warmup(warmup: int | Literal["auto"], names: tuple[str, ...]) -> tuple[bool, str]:
     """Whether a warm-up is one that these optimizers have, and what it must be."""
     if warmup != "auto":
-        return warmup >= 1, "a whole number of at least 1, or auto"
+        return 1 <= warmup < 2**31, "a whole number of at least 1, or auto; below 2**31"
     by_number = [x for x in names if x in OPTIMIZERS and OPTIMIZERS[x].freezes_by_number]
     return not by_number, f"a whole number of at least 1 with {', '.join(by_number)}"
 

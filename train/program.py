@@ -12,6 +12,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
+import onebit_jax
 from train.cluster import Others, digest, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.stop import Stopped, StopRequest
@@ -38,7 +39,7 @@ def run(
         arguments: the command line's.
 
     Returns:
-        The exit code: 0, 2 for bad input, 128 + n for signal n.
+        The exit code: 0, 1 for replicas that diverged, 2 for bad input, 128 + n for signal n.
     """
     # Orbax reports every step of a save through it, and what fails with a traceback, before it is
     # raised.
@@ -48,7 +49,13 @@ def run(
         config.check_processes()
         with joined(program, config, _alone) as others:
             _run(config, make_task, write_report, others)
-    except (ValueError, OSError, Stopped, KeyboardInterrupt) as error:
+    except (
+        ValueError,
+        OSError,
+        Stopped,
+        onebit_jax.ReplicaDivergenceError,
+        KeyboardInterrupt,
+    ) as error:
         code, text = _outcome(error)
         print(text, file=sys.stderr)
         return code
@@ -90,6 +97,8 @@ def _outcome(error: BaseException) -> tuple[int, str]:
             return 2, f"error: {error}"
         case Stopped():
             return 128 + error.signal, f"{error}; the same command again goes on from there"
+        case onebit_jax.ReplicaDivergenceError():
+            return 1, f"error: {error}"
         case KeyboardInterrupt():
             text = "interrupted; the same command again goes on from the last checkpoint"
             return 128 + signal.SIGINT, text

@@ -84,6 +84,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     """Trains to the last step, unless that was done before, and writes `result.json`.
 
     Raises:
+        ReplicaDivergenceError: replicas have diverged; the last checkpoint is from before.
         Stopped: `stop` was requested; the run is saved.
         ValueError: the folder's checkpoint is of another model, or past the last step.
     """
@@ -134,9 +135,12 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                 log.dispatched(step, metrics)
                 profiler.dispatched(done, params)
                 stopping = stop.requested(step)
-                if stopping or saving:
+                due = config.diagnose_every is not None and done % config.diagnose_every == 0
+                if stopping or saving or due:
                     progress = log.land()
+                    log.diagnosed(onebit_jax.diagnose(params, opt_state, mesh))
                     log.flush()
+                if stopping or saving:
                     if OPTIMIZERS[name].local_steps:
                         params = synced(opt_state, params)
                     checkpoint.save(checkpoints, progress, params, opt_state, batches)

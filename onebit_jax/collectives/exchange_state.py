@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from onebit_jax.collectives.quantized import QuantizedState
 from onebit_jax.markers import PerWorker
@@ -58,6 +59,15 @@ class ExchangeState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """``residual_ratio``, seen from one worker: a scalar."""
         return {"residual_ratio": self.residual_ratio.value[0]}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """``scale_spread``, seen from one worker: its greatest scale over its least above 0.
+
+        0 where nothing was compressed yet.
+        """
+        scales = self.worker_scales.value
+        least = jnp.min(jnp.where(scales > 0, scales, jnp.inf))
+        return {"scale_spread": jnp.max(scales) / least}
 
 
 def check_fits(state: Any, expected: Any, workers: int) -> None:

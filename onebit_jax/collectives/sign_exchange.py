@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onebit_jax import validation
 from onebit_jax.collectives import hierarchical, layout, votes
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.buckets import in_buckets
@@ -43,8 +44,7 @@ Transport = Literal["bits", "votes"]
 
 def check_transport(transport: Any, bucket_bytes: int | Literal["auto"] | None) -> None:
     """Raises ``ValueError`` unless there is such a transport, and buckets only for bits."""
-    if transport not in ("bits", "votes"):
-        raise ValueError(f"transport={transport!r} must be 'bits' or 'votes'.")
+    validation.check_name("transport", transport, "bits", "votes")
     if transport == "votes" and isinstance(bucket_bytes, int):
         raise ValueError(
             f"bucket_bytes={bucket_bytes} must be None for transport='votes': XLA joins sums into "

@@ -33,6 +33,9 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
       ValueError: for a file that is missing or is not one of that program's.
     """
     mend = "Make one with: python -m benchmarks.step --json FILE"
+    if not isinstance(path, (str, pathlib.Path)):
+        raise ValueError(f"calibration={path!r} must be the path of a file. {mend}.")
+    path = pathlib.Path(path)
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
         elements = int(figures["elements"])
@@ -65,7 +68,7 @@ def check(calibration: Mapping[str, float], warmup_bits: int) -> None:
         )
     for kind in sorted(CALIBRATED_KINDS & calibration.keys()):
         value = calibration[kind]
-        if not 0 < value < math.inf:
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(
                 f"calibration[{kind!r}]={value!r} must be above 0 and finite, in seconds an "
                 f"element."

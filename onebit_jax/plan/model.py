@@ -47,6 +47,10 @@ from onebit_jax.plan.optimizers import (
     encoding_bytes_at,
 )
 
+# What no number of a run or a machine is above; nor a rate or a time below its reciprocal. Products
+# of all of them are still finite.
+_MOST = 1e24
+
 
 class Setting(NamedTuple):
     """A training run and the machines it is for. Every bandwidth is in bit/s, each way.
@@ -197,7 +201,8 @@ def check(setting: Setting) -> None:
 
     def number(field: str, holds: Callable[[float], bool], expected: str) -> None:
         value = getattr(setting, field)
-        if not isinstance(value, (int, float)) or not holds(value):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not holds(value):
             raise ValueError(f"{field}={value!r} must be {expected}.")
 
     for field, least, mend in (
@@ -208,22 +213,36 @@ def check(setting: Setting) -> None:
         ("every", 1, "the steps from one exchange of local steps to the next"),
     ):
         value = getattr(setting, field)
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{field}={value!r} must be an int of at least {least}: {mend}.")
+        if value > _MOST:
+            raise ValueError(f"{field} must be at most {_MOST:.0e}: {mend}.")
+    span = f"from {1 / _MOST:.0e} to {_MOST:.0e}"
     for field in ("bandwidth", "step_time", "local_bandwidth", "memory_bandwidth"):
         unit = "seconds" if field == "step_time" else "bit/s"
-        number(field, lambda x: 0 < x < math.inf, f"above 0 and finite, in {unit}")
-    number("latency", lambda x: 0 <= x < math.inf, "at least 0 and finite, in seconds")
+        number(field, lambda x: 1 / _MOST <= x <= _MOST, f"above 0 and finite, in {unit}, {span}")
+    number("latency", lambda x: 0 <= x <= _MOST, f"at least 0, at most {_MOST:.0e}, in seconds")
     number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps before one bit")
     for field, allowed in (("warmup_bits", WARMUP_BITS), ("local_bits", LOCAL_BITS)):
         names = ", ".join(map(str, allowed[:-1]))
         number(field, allowed.__contains__, f"{names} or {allowed[-1]}, bits per value")
-    number("host_bandwidth", lambda x: x > 0, "above 0, in bit/s")
-    number("efficiency", lambda x: 0 < x <= 1, "in (0, 1]: the share of the bandwidth")
+    number(
+        "host_bandwidth", lambda x: x >= 1 / _MOST, f"above 0, in bit/s, {1 / _MOST:.0e} or more"
+    )
+    number(
+        "efficiency",
+        lambda x: 1 / _MOST <= x <= 1,
+        f"in (0, 1]: the share of the bandwidth, {1 / _MOST:.0e} or more",
+    )
     if setting.workers % setting.per_node:
         raise ValueError(
             f"workers={setting.workers} must be a multiple of per_node={setting.per_node}: all "
             f"nodes have the same number of devices. Change one of the two."
         )
     if setting.calibration is not None:
+        if not isinstance(setting.calibration, Mapping):
+            raise ValueError(
+                f"calibration={setting.calibration!r} must be what plan.read_calibration returns: "
+                f"seconds an element of each kind of step."
+            )
         calibration.check(setting.calibration, setting.warmup_bits)

@@ -124,7 +124,14 @@ def local_steps(every: int, bits: int) -> Optimizer:
     The worker's own parameters, the outer gradient and the outer momentum are read and written
     besides what the exchange does: ``x``, ``x_i``, the mean and ``u`` are read, the momentum, ``x``
     and ``x_i`` written (28).
+
+    Raises:
+      ValueError: unless ``every`` is an int of at least 1, and ``bits`` one of ``LOCAL_BITS``.
     """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r} must be an int of at least 1, in steps.")
+    if bits not in LOCAL_BITS:
+        raise ValueError(f"bits={bits!r} must be one of {LOCAL_BITS}.")
     if bits == 32:
         name, benchmark, encoding = "DiLoCo", "Adam with pmean", 0.0
     elif bits == 1:

@@ -29,7 +29,8 @@ def format_time(seconds: float) -> str:
         return f"{1e3 * seconds:.1f} ms"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
+            count = seconds / length
+            return f"{count:.1f} {unit}" if count < 1e6 else f"{count:.3g} {unit}"
     return f"{seconds:.2f} s"
 
 
@@ -39,6 +40,13 @@ _DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 # Below it a number without a unit is one whose unit was forgotten: no card or memory is so slow.
 _LEAST_BARE_RATE = 1e6
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)"
+
+
+def _matched(field: str, text: str, pattern: str) -> re.Match[str] | None:
+    if not isinstance(text, str):
+        raise ValueError(f"{field}={text!r} must be text, with its unit, such as 10Gbit or 50us.")
+    # A digit is one of 0 to 9 here: what others mean by it, the message would not show.
+    return re.fullmatch(pattern, text.strip(), re.ASCII)
 
 
 def parse_rate(field: str, text: str) -> float:
@@ -52,7 +60,7 @@ def parse_rate(field: str, text: str) -> float:
     >>> parse_rate("bandwidth", "10Gbit"), parse_rate("local_bandwidth", "25GB/s")
     (10000000000.0, 200000000000.0)
     """
-    match = re.fullmatch(_NUMBER + r"\s*([kMGT]?)(bit|B|)(?:/s)?", text.strip())
+    match = _matched(field, text, _NUMBER + r"\s*([kMGT]?)(bit|B|)(?:/s)?")
     if not match or (match[2] and not match[3]):
         raise ValueError(
             f"{field}={text!r} must be a rate such as 10Gbit or 100Mbit, or 25GB for bytes; a "
@@ -77,7 +85,7 @@ def parse_seconds(field: str, text: str) -> float:
     >>> parse_seconds("step_time", "450ms")
     0.45
     """
-    match = re.fullmatch(_NUMBER + r"\s*(s|ms|us|)", text.strip())
+    match = _matched(field, text, _NUMBER + r"\s*(s|ms|us|)")
     if not match:
         raise ValueError(
             f"{field}={text!r} must be a duration such as 50us, 450ms or 0.45s; a plain number is "

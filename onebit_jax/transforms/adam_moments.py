@@ -10,6 +10,13 @@ from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.in_place import overwrite_if
 
 
+def dead_share(v: Any) -> jax.Array:
+    """The share of a tree's elements that are 0: of coordinates without a variance."""
+    leaves = jax.tree.leaves(v)
+    dead = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
+    return sum(dead, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)
+
+
 def update_moments(
     exchange: BoundExchange,
     b1: Any,

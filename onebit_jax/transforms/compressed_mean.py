@@ -45,6 +45,11 @@ class CompressedMeanState(NamedTuple):
         """
         return {"phase": jnp.int32(PHASES.index("compression")), **self.exchange.metrics()}
 
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """With one bit ``scale_spread`` of the tensors, seen from one worker: a scalar."""
+        exchange = self.exchange
+        return exchange.diagnostics() if isinstance(exchange, ExchangeState) else {}
+
 
 def _averaged(
     exchange: BoundExchange | BoundQuantizedExchange, tree: Any, state: Any, residual_decay: float

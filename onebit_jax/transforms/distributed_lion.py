@@ -49,8 +49,7 @@ def scale_by_distributed_lion(
     """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
-    if aggregation not in ("majority", "mean"):
-        raise ValueError(f"aggregation={aggregation!r} must be 'majority' or 'mean'.")
+    validation.check_name("aggregation", aggregation, "majority", "mean")
 
     def init_fn(params: optax.Params) -> ScaleByDistributedLionState:
         validation.check_parameters(params)
@@ -162,6 +161,7 @@ def distributed_lion(
       workers it rests.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     return optax.chain(
         scale_by_distributed_lion(b1, b2, axis_name=axis_name, aggregation=aggregation),
         optax.add_decayed_weights(weight_decay, mask),

@@ -184,6 +184,7 @@ def ef_signsgd(
       feedback takes it back: it stays within its residuals of where it began, as published.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     validation.check_decay("momentum", momentum)
     average = compressed_mean(
         axis_name,

@@ -135,6 +135,8 @@ def local_steps(
       and then mixes ``x`` and ``x_i``; here groups are balanced by size, and ``x_i`` becomes ``x``
       in the update of the exchange.
     """
+    validation.check_transformation("inner", inner)
+    validation.check_transformation("outer", outer)
     validation.check_static("fragments", fragments)
     validation.check_step_count("fragments", fragments, 1, "1 exchanges all tensors at once.")
     if not callable(every):

@@ -211,6 +211,7 @@ def onebit_adam(
       :func:`onebit_jax.variance_stable`, the paper's own rule, which DeepSpeed never had.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     return warmup_then.chain(
         scale_by_onebit_adam(
             b1,

@@ -12,7 +12,7 @@ from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.owed import Use
 from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.adam_moments import update_moments
+from onebit_jax.transforms.adam_moments import dead_share, update_moments
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
 from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup
@@ -61,6 +61,19 @@ class ScaleByOnebitAdamState(NamedTuple):
         """
         parts = (self.progress, self.variance_record, self.exchange)
         return {name: value for part in parts for name, value in part.metrics().items()}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+
+        Returns:
+          ``dead_share``, of coordinates whose ``v`` is 0; ``variance_at``; and the exchange's
+          ``scale_spread``.
+        """
+        own = {
+            "dead_share": dead_share(self.v_then_inverse_root),
+            "variance_at": self.variance_at,
+        }
+        return own | self.exchange.diagnostics()
 
 
 class Hyperparameters(NamedTuple):

@@ -15,7 +15,7 @@ from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.owed import Use
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.adam_moments import update_moments
+from onebit_jax.transforms.adam_moments import dead_share, update_moments
 from onebit_jax.transforms.lamb_coefficients import Bounds, Tensor, decayed, frozen_update
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup
@@ -81,6 +81,10 @@ class ScaleByOnebitLambState(NamedTuple):
                 for f in (jnp.min, jnp.mean, jnp.max):
                     metrics[f"{name}_{f.__name__}"] = f(of_tensors)
         return metrics
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """``dead_share``, of coordinates whose ``v`` is 0: a scalar."""
+        return {"dead_share": dead_share(self.v_then_inverse_root)}
 
 
 class Hyperparameters(NamedTuple):

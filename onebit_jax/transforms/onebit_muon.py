@@ -111,6 +111,7 @@ def onebit_muon(
       singular values equal, those of the noise too.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     validation.check_decay("beta", beta)
     validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))

@@ -5,6 +5,7 @@ from typing import Any, cast
 import jax
 import optax
 
+from onebit_jax import validation
 from onebit_jax.markers import PerWorker, is_per_worker, own
 
 
@@ -37,6 +38,7 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
       ...     optax.scale_by_learning_rate(1e-2),
       ... )
     """
+    validation.check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> PerWorker:

@@ -79,6 +79,7 @@ def signum(
       learning rate of where it began.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     return optax.chain(
         scale_by_distributed_lion(b1, b1, axis_name=axis_name),
         optax.add_decayed_weights(weight_decay, mask),

@@ -49,12 +49,18 @@ def zero_one_adam_phase(
       local_step_scaler: as given to the optimizer.
       local_step_clipper: as given to the optimizer.
 
+    Raises:
+      ValueError: for a number that the optimizer does not take.
+
     >>> steps = dict(variance_freeze=4, var_update_scaler=2, local_step_scaler=2)
     >>> [zero_one_adam_phase(count, **steps) for count in range(3)]
     ['warmup', 'warmup', 'compression']
     >>> [zero_one_adam_phase(count, **steps) for count in range(4, 8)]
     ['sync', 'sync', 'local', 'sync']
     """
+    validation.check_step_count("count", count, 0, "Give the number of updates made.")
+    validation.check_step_count("variance_freeze", variance_freeze, 1, "As to the optimizer.")
+    check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     if count < variance_freeze:
         refreshes = variance_steps or published_variance_steps(var_update_scaler)
         return "warmup" if refreshes(count) else "compression"

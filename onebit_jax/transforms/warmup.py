@@ -16,6 +16,11 @@ _AN_OCTAVE, _IN_A_ROW = 4, 3
 _SHRINKING = 3
 
 
+def least_shrinkage(threshold: float) -> float:
+    """To what share of itself a variance may shrink that is stable by this threshold."""
+    return threshold**_SHRINKING
+
+
 class VarianceStable(NamedTuple):
     """The rule that :func:`onebit_jax.variance_stable` makes.
 
@@ -172,7 +177,7 @@ def observe(
     stable = record.stable
     if isinstance(warmup, VarianceStable):
         bound = warmup.threshold
-        small = (growth <= 1 / bound) & (shrinkage >= bound**_SHRINKING) & any_before
+        small = (growth <= 1 / bound) & (shrinkage >= least_shrinkage(bound)) & any_before
         stable = jnp.where(small & (t >= warmup.min_steps), record.stable + 1, 0)
     seen = VarianceRecord(
         record.norms.at[place].set(norms),

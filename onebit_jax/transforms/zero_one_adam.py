@@ -187,6 +187,7 @@ def zero_one_adam(
       the first gap after one that doubles a shorter one.
     """
     validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)

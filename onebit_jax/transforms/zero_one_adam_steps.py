@@ -14,6 +14,7 @@ from onebit_jax.collectives.in_place import materialize
 from onebit_jax.collectives.owed import Use
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets
+from onebit_jax.transforms.adam_moments import dead_share
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.step_sets import StepSet
 
@@ -80,6 +81,22 @@ class ZeroOneAdamState(NamedTuple):
         compressed = (phase == PHASES.index("compression")) | (phase == PHASES.index("sync"))
         ratio = jnp.where(compressed, self.exchange.residual_ratio.value[0], 0.0)
         return self.progress.metrics() | {"residual_ratio": ratio}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+
+        Returns:
+          ``dead_share``, of coordinates whose ``v`` is 0; and the exchange's ``scale_spread``.
+        """
+        return {"dead_share": dead_share(self.inverse_root)} | self.exchange.diagnostics()
+
+    def own_parameters(self) -> Any:
+        """Which parameters may differ between workers, a tree of booleans: all once v is frozen.
+
+        After a sync too, if only by rounding: an update is added to what a worker had.
+        """
+        frozen = self.progress.frozen_at >= 0
+        return jax.tree.map(lambda _: frozen, self.v_then_y)
 
 
 class Hyperparameters(NamedTuple):

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
+from tests.workers import flipped
 from train.bert import pretrain
 from train.bert.model import SIZES
 from train.optimizers import OPTIMIZERS
@@ -120,6 +122,42 @@ def test_bytes_and_phases_are_exact(finished):
     sent = [row["bytes_sent"] for row in onebit]
     assert np.diff([0, *sent]).tolist() == [dense] * 6 + [compressed] * (STEPS - 6)
     assert adam[-1]["bytes_sent"] == pytest.approx(STEPS * dense, rel=1e-3)
+
+
+def test_replicas_are_compared_before_every_checkpoint(finished):
+    out, *_ = finished
+    for name in ("adam", "onebit_adam"):
+        lines = (out / name / "diagnosis.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["step"] for row in rows] == [5, 10, STEPS]
+        assert all(row["tensors_compared"] > 20 for row in rows)
+    assert rows[0]["figures"]["dead_share"] > 0
+    assert rows[0]["warnings"] == []
+    # Six steps of warm-up are too few to tell whether the variance is stable.
+    assert any("too soon to tell" in warning for warning in rows[-1]["warnings"])
+
+
+def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeypatch, capsys):
+    """At the second look, so that a checkpoint from before is there to go back to."""
+    diagnose = onebit_jax.diagnose
+
+    def off_by_one_bit(params, opt_state, mesh):
+        if len(metrics(tmp_path / "run" / "adam")) == 4:
+            leaves, structure = jax.tree.flatten(params)
+            leaves[0] = flipped(leaves[0], 1)
+            params = structure.unflatten(leaves)
+        return diagnose(params, opt_state, mesh)
+
+    monkeypatch.setattr(onebit_jax, "diagnose", off_by_one_bit)
+    options = "--optimizer adam --steps 6 --warmup 2 --checkpoint-every 2 --out"
+    assert pretrain.main([*RUN, *options.split(), str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: replicas have diverged: 1 of ")
+    # Of two copies neither is the minority.
+    assert "any of worker 0 (" in error
+    with ocp.training.Checkpointer(str(tmp_path / "run" / "adam" / "checkpoints")) as checkpointer:
+        assert checkpointer.latest is not None
+        assert checkpointer.latest.step == 2
 
 
 def test_report(finished):

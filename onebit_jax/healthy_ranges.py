@@ -1,0 +1,141 @@
+"""The ranges that a healthy run's figures stay in, and what to do where one does not.
+
+docs/watching.md says where each range comes from.
+"""
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from onebit_jax.transforms.warmup import least_shrinkage
+
+Figures = Mapping[str, float]
+
+# The threshold of `variance_stable` by which a variance is judged: the lowest that docs/warm-up.md
+# has tried. By the usual 0.85 a healthy run was told of.
+_STABLE = 0.8
+
+
+class Range(NamedTuple):
+    """A figure's healthy range.
+
+    Attributes:
+      figure: its name.
+      is_healthy: told the figure and the number of workers.
+      applies: told all figures of the same optimizer, whether this one says anything yet.
+      words: what it means that it is out of its range, and what to do.
+    """
+
+    figure: str
+    is_healthy: Callable[[float, int], bool]
+    applies: Callable[[Figures], bool]
+    words: str
+
+
+def _always(figures: Figures) -> bool:
+    return True
+
+
+def _is_frozen(figures: Figures) -> bool:
+    return figures.get("frozen_at", -1) >= 0
+
+
+def _froze_for_good(figures: Figures) -> bool:
+    return _is_frozen(figures) and figures.get("variance_at", -1) <= figures["frozen_at"]
+
+
+_LONGER = (
+    "make the warm-up longer, end it by onebit_jax.variance_stable, or let the variance follow "
+    "with variance_refreshes."
+)
+
+RANGES = (
+    Range(
+        "residual_ratio",
+        lambda ratio, workers: ratio <= 50 * math.sqrt(workers),
+        _always,
+        "what is still to be sent is more than 50 sqrt(workers) times what an exchange brings, so "
+        "that what arrives is old. Where workers see different kinds of data, shuffle it over all "
+        "of them; else take a lower learning rate, larger batches, more bits, or the scale 'rms'.",
+    ),
+    Range(
+        "scale_spread",
+        lambda spread, workers: spread <= 1e15,
+        _always,
+        "one tensor's scale is more than 1e15 times another's, which has next to no gradient: its "
+        "squares are about to be 0 in float32. Look for a part of the model that the loss does not "
+        "reach, or that has saturated; what is to stay as it is, leave out by optax.partition.",
+    ),
+    Range(
+        "dead_share",
+        lambda share, workers: share <= 0.5,
+        _is_frozen,
+        "more than half of the coordinates had no gradient before the variance froze, and "
+        "stay where they are. Where they are to be trained, such as embeddings of tokens not seen "
+        "yet, make the warm-up longer, let the variance follow with variance_refreshes, or leave "
+        "them dense by optax.partition.",
+    ),
+    Range(
+        "variance_growth",
+        lambda growth, workers: 0 < growth <= 1 / _STABLE,
+        _froze_for_good,
+        f"while the number of updates doubled up to the freeze, variances grew by more than "
+        f"{1 / _STABLE - 1:.0%}, or it froze too soon to tell (0): steps may be too long from here "
+        f"on. In the next run {_LONGER}",
+    ),
+    Range(
+        "variance_shrinkage",
+        lambda shrinkage, workers: shrinkage == 0 or shrinkage >= least_shrinkage(_STABLE),
+        _froze_for_good,
+        f"while the number of updates doubled up to the freeze, variances shrank to less than "
+        f"{least_shrinkage(_STABLE):.2f} of what they were: steps may be too short from here on. "
+        f"In the next run {_LONGER}",
+    ),
+    Range(
+        "saturation",
+        lambda share, workers: share <= 0.9,
+        lambda figures: figures["updates"] >= 100,
+        "of nine in ten coordinates all recent gradients had one sign, so that their bits are no "
+        "longer random, and every step goes the same way. Look whether every worker gets new "
+        "batches; if so, take a higher learning rate or a larger b.",
+    ),
+    Range(
+        "greatest_ratio",
+        lambda ratio, workers: ratio <= 1,
+        _always,
+        "|m| is above a, which no update of Birder makes: the state was changed from outside, or "
+        "a device is faulty. Go back to a checkpoint that is whole.",
+    ),
+)
+
+
+def warnings_of(figures: Figures, workers: int) -> tuple[str, ...]:
+    """What is out of its range, in words.
+
+    Args:
+      figures: by name, with labels in front where several optimizers report the same.
+      workers: their number.
+
+    >>> [text] = warnings_of({"residual_ratio": 101.0, "adam/phase": 1.0}, workers=4)
+    >>> text[:67]
+    'residual_ratio=101: what is still to be sent is more than 50 sqrt(w'
+    """
+    found = [
+        f"{name}={value}: it is not finite. Go back to a checkpoint from before, and look for the "
+        f"first step whose loss or gradient is not."
+        for name, value in figures.items()
+        if not math.isfinite(value)
+    ]
+    parts = collections.defaultdict[str, dict[str, float]](dict)
+    for name, value in figures.items():
+        label, slash, figure = name.rpartition("/")
+        parts[label + slash][figure] = value
+    for label, part in parts.items():
+        for name, is_healthy, applies, words in RANGES:
+            value = part.get(name)
+            if value is None or not math.isfinite(value) or not applies(part):
+                continue
+            if not is_healthy(value, workers):
+                found.append(f"{label}{name}={value:.4g}: {words}")
+    return tuple(found)

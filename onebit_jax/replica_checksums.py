@@ -1,0 +1,123 @@
+"""Whether replicas hold the same bits: checksums that each device makes of its own copies.
+
+:mod:`onebit_jax.replica_check` refuses, before anything runs, optimizers under which replicas would
+diverge. What no program shows, a faulty device, a loop that placed arrays wrongly, a kernel whose
+results depend on the machine, is found here, while a run goes on.
+"""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from onebit_jax.model_state import is_key
+
+
+class Divergence(NamedTuple):
+    """A tensor of which workers that should hold the same bits do not.
+
+    Attributes:
+      tensor: its name, such as ``params['w']``.
+      workers: those in the minority, by their place in the mesh; all of them, where no copy has
+        more holders than another.
+    """
+
+    tensor: str
+    workers: tuple[int, ...]
+
+
+class ReplicaDivergenceError(RuntimeError):
+    """Replicas that should hold the same bits do not.
+
+    Attributes:
+      divergences: each tensor that differs, with the workers whose copy does.
+    """
+
+    def __init__(self, divergences: Sequence[Divergence], compared: int, mesh: Mesh):
+        self.divergences = tuple(divergences)
+        workers = sorted({worker for x in divergences for worker in x.workers})
+        devices = mesh.devices.flat
+        named = ", ".join(
+            f"worker {i} ({devices[i]}, process {devices[i].process_index})" for i in workers
+        )
+        which = (
+            f"no copy has more holders than another, so that any of {named} may be wrong"
+            if len(workers) == mesh.size
+            else f"the minority is {named}"
+        )
+        super().__init__(
+            f"replicas have diverged: {len(divergences)} of {compared} tensors that all workers "
+            f"share, the first of them {divergences[0].tensor}, are not the same bits on all; "
+            f"{which}. Go back to the last checkpoint. If it is the same device again, take it out "
+            f"of the mesh: its memory or arithmetic is at fault. If it is another, look for a step "
+            f"of your own that declares replicated what differs between workers."
+        )
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """A uint32 made of an array's bits and their places, in one pass that writes nothing.
+
+    Two arrays that differ in one element, by whichever bits, never have the same; two that differ
+    in more have it with a probability of ``2**-32``.
+
+    Args:
+      x: of any shape and dtype, a typed random key included.
+
+    >>> [int(checksum(jnp.array(x))) for x in ([0.0, 1.0], [1.0, 0.0], [0.0, -1.0])]
+    [3363880600, 1148510404, 3872410252]
+    """
+    words = _words(x)
+    # By its place in every axis: to count along one axis would make TPUs copy the array.
+    place = jnp.uint32(0)
+    for axis, stride in enumerate(_strides(words.shape)):
+        place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride % 2**32)
+    # The finalizer of MurmurHash3, which takes no two words to the same one: what differs stays
+    # different up to the sum, and high bits reach low ones.
+    h = words ^ (place * np.uint32(0x9E3779B9))
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array, each element in a word or two of uint32."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else 8 * x.dtype.itemsize
+    # Booleans and integers of less than a byte have no bits to be read as such.
+    if x.dtype == jnp.bool or bits < 8:
+        return x.astype(jnp.int32).astype(jnp.uint32)
+    word = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
+    return lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+
+
+def find_divergences(rows: Mapping[str, np.ndarray]) -> list[Divergence]:
+    """The tensors of which the workers' checksums are not all the same.
+
+    Args:
+      rows: for each tensor, by name, a checksum for each worker, ``[n]``.
+
+    >>> find_divergences({"a": np.array([1, 1, 2]), "b": np.array([4, 4, 4])})
+    [Divergence(tensor='a', workers=(2,))]
+    """
+    found = []
+    for tensor, checksums in rows.items():
+        holders = collections.Counter(checksums.tolist()).most_common()
+        if len(holders) == 1:
+            continue
+        undecided = holders[0][1] == holders[1][1]
+        minority = np.flatnonzero(undecided | (checksums != holders[0][0]))
+        found.append(Divergence(tensor, tuple(minority.tolist())))
+    return found

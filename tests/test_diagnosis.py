@@ -1,0 +1,349 @@
+"""`diagnose`: replicas that differ in a bit are found and named, and ill runs are told of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import healthy_ranges
+from onebit_jax.replica_checksums import checksum, find_divergences
+from tests.small_task import (
+    MESH,
+    NODES_MESH,
+    make_batches,
+    make_params,
+    onebit,
+    start,
+    train,
+)
+from tests.workers import PAIR, flipped
+
+# The checksum
+
+
+def reference(x):
+    """The same of a NumPy array, word by word."""
+    if x.dtype == bool:
+        x = x.astype(np.uint8)
+    if x.dtype.kind == "c":
+        x = np.stack([x.real, x.imag])
+    word = f"u{min(x.dtype.itemsize, 4)}"
+    words = np.ascontiguousarray(x).reshape(-1).view(word).astype(np.uint64)
+    low = 2**32 - 1
+    h = words ^ (np.arange(words.size, dtype=np.uint64) * 0x9E3779B9 & low)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & low
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & low
+    return int(np.sum(h ^ (h >> 16)) & low)
+
+
+DTYPES = ["f4", "f2", ml_dtypes.bfloat16, "i4", "u1", "i1", "u2", "?", "c8"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0), (2, 3, 5)], ids=str)
+def test_a_checksum_is_that_of_the_definition(shape, dtype):
+    x = (100 * np.random.default_rng(0).standard_normal(shape)).astype(dtype)
+    assert int(checksum(jnp.asarray(x))) == reference(x)
+
+
+def test_a_key_and_integers_of_half_a_byte_have_checksums():
+    assert int(checksum(jax.random.key(3))) == reference(np.array([0, 3], np.uint32))
+    assert int(checksum(jnp.array([1, -2], jnp.int4))) == reference(np.array([1, -2], np.int32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 44), st.integers(1, 2**32 - 1))
+def test_no_change_of_one_element_leaves_a_checksum_as_it_was(seed, place, change):
+    words = np.random.default_rng(seed).integers(0, 2**32, 45, np.uint32)
+    changed = words.copy()
+    changed[place] ^= np.uint32(change)
+    assert reference(words) != reference(changed)
+
+
+def test_the_minority_is_named_and_all_where_there_is_none():
+    rows = {"a": [7, 7, 7], "b": [7, 8, 7], "c": [1, 2, 3], "d": [5, 5, 6]}
+    found = find_divergences({name: np.array(row) for name, row in rows.items()})
+    assert found == [("b", (1,)), ("c", (0, 1, 2)), ("d", (2,))]
+
+
+# Replicas
+
+
+@functools.cache
+def begun(axis_name):
+    """Parameters and state of 1-bit Adam before the first step."""
+    mesh = MESH if axis_name == "data" else NODES_MESH
+    params = jax.device_put(make_params(), NamedSharding(mesh, P()))
+    return mesh, params, onebit_jax.init(onebit(axis_name), params, mesh)
+
+
+@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+def test_replicas_that_are_the_same_pass(axis_name):
+    mesh, params, opt_state = begun(axis_name)
+    diagnosis = onebit_jax.diagnose(params, opt_state, mesh)
+    assert diagnosis.warnings == ()
+    assert {"params['layer']['kernel']", "opt_state[0].exchange.packed"} <= set(diagnosis.compared)
+    assert not [name for name in diagnosis.compared if "compensated" in name]
+
+
+@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+@pytest.mark.parametrize("bit", [0, 31])
+@pytest.mark.parametrize("worker", [0, 3])
+def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bit):
+    mesh, params, opt_state = begun(axis_name)
+    params = {"layer": params["layer"] | {"bias": flipped(params["layer"]["bias"], worker, bit)}}
+    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
+        onebit_jax.diagnose(params, opt_state, mesh)
+    assert error.value.divergences == (("params['layer']['bias']", (worker,)),)
+    device = mesh.devices.flat[worker]
+    words = "params['layer']['bias'], are not the same bits on all; the minority is worker"
+    assert f"{words} {worker} ({device}, process 0). Go back" in str(error.value)
+
+
+@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+@pytest.mark.parametrize("field", ["exchange.packed", "exchange.active.bits", "progress.count"])
+def test_shared_state_off_by_one_bit_on_one_device_is_named(axis_name, field):
+    mesh, params, opt_state = begun(axis_name)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
+    name = f"[0].{field}"
+    opt_state = jax.tree.unflatten(
+        structure,
+        [flipped(x, 2) if jax.tree_util.keystr(path) == name else x for path, x in leaves],
+    )
+    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
+        onebit_jax.diagnose(params, opt_state, mesh)
+    assert error.value.divergences == ((f"opt_state{name}", (2,)),)
+
+
+def test_the_models_state_is_compared():
+    mesh, params, opt_state = begun("data")
+    mean = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
+    model_state = {"mean": mean, "key": jax.device_put(jax.random.key(0), mean.sharding)}
+    diagnosis = onebit_jax.diagnose(params, opt_state, mesh, model_state=model_state)
+    assert "model_state['key']" in diagnosis.compared
+    model_state["mean"] = flipped(mean, 1)
+    with pytest.raises(onebit_jax.ReplicaDivergenceError, match=r"model_state\['mean'\]"):
+        onebit_jax.diagnose(params, opt_state, mesh, model_state=model_state)
+
+
+def test_a_replica_that_went_astray_is_found_after_further_steps():
+    """In training: what one device has wrong spreads to all that it computes itself."""
+    step, (params, opt_state) = start(onebit())
+    params, opt_state = train(step, params, opt_state, make_batches(5))
+    assert onebit_jax.diagnose(params, opt_state, MESH).warnings[1:] == ()
+    params["layer"]["kernel"] = flipped(params["layer"]["kernel"], 3)
+    params, opt_state = train(step, params, opt_state, make_batches(2))
+    with pytest.raises(onebit_jax.ReplicaDivergenceError, match=r"the minority is worker 3 \("):
+        onebit_jax.diagnose(params, opt_state, MESH)
+
+
+LOCAL = {
+    "local_steps": onebit_jax.local_steps(
+        optax.adam(1e-2), optax.sgd(1.0), every=3, axis_name="data", bits=4
+    ),
+    "zero_one_adam": onebit_jax.zero_one_adam(
+        1e-2, variance_freeze=2, sync_steps=lambda count: count % 3 == 2, axis_name="data"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"), [("local_steps", "shared"), ("zero_one_adam", "v_then_y")]
+)
+def test_parameters_that_may_differ_between_exchanges_are_left_out(name, shared):
+    step, (params, opt_state) = start(LOCAL[name])
+    params, opt_state = train(step, params, opt_state, make_batches(4))
+    copies = [np.asarray(x.data) for x in params["layer"]["kernel"].addressable_shards]
+    assert not np.array_equal(copies[0], copies[1])
+    diagnosis = onebit_jax.diagnose(params, opt_state, MESH)
+    compared = f"opt_state.{shared}['layer']['kernel']"
+    assert compared in diagnosis.compared
+    assert not [x for x in diagnosis.compared if x.startswith("params")]
+    tree = getattr(opt_state, shared)
+    tree = {"layer": tree["layer"] | {"kernel": flipped(tree["layer"]["kernel"], 0)}}
+    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
+        onebit_jax.diagnose(params, opt_state._replace(**{shared: tree}), MESH)
+    assert error.value.divergences == ((compared, (0,)),)
+
+
+def test_of_a_partition_the_other_parameters_are_compared():
+    tx = optax.partition(
+        {"local": LOCAL["zero_one_adam"], "dense": optax.chain(onebit_jax.mean_gradients("data"))},
+        {"layer": {"kernel": "local", "bias": "dense"}},
+    )
+    params = jax.device_put(make_params(), NamedSharding(MESH, P()))
+    opt_state = onebit_jax.init(tx, params, MESH)
+    frozen = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.ones_like(x) if "frozen_at" in jax.tree_util.keystr(path) else x,
+        opt_state,
+    )
+    frozen = jax.device_put(frozen, jax.tree.map(lambda x: x.sharding, opt_state))
+    for state, compared in ((opt_state, {"bias", "kernel"}), (frozen, {"bias"})):
+        names = onebit_jax.diagnose(params, state, MESH).compared
+        assert {x for x in names if "params" in x} == {f"params['layer']['{x}']" for x in compared}
+
+
+def test_arrays_without_copies_to_compare_are_refused():
+    mesh, params, opt_state = begun("data")
+    with pytest.raises(ValueError, match=r"params\['layer'\]\['bias'\] lies on the host, not as"):
+        onebit_jax.diagnose(make_params(), opt_state, mesh)
+    on_one = jax.device_put(params, jax.devices()[0])
+    with pytest.raises(ValueError, match=r"lies as SingleDeviceSharding.*nothing|no copies"):
+        onebit_jax.diagnose(on_one, opt_state, mesh)
+    replicated = jax.device_put(opt_state, NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match=r"opt_state\[0\].*worker_compensated.*lies as"):
+        onebit_jax.diagnose(params, replicated, mesh)
+
+
+# Warnings
+
+
+class Given:
+    """A step whose gradients are those that it is given: `[workers, size]` for each tensor."""
+
+    def __init__(self, tx, **sizes):
+        self.params = {name: jnp.ones(size) for name, size in sizes.items()}
+        self.state = onebit_jax.init(tx, self.params, MESH)
+        self.step = onebit_jax.train_step(self.loss, tx, MESH)
+
+    @staticmethod
+    def loss(params, batch):
+        return sum(jnp.sum(params[name] * jnp.mean(batch[name], 0)) for name in params)
+
+    def diagnose(self, gradients):
+        params, state = jax.device_get((self.params, self.state))
+        for gradient in gradients:
+            params, state, _ = self.step(params, state, gradient)
+        return onebit_jax.diagnose(params, state, MESH)
+
+
+def draws(count, size=64, workers=4):
+    rng = np.random.default_rng(2)
+    return [rng.standard_normal((workers, size), np.float32) for _ in range(count)]
+
+
+@functools.cache
+def adam():
+    return Given(onebit_jax.onebit_adam(1e-3, warmup=20, axis_name="data"), w=64)
+
+
+def only(diagnosis, name):
+    """The one warning there is, which must be of this figure."""
+    [warning] = diagnosis.warnings
+    assert warning.startswith(f"{name}=")
+    return warning
+
+
+def test_a_run_with_steady_gradients_has_no_warnings():
+    for count in (1, 10, 20, 30):
+        diagnosis = adam().diagnose({"w": g + 1} for g in draws(count))
+        assert diagnosis.warnings == ()
+    assert diagnosis.figures["dead_share"] == 0
+    assert 0 < diagnosis.figures["residual_ratio"] < 3
+    assert diagnosis.figures["scale_spread"] == 1
+    assert 1 <= diagnosis.figures["variance_growth"] < 1.1
+
+
+def test_dead_coordinates_are_told_of_once_the_variance_is_frozen():
+    dead = np.arange(64) < 40
+    gradients = [{"w": np.where(dead, 0, g + 1)} for g in draws(22)]
+    assert adam().diagnose(gradients[:19]).warnings == ()
+    diagnosis = adam().diagnose(gradients)
+    assert diagnosis.figures["dead_share"] == 40 / 64
+    assert "more than half of the coordinates" in only(diagnosis, "dead_share")
+
+
+@pytest.mark.parametrize(("factor", "figure"), [(1.2, "growth"), (0.6, "shrinkage")])
+def test_a_variance_that_was_not_stable_when_it_froze_is_told_of(factor, figure):
+    gradients = [{"w": factor**t * (g + 1)} for t, g in enumerate(draws(22))]
+    assert adam().diagnose(gradients[:19]).warnings == ()
+    words = only(adam().diagnose(gradients), f"variance_{figure}")
+    assert "variance_refreshes" in words
+
+
+def test_a_variance_that_froze_before_it_could_be_compared_is_told_of():
+    early = Given(onebit_jax.onebit_adam(1e-3, warmup=3, axis_name="data"), w=64)
+    words = only(early.diagnose({"w": g + 1} for g in draws(5)), "variance_growth")
+    assert "too soon to tell" in words
+
+
+def test_refreshes_make_up_for_a_variance_that_was_not_stable():
+    figures = {"frozen_at": 20.0, "variance_growth": 1.5, "variance_shrinkage": 1.0}
+    [warning] = healthy_ranges.warnings_of(figures | {"variance_at": 20.0}, 4)
+    assert warning.startswith("variance_growth=1.5")
+    assert healthy_ranges.warnings_of(figures | {"variance_at": 24.0}, 4) == ()
+
+
+WIDE = 2**14
+
+
+@functools.cache
+def mean():
+    tx = optax.chain(onebit_jax.compressed_mean("data", scale="mean_abs"), optax.sgd(1e-3))
+    return Given(tx, v=64, w=WIDE)
+
+
+def test_residuals_that_dwarf_what_is_sent_are_told_of():
+    """Workers of which each pulls another way, at one coordinate of many."""
+    one_of_many = np.where(np.arange(WIDE), 0, 1e4).astype(np.float32)
+    apart = np.array([[1], [-1], [1], [-1]], np.float32) * one_of_many
+    both = zip(draws(30), draws(30, WIDE), strict=True)
+    words = only(mean().diagnose({"v": v, "w": w + apart} for v, w in both), "residual_ratio")
+    assert "shuffle" in words
+    both = zip(draws(30), draws(30, WIDE), strict=True)
+    assert mean().diagnose({"v": v, "w": w} for v, w in both).warnings == ()
+
+
+def test_a_tensor_without_any_gradient_to_speak_of_is_told_of():
+    gradients = [{"v": 1e-16 * v, "w": draws(1, WIDE)[0]} for v in draws(2)]
+    assert "next to no gradient" in only(mean().diagnose(gradients), "scale_spread")
+    gradients = [{"v": 1e-12 * v, "w": draws(1, WIDE)[0]} for v in draws(2)]
+    assert mean().diagnose(gradients).warnings == ()
+
+
+def test_what_is_not_finite_is_told_of():
+    gradients = [
+        {"v": np.where(np.arange(64), v, np.nan), "w": draws(1, WIDE)[0]} for v in draws(2)
+    ]
+    warnings = mean().diagnose(gradients).warnings
+    assert warnings
+    assert all("it is not finite" in warning for warning in warnings)
+
+
+@functools.cache
+def birder():
+    return Given(onebit_jax.birder(1e-3, seed=0, axis_name="data"), w=64)
+
+
+def test_birders_signs_that_are_no_longer_random_are_told_of():
+    gradients = [{"w": 1 + 0.1 * g} for g in draws(100)]
+    assert birder().diagnose(gradients[:99]).warnings == ()
+    assert "of nine in ten" in only(birder().diagnose(gradients), "saturation")
+    noisy = birder().diagnose({"w": g} for g in draws(100))
+    assert noisy.warnings == ()
+    assert noisy.figures["saturation"] < 0.1
+
+
+def test_a_state_of_birder_that_no_update_makes_is_told_of():
+    params, state = jax.device_get((birder().params, birder().state))
+    params, state, _ = birder().step(params, state, {"w": draws(1)[0]})
+    a = state[0].a
+    halved = jax.device_put(jax.tree.map(lambda x: x / 2, a), jax.tree.map(lambda x: x.sharding, a))
+    diagnosis = onebit_jax.diagnose(params, (state[0]._replace(a=halved), *state[1:]), MESH)
+    assert "Go back to a checkpoint" in only(diagnosis, "greatest_ratio")
+
+
+def test_of_several_optimizers_the_label_is_told():
+    [warning] = healthy_ranges.warnings_of(
+        {"rest/residual_ratio": 3.0, "matrices/residual_ratio": 101.0}, 4
+    )
+    assert warning.startswith("matrices/residual_ratio=101: ")
