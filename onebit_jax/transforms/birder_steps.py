@@ -15,7 +15,7 @@ from onebit_jax.collectives.ec1 import evenly_sampled
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.sign_exchange import SignExchange
 from onebit_jax.collectives.stochastic import Ratio
-from onebit_jax.markers import PerWorker, own
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
 
 Arrays = list[jax.Array]
