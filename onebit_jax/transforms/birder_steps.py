@@ -15,7 +15,7 @@ from onebit_jax.collectives.ec1 import evenly_sampled
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.sign_exchange import SignExchange
 from onebit_jax.collectives.stochastic import Ratio
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
 
 Arrays = list[jax.Array]
@@ -145,7 +145,7 @@ def update(
     count, exchange = state.progress.count, h.exchange(updates)
     grads, tree = jax.tree.flatten(updates)
     held = [jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in exchange.blocks]
-    validation.check_same_tree(tree.unflatten(held), jax.tree.map(lambda x: x[0], state.m.value))
+    validation.check_same_tree(tree.unflatten(held), own(state.m))
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), count)
     m, a, g = jax.tree.leaves(state.m), jax.tree.leaves(state.a), exchange.local_mean(grads)
     if exchange.axes.single_node:
