@@ -238,7 +238,7 @@ def test_no_damage_to_a_file_goes_unnoticed(copied, damage):
             assert f"{copied / '2'} is damaged (" in caught[0]
             passed_over += 1
         path.write_bytes(whole)
-    assert passed_over >= 6
+    assert passed_over >= 3
     assert restore_or_pass_over(copied) == (2, [])
 
 
