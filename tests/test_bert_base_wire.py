@@ -39,6 +39,7 @@ def collectives(size, phase):
     return sum(x.size for x in jax.tree.leaves(params)), wire.collectives(compiled, mesh)
 
 
+@pytest.mark.slow
 def test_compression_sends_one_bit_a_parameter_each_way():
     parameters, sent = collectives("base", "compression")
     assert parameters == pytest.approx(110e6, rel=0.01)

@@ -1,6 +1,7 @@
 """Four processes of one device each over Gloo, against one process of four devices."""
 
 import numpy as np
+import pytest
 
 from tests.process_worker import WORKERS
 from tests.processes import run_processes
@@ -8,6 +9,7 @@ from tests.processes import run_processes
 TOLERANCE = 1e-5  # relative to each tensor's largest value
 
 
+@pytest.mark.slow
 def test_four_processes_train_as_one_does(tmp_path):
     together, apart = run_processes(tmp_path, 1), run_processes(tmp_path, WORKERS)
     found = [str(apart.pop(f"found by {rank}")) for rank in range(WORKERS)]

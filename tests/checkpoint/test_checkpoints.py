@@ -283,6 +283,7 @@ def kill_and_restore(folder, tries):
     return seen
 
 
+@pytest.mark.slow
 def test_killed_saves(copied):
     assert ("2", 1) in kill_and_restore(copied, 100)
 

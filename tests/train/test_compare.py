@@ -186,6 +186,7 @@ def test_going_on_makes_only_what_is_missing(finished, capsys):
     assert list(figures(out)) == ["adam", "distributed_lion"]
 
 
+@pytest.mark.slow
 def test_seeds_at_the_one_learning_rate_there_is(tmp_path, capsys):
     more = ["--optimizers", "signum", "--learning-rates", "1e-3", "--seeds", "0", "7"]
     assert compare.main([*RUN[: RUN.index("--learning-rates")], *more, "--out", f"{tmp_path}"]) == 0
@@ -241,6 +242,7 @@ def test_bytes_to_a_loss():
     assert comparison.bytes_to(curve, 0.9) is None
 
 
+@pytest.mark.slow
 def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
     options = [*RUN, "--no-devices", "--optimizers", "signum", "--learning-rates", "1e-3"]
     assert compare.main([*options, "--out", str(tmp_path / "run")]) == 0

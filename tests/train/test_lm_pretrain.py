@@ -67,6 +67,7 @@ def test_losses_fall_from_that_of_guessing(finished):
     assert adam[5]["loss"] != onebit[5]["loss"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_two_parts_is_logged(tmp_path):
     out = tmp_path / "run"
     assert pretrain.main([*RUN, "--optimizer", "onebit_muon", "--out", str(out)]) == 0

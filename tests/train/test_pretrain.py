@@ -137,6 +137,7 @@ def test_replicas_are_compared_before_every_checkpoint(finished):
     assert any("too soon to tell" in warning for warning in rows[-1]["warnings"])
 
 
+@pytest.mark.slow
 def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeypatch, capsys):
     """At the second look, so that a checkpoint from before is there to go back to."""
     diagnose = onebit_jax.diagnose
@@ -197,6 +198,7 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_other_optimizers_go_by_their_names(tmp_path):
     """One that never averages at full precision."""
     out = tmp_path / "run"

@@ -137,6 +137,7 @@ def test_an_outer_optimizer_sees_one_group_at_a_time():
         assert all(np.all(x == turns.count(f)) for x in counts)
 
 
+@pytest.mark.slow
 def test_a_turn_sends_its_share_of_the_bytes():
     params = {str(i): jnp.zeros((256, 256)) for i in range(4)}
 
