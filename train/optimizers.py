@@ -237,11 +237,11 @@ def _zero_one(label: str, learning_rate: float, **policy: int) -> Optimizer:
     return Optimizer(label, learning_rate, make, phase_of, local_steps=True, freezes_by_number=True)
 
 
-def _birder(label: str, **options: float) -> Optimizer:
+def _birder(label: str, b: float) -> Optimizer:
     return Optimizer(
         label,
         1.2e-3,
-        lambda s: onebit_jax.birder(**_decay_options(s), **options, seed=0, axis_name=s.axis_name),
+        lambda s: onebit_jax.birder(**_decay_options(s), b=b, seed=0, axis_name=s.axis_name),
         # In the first update workers also tell each other where they have gradients.
         lambda step, *_: "compression" if step else "warmup",
     )
@@ -294,7 +294,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "zero_one_adam_published": _zero_one(
         "0/1 Adam, published refreshes", 1.25e-4, var_update_scaler=16
     ),
-    "birder": _birder("Birder"),
+    "birder": _birder("Birder", b=0.95),
     "birder_0.9": _birder("Birder, decay 0.9", b=0.9),
     "birder_0.98": _birder("Birder, decay 0.98", b=0.98),
     "signum": compressed("Signum", 3e-4, lambda s: onebit_jax.signum(**_sign_options(s))),

@@ -98,7 +98,8 @@ def compensate_mean(
       when: where false, the last call's ``a`` stays.
     """
     # In the shape that a is held in from end to end, as for the worker's c.
-    total = residual_decay * residual(compensated, across(server_scales, compensated[0])[None])
+    last = residual(compensated, across(server_scales, compensated[0])[None])
+    total = jnp.multiply(residual_decay, last)
 
     def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + signed(*row)[None], None

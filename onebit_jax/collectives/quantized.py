@@ -262,7 +262,7 @@ class BoundQuantizedExchange(BlockParts):
 
         rows = self.packed(to_serve), self.scales(to_serve) / len(to_serve)
         # A row at a time: XLA would write out all decoded rows before it summed them.
-        total = residual_decay * residual(last, state.server_scales.value, bits)
+        total = jnp.multiply(residual_decay, residual(last, state.server_scales.value, bits))
         total, _ = lax.scan(add, total, rows, unroll=min(len(to_serve), 8))
         a = lax.optimization_barrier(jnp.where(when, total, last))
         S = block_scales(a)

@@ -24,8 +24,8 @@ PAIRS = [
 def main() -> None:
     """Records them."""
     # Here, since tests, which look into every file, run without these packages.
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     folder = packaged_weights()
     tokenizer = transformers.BertTokenizerFast(vocab_file=f"{folder}/vocab.txt")
