@@ -159,7 +159,7 @@ class RunConfig:
         Raises:
             ValueError: an option is out of range.
         """
-        host, _, port = (self.coordinator or "").rpartition(":")
+        host, _, port = str(self.coordinator or "").rpartition(":")
         check_requirements(
             self,
             [
