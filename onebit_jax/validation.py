@@ -21,11 +21,12 @@ def _is_traced(value: Any) -> bool:
 def _check_number(name: str, value: Any, holds: Callable[[float], bool], expected: str) -> None:
     if _is_traced(value):
         return
-    if not _is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
+    if not is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
         raise ValueError(f"{name}={value!r} must be {expected}, in float32 too.")
 
 
-def _is_real(value: Any) -> bool:
+def is_real(value: Any) -> bool:
+    """Whether a value is a real number that a float can hold, infinite ones included."""
     if isinstance(value, jax.Array):
         kinds = jnp.integer, jnp.floating
         return value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)

@@ -196,7 +196,6 @@ def test_a_plan_of_nonsense_is_refused_or_finite():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="an integer too large for a float overflows in plan's model")
 def test_a_plan_of_much_nonsense_is_refused_or_finite():
     hold_plan_to(3000)
 

@@ -1,7 +1,6 @@
 """Brings the processes of a run together under JAX, once they are known to be of one run."""
 
 import contextlib
-import hashlib
 import os
 import pathlib
 import secrets
@@ -10,12 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax._src.clusters import ClusterEnv
 
 import onebit_jax
 import train
-from train import record
+from train import digest, record
 from train.config import RunConfig, shared_options
 from train.meeting import Meeting
 
@@ -158,23 +156,4 @@ def of_code() -> dict[str, str]:
 
 def _of_package(package: Any) -> str:
     root = pathlib.Path(package.__file__).parent
-    files = sorted(root.rglob("*.py"))
-    return digest([(str(path.relative_to(root)), path.read_text("utf-8")) for path in files])
-
-
-def digest(tree: Any) -> str:
-    """A digest of a tree's arrays and plain values; of other objects, only their type.
-
-    >>> digest([np.arange(3), "a"]) == digest([np.arange(3), "a"]) != digest([np.arange(3), "b"])
-    True
-    """
-    made = hashlib.blake2b(digest_size=8)
-    leaves = jax.tree.leaves(tree)
-    made.update(repr([type(leaf) for leaf in leaves]).encode())
-    for leaf in leaves:
-        if isinstance(leaf, np.ndarray | jax.Array):
-            made.update(f"{leaf.dtype}{leaf.shape}".encode())
-            made.update(np.asarray(leaf).tobytes())
-        elif isinstance(leaf, str | int | float | bool):
-            made.update(repr(leaf).encode())
-    return made.hexdigest()
+    return digest.of_files(sorted(root.rglob("*.py")))

@@ -1,14 +1,11 @@
 """A corpus of plain text: documents, each a list of paragraphs, and the part held out of them."""
 
-import hashlib
 import itertools
 import os
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
 from pydoc_data import topics
-
-import numpy as np
 
 _HELDOUT_SPAN = 8
 _HELDOUT_CYCLE = 160
@@ -86,15 +83,6 @@ def read_texts(
     """
     documents = read_corpus(corpus)
     return split_heldout(documents) if heldout is None else (documents, read_corpus(heldout))
-
-
-def digest(*arrays: np.ndarray) -> str:
-    """A digest of a text as arrays, by which a run knows whether it goes on with the same one."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
 
 
 def read_utf8(path: pathlib.Path) -> str:

@@ -1,15 +1,18 @@
 """What all fine-tuning programs have in common: options, and the runs that come of them."""
 
 import dataclasses
-import hashlib
 import importlib.util
 import pathlib
 from collections.abc import Iterable
 from typing import Literal, Self
 
+import jax
+import numpy as np
 import tyro
 
+from train import digest
 from train.bert.model import MAX_POSITIONS
+from train.bert.weights import Pretrained
 from train.config import RunConfig
 
 Hidden = tyro.conf.Suppress
@@ -26,12 +29,13 @@ def packaged_weights() -> str:
     return str(pathlib.Path(package.origin).parent / "model")
 
 
-def data_identity(paths: Iterable[pathlib.Path]) -> dict[str, str]:
-    """What files of data a run must have kept to go on, as its identity has it."""
-    found = hashlib.sha256()
-    for path in paths:
-        found.update(path.read_bytes())
-    return {"data_digest": found.hexdigest()}
+def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str, str]:
+    """What a fine-tuning must have kept to go on: its weights, and the files of its data."""
+    tensors = map(np.asarray, jax.tree.leaves(pretrained.params))
+    return {
+        "weights_digest": digest.of_arrays(*tensors),
+        "data_digest": digest.of_files(files),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import tyro
 from jax.sharding import Mesh
 
 import onebit_jax
-from train.cluster import Others, digest, joined, of_options
+from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.stop import Stopped, StopRequest
 from train.training import AXIS, Task, make_optimizer, train
@@ -114,10 +114,7 @@ def _of_runs(runs: list[tuple[AnyConfig, Task]]) -> dict[str, str]:
     """What all processes must have read and worked out alike."""
     found = {}
     for number, (config, task) in enumerate(runs):
-        named = of_options(config) | {
-            **task.identity,
-            **{name: digest(tree) for name, tree in task.inputs.items()},
-        }
+        named = of_options(config) | dict(task.identity)
         prefix = f"run {number + 1}, " if len(runs) > 1 else ""
         found |= {f"{prefix}{name}": value for name, value in named.items()}
     return found

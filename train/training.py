@@ -44,7 +44,6 @@ class Task(NamedTuple):
         judge: what `result.json` says of parameters on these, as arrays on the mesh.
         write_files: writes what else belongs into the output folder.
         identity: what else than its options a run must have kept to go on, under names.
-        inputs: what all processes must have read alike, under names: trees of arrays and texts.
     """
 
     init: Callable[[], Any]
@@ -55,7 +54,6 @@ class Task(NamedTuple):
     judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = types.MappingProxyType({})
-    inputs: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def make_optimizer(

@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from onebit_jax import validation
 from onebit_jax.plan import calibration
 from onebit_jax.plan.optimizers import (
     FLOAT32_BYTES,
@@ -201,8 +202,7 @@ def check(setting: Setting) -> None:
 
     def number(field: str, holds: Callable[[float], bool], expected: str) -> None:
         value = getattr(setting, field)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not holds(value):
+        if not validation.is_real(value) or not holds(value):
             raise ValueError(f"{field}={value!r} must be {expected}.")
 
     for field, least, mend in (

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from onebit_jax.collectives.exchange import BoundExchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.in_place import overwrite_if
+from onebit_jax.collectives.owed import Use
+from onebit_jax.transforms.phases import Progress
 
 
 def dead_share(v: Any) -> jax.Array:
@@ -15,6 +17,13 @@ def dead_share(v: Any) -> jax.Array:
     leaves = jax.tree.leaves(v)
     dead = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
     return sum(dead, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)
+
+
+def use_of_exchange(progress: Progress, v_then_inverse_root: Any, b1: Any) -> Use:
+    """How an exchange of momenta is used at present, of a state that is no tracer."""
+    count, frozen_at = int(progress.count), int(progress.frozen_at)
+    frozen = frozen_at >= 0
+    return Use(not frozen or count == frozen_at, v_then_inverse_root if frozen else None, b1)
 
 
 def update_moments(

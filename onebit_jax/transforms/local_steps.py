@@ -74,8 +74,7 @@ def local_steps(
     no loss that was seen. One bit needs many exchanges, since what is left out comes with a later
     one, and small outer steps: its error is as large as what it carries, and the outer learning
     rate scales it. Take ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
-    ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 it stays behind, and an
-    ``error_decay`` of 0.5 makes up for a part of that alone.
+    ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 it stays behind.
 
     Args:
       inner: any optimizer that exchanges nothing, such as ``optax.adamw(1e-3)``.

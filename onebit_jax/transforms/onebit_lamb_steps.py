@@ -15,7 +15,7 @@ from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.owed import Use
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.adam_moments import dead_share, update_moments
+from onebit_jax.transforms.adam_moments import dead_share, update_moments, use_of_exchange
 from onebit_jax.transforms.lamb_coefficients import Bounds, Tensor, decayed, frozen_update
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup
@@ -58,10 +58,7 @@ class ScaleByOnebitLambState(NamedTuple):
     def use_of_exchange(self, tree: Any) -> Use:
         """How the exchange is used at present, of a state that is no tracer."""
         del tree
-        count, frozen_at = int(self.progress.count), int(self.progress.frozen_at)
-        frozen = frozen_at >= 0
-        alive = self.v_then_inverse_root if frozen else None
-        return Use(not frozen or count == frozen_at, alive, self.momentum_decay)
+        return use_of_exchange(self.progress, self.v_then_inverse_root, self.momentum_decay)
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.

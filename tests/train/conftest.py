@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from train.lm import model
+
 
 @pytest.fixture(scope="module")
 def compilation_cache(tmp_path_factory):
@@ -17,3 +19,11 @@ def compilation_cache(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def small_language_model():
+    """A model that compiles fast, in the place of the smallest there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
+        yield

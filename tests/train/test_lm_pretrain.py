@@ -7,16 +7,15 @@ import os
 import shutil
 import signal
 
-import jax
 import numpy as np
 import pytest
 
 from train import compare
-from train.lm import model, pretrain
+from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
+pytestmark = pytest.mark.usefixtures("compilation_cache", "small_language_model")
 
 STEPS = 12
 RUN = (
@@ -26,17 +25,8 @@ RUN = (
 NAMES = ("adam", "onebit_adam_8")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    assert jax.device_count() == 8
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compilation_cache):
+def finished(tmp_path_factory, compilation_cache, small_language_model):
     """A run that nothing interrupted: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -10,11 +10,11 @@ import pytest
 
 from onebit_jax.checkpoint import checkpoints
 from train.config import write_config
-from train.lm import model, pretrain
+from train.lm import pretrain
 from train.lm.config import Config
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
+pytestmark = pytest.mark.usefixtures("compilation_cache", "small_language_model")
 
 NAME, STEPS = "onebit_adam", 4
 RUN = (
@@ -23,16 +23,8 @@ RUN = (
 ).split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compilation_cache):
+def finished(tmp_path_factory, compilation_cache, small_language_model):
     out = tmp_path_factory.mktemp("finished") / "run"
     assert pretrain.main([*RUN, "--out", str(out)]) == 0
     return out

@@ -16,13 +16,12 @@ from typing import Any
 
 import jax
 
-from train import program
+from train import digest, program
 from train.bert import data
 from train.bert.config import Config
 from train.bert.evaluation import heldout_losses
 from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
 from train.bert.report import write_report
-from train.corpus import digest
 from train.training import Task
 
 
@@ -58,7 +57,7 @@ def make_task(config: Config) -> Task:
         ),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
         write_files=corpus.tokenizer.save_vocab,
-        identity={"text_digest": digest(*corpus[:3], *heldout[:3])},
+        identity={"text_digest": digest.of_arrays(*corpus[:3], *heldout[:3])},
     )
 
 

@@ -20,7 +20,7 @@ from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
 from train.bert.model import decay_mask
-from train.finetuning import data_identity
+from train.finetuning import identity
 from train.finetuning_report import write_report
 from train.glue import data
 from train.glue.config import Config, task_folder
@@ -62,8 +62,7 @@ def make_task(config: Config) -> Task:
         batches=functools.partial(data.batches, train, **share, seed=config.seed),
         heldout_batches=functools.partial(data.evaluation_batches, list(dev.values()), **share),
         judge=functools.partial(judge, task, list(dev), jax.jit(model.apply)),
-        identity=data_identity(folder / file for file in ("train.tsv", *dev)),
-        inputs={"--weights": pretrained.params},
+        identity=identity(pretrained, [folder / file for file in ("train.tsv", *dev)]),
     )
 
 

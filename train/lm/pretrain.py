@@ -17,8 +17,7 @@ from typing import Any
 
 import jax
 
-from train import program
-from train.corpus import digest
+from train import digest, program
 from train.lm import data
 from train.lm.config import Config
 from train.lm.evaluation import heldout_losses
@@ -63,7 +62,10 @@ def make_task(config: Config) -> Task:
         ),
         judge=functools.partial(heldout_losses, jax.jit(loss_fn), tokenizer.token_bytes),
         write_files=tokenizer.save,
-        identity={"tokenizer_digest": tokenizer.digest, "text_digest": digest(text, heldout)},
+        identity={
+            "tokenizer_digest": tokenizer.digest,
+            "text_digest": digest.of_arrays(text, heldout),
+        },
     )
 
 

@@ -24,7 +24,7 @@ from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SpanFinder, span_loss
 from train.bert.model import decay_mask
-from train.finetuning import data_identity
+from train.finetuning import identity
 from train.finetuning_report import write_report
 from train.squad import data
 from train.squad.config import DEV, TRAIN, Config
@@ -91,8 +91,7 @@ def make_task(config: Config) -> Task:
         batches=functools.partial(data.batches, train, tokenizer, **share, seed=config.seed),
         heldout_batches=functools.partial(data.evaluation_batches, dev, tokenizer, **share),
         judge=judge,
-        identity=data_identity([root / TRAIN, root / DEV]),
-        inputs={"--weights": pretrained.params},
+        identity=identity(pretrained, [root / TRAIN, root / DEV]),
     )
 
 
