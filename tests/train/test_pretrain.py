@@ -215,6 +215,7 @@ class CrashError(Exception):
     """What no program catches."""
 
 
+@pytest.mark.slow
 def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch, capsys):
     """Stopped at a third by SIGTERM, then dying between two checkpoints, then left alone."""
     complete = finished[0] / "onebit_adam"

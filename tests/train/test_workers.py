@@ -48,7 +48,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "onebit_adam",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FORMS if name != "onebit_adam"),
+    ],
+)
 def test_agrees_with_the_librarys_training_step(name):
     start, batches, loss_fn = problem()
     optimizer = OPTIMIZERS[name]

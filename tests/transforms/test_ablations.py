@@ -172,7 +172,11 @@ def test_as_good_as_adam(form):
 
 @pytest.mark.parametrize(
     ("form", "times"),
-    [(ONEBIT_GRADIENTS, 1.2), (NO_ERROR_FEEDBACK, 2.0), (WARMUP_OF_ONE, 1.3)],
+    [
+        pytest.param(ONEBIT_GRADIENTS, 1.2, marks=pytest.mark.slow),
+        (NO_ERROR_FEEDBACK, 2.0),
+        pytest.param(WARMUP_OF_ONE, 1.3, marks=pytest.mark.slow),
+    ],
     ids=["onebit_gradients", "no_error_feedback", "warmup_of_one"],
 )
 def test_naive_form_is_worse_than_adam(form, times):

@@ -117,7 +117,13 @@ def expected_parameters(params, gradients, sizes, requantize):
     ("sizes", "binding", "shapes", "options"),
     [
         ((2, 2), "shard_map", SHAPES, {"bucket_bytes": 128}),
-        ((3, 2), "vmap", ROWS, {"transport": "votes", "requantize": False}),
+        pytest.param(
+            (3, 2),
+            "vmap",
+            ROWS,
+            {"transport": "votes", "requantize": False},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["bits", "votes and counts"],
 )

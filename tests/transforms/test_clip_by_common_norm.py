@@ -53,7 +53,11 @@ def test_zero_gradients_and_their_dtype_stay():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axes"), [(MESH, "data"), (NODES_MESH, PAIR)], ids=["flat", "nodes"]
+    ("mesh", "axes"),
+    [
+        pytest.param(MESH, "data", id="flat"),
+        pytest.param(NODES_MESH, PAIR, id="nodes", marks=pytest.mark.slow),
+    ],
 )
 def test_it_is_what_the_step_does_with_max_grad_norm(mesh, axes):
     batches = make_batches(6)

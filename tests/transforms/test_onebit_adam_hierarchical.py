@@ -30,9 +30,9 @@ onebit_adam = functools.partial(onebit_jax.onebit_adam, warmup=WARMUP, axis_name
 
 
 # Sizes, binding, and whether the phase is told.
-CASES: list[tuple[tuple[int, int], Binding, bool]] = [
+CASES = [
     ((2, 2), "shard_map", True),
-    ((3, 2), "vmap", False),
+    pytest.param((3, 2), "vmap", False, marks=pytest.mark.slow),
     ((1, 3), "shard_map", True),
 ]
 

@@ -86,7 +86,10 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
     return lamb_state(state), history, theirs, on_the_way
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["flat", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "flat")],
+)
 def test_agrees_with_numpy(name):
     state, history, theirs, on_the_way = trained(name)
     assert_workers_agree((state, history))

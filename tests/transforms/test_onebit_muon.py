@@ -35,7 +35,7 @@ def test_at_full_precision_it_is_muon_on_the_mean(mesh, axes):
     assert_close(params, train(step, *state, batches)[0])
 
 
-@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("bits", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_agree_and_a_saved_run_goes_on_bit_for_bit(bits):
     batches = make_batches(8)
     step, state = start(onebit_jax.onebit_muon(1e-2, axis_name="data", bits=bits))

@@ -56,7 +56,11 @@ def numpy_trajectory(gradients, size, refreshes, bits=None, per_node=None, **opt
 
 @pytest.mark.parametrize(
     ("refreshes", "bits", "corrected"),
-    [(4, None, True), (own_steps, 8, True), (own_steps, None, False)],
+    [
+        (4, None, True),
+        pytest.param(own_steps, 8, True, marks=pytest.mark.slow),
+        (own_steps, None, False),
+    ],
 )
 def test_agrees_with_numpy(refreshes, bits, corrected):
     """Gradients grow and shrink after the freeze, some coordinates begin late, some have none."""
@@ -121,7 +125,13 @@ def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momen
     np.testing.assert_array_equal(np.sign(run.updates[0, 8, 10:20]), np.sign(born))
 
 
-@pytest.mark.parametrize(("axes", "bits"), [("data", 8), (PAIR, 32)], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    ("axes", "bits"),
+    [
+        pytest.param("data", 8, id="flat"),
+        pytest.param(PAIR, 32, id="nodes", marks=pytest.mark.slow),
+    ],
+)
 def test_every_step_has_its_program_and_a_run_resumes_anywhere(axes, bits):
     mesh = MESH if axes == "data" else NODES_MESH
     tx = onebit(axes, warmup_bits=bits, variance_refreshes=4)
@@ -142,6 +152,7 @@ def test_every_step_has_its_program_and_a_run_resumes_anywhere(axes, bits):
             np.testing.assert_array_equal(first, other)
 
 
+@pytest.mark.slow
 def test_told_or_not_every_phase_does_the_same_and_the_wrong_side_is_refused():
     tx = onebit(AXIS, variance_refreshes=4)
     params, gradients = draw(0, shapes={"w": (9, 5)}), draw(1, 2, 8, shapes={"w": (9, 5)})

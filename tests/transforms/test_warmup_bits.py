@@ -61,7 +61,10 @@ def test_moments_are_those_of_the_quantized_mean(bits):
     np.testing.assert_allclose(onebit_state(state).v_then_inverse_root["w"][0], v, rtol=1e-5)
 
 
-@pytest.mark.parametrize("axes", ["data", PAIR], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param("data", id="flat"), pytest.param(PAIR, id="nodes", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_warm_up_sends_bytes_and_ends_in_one_bit(name, axes):
     mesh = MESH if axes == "data" else NODES_MESH

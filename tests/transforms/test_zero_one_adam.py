@@ -87,7 +87,9 @@ def blocks(tree: Any, sizes: Sizes, leading: int) -> list[np.ndarray]:
     return [x for x in flat if x.shape[-1]]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 @pytest.mark.parametrize("sizes", [5, (2, 2)], ids=str)
 def test_agrees_with_numpy(sizes, seed):
     """Between nodes, too, of means: all but what is exchanged is elementwise."""
@@ -162,6 +164,7 @@ def ulps_apart(p, y, before):
     return np.abs(p.astype(np.float64) - y) / unit
 
 
+@pytest.mark.slow
 def test_replicas_do_not_drift_in_a_thousand_steps():
     """Eight workers pulled eight ways, gaps up to 8; y and m to the bit, parameters to the last."""
     workers, steps, freeze = 8, 1000, 40
