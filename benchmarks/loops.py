@@ -75,9 +75,10 @@ class Run:
       kind: what to run.
       task: what to train.
       mesh: the devices, along one axis. To compile they need not be there.
+      max_skipped: as for `onebit_jax.train_step`.
     """
 
-    def __init__(self, kind: Kind, task: Task, mesh: Mesh):
+    def __init__(self, kind: Kind, task: Task, mesh: Mesh, max_skipped: int | None = 10):
         if kind.nodes_of_two:
             mesh = Mesh(mesh.devices.reshape(-1, 2), kind.axes, axis_types=mesh.axis_types * 2)
         tx = kind.make()
@@ -102,7 +103,7 @@ class Run:
             _placed(jax.eval_shape(make_feed), rows),
         )
         if kind.loop == "train_step":
-            self._step = onebit_jax.train_step(task.loss_fn, tx, mesh)
+            self._step = onebit_jax.train_step(task.loss_fn, tx, mesh, max_skipped=max_skipped)
         else:
             gradients = in_memory if kind.loop == "bare" else jax.value_and_grad(task.loss_fn)
             self._step = own_loop(tx, gradients, mesh, state)

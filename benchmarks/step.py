@@ -52,6 +52,8 @@ class Options:
     """Workers, a device each; on CPUs the devices are simulated."""
     kinds: tuple[str, ...] = ()
     """What to time; all of it by default, but no bare optimizers beside a loss of pre-training."""
+    max_skipped: int | None = 10
+    """As for `onebit_jax.train_step`: None leaves out the look at the gradients."""
     rounds: int = 5
     """How often the kinds take turns."""
     steps: int = 3
@@ -75,11 +77,16 @@ def memory_bandwidth(mesh: Mesh, elements: int = 2**26) -> float:
 
 
 def measure(
-    task: Task, workers: int, chosen: dict[str, Kind], rounds: int, steps: int
+    task: Task,
+    workers: int,
+    chosen: dict[str, Kind],
+    rounds: int,
+    steps: int,
+    max_skipped: int | None = 10,
 ) -> dict[str, Any]:
     """Seconds per step in each turn, and bytes, of each kind."""
     mesh = make_mesh(workers)
-    runs = {name: Run(kind, task, mesh) for name, kind in chosen.items()}
+    runs = {name: Run(kind, task, mesh, max_skipped) for name, kind in chosen.items()}
     figures: dict[str, Any] = {name: {"seconds": []} for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -142,7 +149,9 @@ def main(options: Options) -> None:
     chosen = choose(options.kinds, bare=not pretraining)
     elements = tasks.size(task.shapes)
     bandwidth = memory_bandwidth(make_mesh(options.workers))
-    figures = measure(task, options.workers, chosen, options.rounds, options.steps)
+    figures = measure(
+        task, options.workers, chosen, options.rounds, options.steps, options.max_skipped
+    )
     print(f"{options.tree}, {elements:,} elements, {options.workers} workers, ", end="")
     print(f"memory at {bandwidth / 1e9:.0f} GB/s")
     print_table(figures, elements * options.workers, bandwidth)

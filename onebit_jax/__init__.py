@@ -3,6 +3,7 @@
 from onebit_jax import plan, wire
 from onebit_jax.adam_states import from_adam, to_adam
 from onebit_jax.diagnosis import Diagnosis, diagnose
+from onebit_jax.health import NonFiniteError
 from onebit_jax.markers import PerWorker
 from onebit_jax.placement import init, state_specs
 from onebit_jax.replica_checksums import Divergence, ReplicaDivergenceError
@@ -26,6 +27,7 @@ from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.per_worker import per_worker
 from onebit_jax.transforms.signum import signum
+from onebit_jax.transforms.skip_nonfinite import SkipNonfiniteState, skip_nonfinite
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
@@ -39,12 +41,14 @@ __all__ = [
     "Divergence",
     "EfSignsgdState",
     "LocalStepsState",
+    "NonFiniteError",
     "PerWorker",
     "ReplicaDivergenceError",
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
     "ScaleByOnebitLambState",
+    "SkipNonfiniteState",
     "TrainStep",
     "VarianceStable",
     "ZeroOneAdamState",
@@ -70,6 +74,7 @@ __all__ = [
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
     "signum",
+    "skip_nonfinite",
     "state_specs",
     "to_adam",
     "train_step",

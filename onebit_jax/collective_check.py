@@ -138,9 +138,9 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
                 f"that workers along {sorted(shared)} need not share, such as one on a worker's "
                 f"own gradients (optax.apply_if_finite around an optimizer that averages over "
                 f"workers has one): they would wait for each other for ever. Make the condition "
-                f"of values that are equal on all workers, by jax.lax.pmin of a flag, say; or let "
-                f"it stand behind the average, as in optax.chain(onebit_jax.mean_gradients(axis), "
-                f"optax.apply_if_finite(optax.adamw(1e-3), 3))."
+                f"of values that are equal on all workers, by jax.lax.pmin of a flag, say; for "
+                f"gradients that are not finite take onebit_jax.skip_nonfinite(tx, axis), which "
+                f"train_step has built in."
             )
 
 

@@ -37,6 +37,7 @@ def loss_and_gradients(
     accumulation: int,
     rng: jax.Array | None = None,
     model_state: Any = None,
+    loss_scale: jax.Array | None = None,
 ) -> LossAndGradients:
     """Takes the gradients of one worker, in its own view.
 
@@ -47,6 +48,7 @@ def loss_and_gradients(
       accumulation: number of microbatches.
       rng: the worker's own random key; each microbatch has one that is folded from it.
       model_state: what ``loss_fn`` reads and writes besides.
+      loss_scale: what the loss is multiplied with while its gradients are taken.
 
     Raises:
       ValueError: for a ``loss_fn`` that returns something else than it may.
@@ -65,11 +67,13 @@ def loss_and_gradients(
         # made where they are written to, and Equinox lets a State be used once.
         own = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": own}
-        return _parts(loss_fn(params, batch, **options), model_state)
+        loss, aux = _parts(loss_fn(params, batch, **options), model_state)
+        return (loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale), aux
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)
     if accumulation == 1:
         (loss, (metrics, model_state)), grads = gradients(params, batch, rng, model_state)
+        loss, grads = _unscaled((loss, grads), loss_scale)
         return LossAndGradients(loss, metrics, grads, model_state)
 
     def take(carry: Any, microbatch: Any) -> tuple[Any, None]:
@@ -90,10 +94,18 @@ def loss_and_gradients(
     (total, model_state), _ = lax.scan(
         take, (zeros, model_state), (jnp.arange(accumulation), microbatches)
     )
+    loss, metrics, grads = total
+    loss, grads = _unscaled((loss, grads), loss_scale)
     loss, metrics, grads = jax.tree.map(
-        lambda x, shape: (x / accumulation).astype(shape.dtype), total, shapes
+        lambda x, shape: (x / accumulation).astype(shape.dtype), (loss, metrics, grads), shapes
     )
     return LossAndGradients(loss, metrics, grads, model_state)
+
+
+def _unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
+    if loss_scale is None:
+        return tree
+    return jax.tree.map(lambda x: (x.astype(jnp.float32) / loss_scale).astype(x.dtype), tree)
 
 
 def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:

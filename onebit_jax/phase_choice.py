@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
+from onebit_jax.transforms.when import When, update_when
 
 # Stands for -1 in the states that an update is given: one that a wrapper skips would leave the -1
 # of a refusal.
@@ -74,11 +75,22 @@ def update(
     params: optax.Params,
     phase: Phase | None,
     extra_args: dict[str, Any],
+    when: When | None = None,
 ) -> Updated:
-    """Updates parameters and state; a phase that is not the state's own changes neither."""
+    """Updates parameters and state; a phase that is not the state's own changes neither.
+
+    Nor does an update that is left out, by ``when``.
+    """
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
-    updates, new_state = tx.update(grads, marked, params, phase=phase, **extra_args)
+    given = extra_args | {"phase": phase}
+    if when is None:
+        updates, new_state = tx.update(grads, marked, params, **given)
+    else:
+        updates, new_state = update_when(when, tx, grads, marked, params, given)
     new_params = worker_parameters(new_state, optax.apply_updates(params, updates))
+    if when is not None:
+        # A parameter of -0.0 plus an update of 0 would be another.
+        new_params = keep(when.made, new_params, params)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:
         refused = jnp.any(jnp.stack(refusals))

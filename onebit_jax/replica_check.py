@@ -26,8 +26,8 @@ _ADVICE = {
         "behind the mean: optax.chain(onebit_jax.mean_gradients(axis), optax.MultiSteps(...))."
     ),
     "ApplyIfFiniteState": (
-        "Behind a dense exchange all workers decide alike: optax.chain("
-        "onebit_jax.mean_gradients(axis), optax.apply_if_finite(optax.adamw(1e-3), 3))."
+        "train_step leaves such steps out by itself; in a loop of your own take "
+        "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike."
     ),
 }
 

@@ -1,5 +1,6 @@
 """From a loss and an optimizer to a training step on a mesh."""
 
+import collections
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import phase_choice, placement, step_metrics, validation
 from onebit_jax.collective_check import check_collectives
 from onebit_jax.gradients import LossFn, loss_and_gradients
+from onebit_jax.health import Skips, examine, no_skips
 from onebit_jax.model_state import (
     check_random_keys,
     check_shared_model_state,
@@ -24,6 +26,7 @@ from onebit_jax.replica_check import check_replicas
 from onebit_jax.step_metrics import Metrics
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
+from onebit_jax.transforms.when import When
 
 Phase = phases.Phase
 ParamsT = TypeVar("ParamsT")
@@ -39,6 +42,7 @@ class _Arguments(NamedTuple):
     model_state: Any
     batch: Any
     rng: Any
+    loss_scale: Any
     extra_args: Any
 
 
@@ -58,6 +62,7 @@ class TrainStep:
         max_grad_norm: float | None,
         clip: Literal["common", "local"],
         grad_norm_every: int | None,
+        max_skipped: int | None,
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
@@ -67,6 +72,9 @@ class TrainStep:
         self._clip = clip
         # Where gradients are clipped by it, their norm is known in every step.
         self._grad_norm_every = grad_norm_every if max_grad_norm is None else 1
+        self._max_skipped = max_skipped
+        self._replicated = NamedSharding(mesh, P())
+        self._skips = collections.deque([no_skips()], maxlen=2)
         self._calls = 0
         self._phases = phase_choice.PhaseChoice()
         self._placements: dict[Any, Any] = {}
@@ -82,6 +90,7 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: None = None,
+        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[ParamsT, StateT, Metrics]: ...
     @overload
@@ -94,6 +103,7 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: ModelStateT,
+        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[ParamsT, StateT, ModelStateT, Metrics]: ...
     def __call__(
@@ -105,29 +115,45 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: Any = None,
+        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         self._check_batch(batch)
-        given = _Arguments(params, opt_state, model_state, batch, rng, extra_args)
+        given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         # Within a jitted loop of steps a state does not tell its phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
+        skips = no_skips()
         if not traced:
+            # As the choice of the phase does, it waits for the update before the last, no other.
+            if self._max_skipped is not None:
+                self._skips[0].check(params, self._max_skipped)
             phase = self._phases.choose(opt_state, phase)
+            # Placed otherwise the first would cost a second compilation.
+            replicated = jax.tree.map(lambda _: self._replicated, skips)
+            skips = placement.place(self._skips[-1], replicated)
         every = self._grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
         with use_abstract_mesh(self._mesh.abstract_mesh):
             placed = self._placed(given)
             program = self._program(placed, phase)
-            results, metrics, outlook = program(*_by_donation(placed), np.bool(measured))
+            results, metrics, outlook, skips = program(
+                *_by_donation(placed), np.bool(measured), skips
+            )
         if not traced:
             self._phases.observe(results[1], outlook, phase)
+            self._skips.append(skips)
             self._calls += 1
         if every is not None and not measured:
             del metrics["grad_norm"]
         if model_state is None:
             return *results[:2], metrics
         return *results, metrics
+
+    @property
+    def skips(self) -> Skips:
+        """The account of the steps that were left out; its ``check`` waits for the last call's."""
+        return self._skips[-1]
 
     def lower(
         self,
@@ -138,6 +164,7 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: Any = None,
+        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it.
@@ -146,14 +173,14 @@ class TrainStep:
         not what a call without ``phase`` runs.
         """
         self._check_batch(batch)
-        given = _Arguments(params, opt_state, model_state, batch, rng, extra_args)
+        given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         with use_abstract_mesh(self._mesh.abstract_mesh):
             shapes = jax.eval_shape(lambda x: x, given)
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
             )
             program = self._program(placed, phase)
-            return program.lower(*_by_donation(placed), np.bool(True))
+            return program.lower(*_by_donation(placed), np.bool(True), no_skips())
 
     def _placement(self, given: _Arguments) -> _Arguments:
         """Where arguments belong: shardings in a tree like theirs."""
@@ -204,12 +231,12 @@ class TrainStep:
         """The jitted step for arguments of this structure, which lie where they belong."""
         key = (jax.tree.structure(placed), phase)
         if key not in self._programs:
-            replicated = NamedSharding(self._mesh, P())
-            inputs = (*_by_donation(self._placement(placed)), replicated)
-            outputs = inputs[0], replicated, replicated
+            replicated = self._replicated
+            inputs = (*_by_donation(self._placement(placed)), replicated, replicated)
+            outputs = inputs[0], replicated, replicated, replicated
 
-            def step(donated: Any, others: Any, measured: Any) -> Any:
-                return self._worker(_Arguments(*donated, *others), measured, phase)
+            def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
+                return self._worker(_Arguments(*donated, *others), measured, skips, phase)
 
             # check_vma would call a momentum varying that lies in a residual's place and yet is
             # equal on all workers. It would also sum the gradients of replicated parameters.
@@ -221,7 +248,7 @@ class TrainStep:
                 check_vma=False,
             )
             program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
-            traced = program.trace(*_by_donation(placed), np.bool(True))
+            traced = program.trace(*_by_donation(placed), np.bool(True), no_skips())
             varies = check_collectives(traced.jaxpr.jaxpr)
             (_, _, model_state), *_ = jax.tree.unflatten(
                 jax.tree.structure(traced.out_info), varies
@@ -242,9 +269,9 @@ class TrainStep:
                 )
 
     def _worker(
-        self, given: _Arguments, measured: jax.Array, phase: Phase | None
-    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array]:
-        """The step as one worker makes it, in the worker view, and its outlook."""
+        self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
+    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """The step as one worker makes it, in the worker view, its outlook and account of skips."""
         given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
         axes = self._mesh.axis_names
         rng = given.rng
@@ -252,21 +279,34 @@ class TrainStep:
             rng = jax.random.fold_in(rng, lax.axis_index(axes))
         model_state = with_own_keys(given.model_state, axes)
         loss, metrics, grads, model_state = loss_and_gradients(
-            self._loss_fn, given.params, given.batch, self._accumulation, rng, model_state
+            self._loss_fn,
+            given.params,
+            given.batch,
+            self._accumulation,
+            rng,
+            model_state,
+            given.loss_scale,
         )
         own = {"loss": loss.astype(jnp.float32)}
         if self._grad_norm_every is not None:
             own["grad_norm"] = self._squared_norm(grads, measured)
+        health = when = None
+        if self._max_skipped is not None:
+            health = examine(grads, axes, loss)
+            when = When(health.fit)
+            skips = skips.after(health)
         if self._max_grad_norm is not None:
             bound = own["grad_norm"]
             if self._clip == "common":
-                bound = lax.pmean(bound, axes)
+                bound = lax.pmean(bound, axes) if health is None else health.squared_norm
             grads = clipped(grads, bound, self._max_grad_norm)
         params, opt_state, outlook = phase_choice.update(
-            self._tx, grads, given.opt_state, given.params, phase, given.extra_args
+            self._tx, grads, given.opt_state, given.params, phase, given.extra_args, when
         )
 
         own |= step_metrics.of_optimizers(opt_state)
+        if health is not None:
+            own |= skips.metrics()
         if taken := own.keys() & metrics.keys():
             raise ValueError(
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
@@ -276,7 +316,9 @@ class TrainStep:
         if self._grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
-        return (params, opt_state, model_state), metrics, outlook
+        if when is not None:
+            model_state = when.select(model_state, given.model_state)
+        return (params, opt_state, model_state), metrics, outlook, skips
 
     def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
         if self._grad_norm_every == 1:
@@ -293,6 +335,7 @@ def train_step(
     max_grad_norm: float | None = None,
     clip: Literal["common", "local"] = "common",
     grad_norm_every: int | None = None,
+    max_skipped: int | None = 10,
 ) -> TrainStep:
     r"""Builds a training step in which every device of a mesh is a worker.
 
@@ -309,6 +352,12 @@ def train_step(
       mesh: as for :func:`init`; all its devices are workers, along whichever axis they lie.
       accumulation: number of microbatches that a worker's share is cut into; their gradients are
         averaged in float32.
+      max_skipped: how many steps in a row may be left out: one in which a worker's loss or gradient
+        is not finite, or its gradient's norm above ``2**48``, is made by none of them, and leaves
+        parameters, states and random keys as they were, bit for bit. After so many in a row a call
+        raises. Workers tell each other two float32 before the exchange; the norm takes a pass over
+        the gradients, which clipping takes anyway. None for not looking: one worker's NaN is then
+        in all parameters and residuals, for good.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
       clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
         mean squared norm is at most ``max_grad_norm`` (one float32 more in the exchange);
@@ -330,6 +379,8 @@ def train_step(
         worker changes it on its own share of the batch, one microbatch after the other; then float
         leaves are averaged over the workers, in the exchange of the metrics. Others must become
         the same on all. Of random keys in it, as Flax NNX has them, each worker sees its own;
+      - ``loss_scale``, a number that the loss is multiplied with before its gradients are taken,
+        and they are divided by after it, for gradients that float16 would round to 0;
       - whatever the optimizer's ``update`` takes, the same on all workers, such as ``value`` for
         :func:`optax.contrib.reduce_on_plateau`: the loss of an earlier step costs no waiting.
 
@@ -340,6 +391,8 @@ def train_step(
         norm, before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
         "refresh"; -1 if it was refused, 0 for an optimizer that has no phases;
+      - ``skipped``, the steps left out so far, and ``skipped_in_a_row``, unless ``max_skipped`` is
+        None;
       - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
         ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
 
@@ -355,17 +408,19 @@ def train_step(
       raises. ``step.lower`` takes the same arguments.
 
     Raises:
-      ValueError: for ``accumulation``, ``max_grad_norm``, ``clip`` or ``grad_norm_every`` outside
-        their range. From the step, before anything is compiled: for a batch that does not divide
-        into workers and microbatches; a state that is not the optimizer's for these parameters and
-        this mesh, has lost its :class:`~onebit_jax.PerWorker` nodes, or was saved by a
-        :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are split
-        between devices; an ``rng`` that is not one key, and keys in a batch that are the same; a
-        ``loss_fn`` that returns something else than it may; updates that would differ between
-        workers, naming the parameter; a collective under a condition that workers do not share, on
-        which they would wait for each other for ever. For a ``phase`` given to an earlier call that
-        was not the optimizer's own; and from this library's optimizers, for an axis that the mesh
-        has not, or one of it that they would not average over.
+      NonFiniteError: from the step, for ``max_skipped`` steps in a row that were left out, the last
+        of them the call before the last or an earlier one.
+      ValueError: for ``accumulation``, ``max_grad_norm``, ``clip``, ``grad_norm_every`` or
+        ``max_skipped`` outside their range. From the step, before anything is compiled: for a batch
+        that does not divide into workers and microbatches; a state that is not the optimizer's for
+        these parameters and this mesh, has lost its :class:`~onebit_jax.PerWorker` nodes, or was
+        saved by a :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are
+        split between devices; an ``rng`` that is not one key, and keys in a batch that are the
+        same; a ``loss_fn`` that returns something else than it may; updates that would differ
+        between workers, naming the parameter; a collective under a condition that workers do not
+        share, on which they would wait for each other for ever. For a ``phase`` given to an earlier
+        call that was not the optimizer's own; and from this library's optimizers, for an axis that
+        the mesh has not, or one of it that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -389,4 +444,8 @@ def train_step(
     validation.check_name("clip", clip, "common", "local")
     if grad_norm_every is not None:
         validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
-    return TrainStep(loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every)
+    if max_skipped is not None:
+        validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
+    return TrainStep(
+        loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every, max_skipped
+    )

@@ -234,7 +234,7 @@ def test_what_one_of_two_optimizers_refuses_changes_neither():
     optimizers: dict[Any, Any] = {"early": counting(1), "late": counting(2)}
     loop = Loop(optax.partition(optimizers, {"a": "early", "b": "late"}))
     names = [f"{label}/{name}" for label in optimizers for name in ("phase", "frozen_at")]
-    assert loop.make().keys() == {"loss", *names}
+    assert loop.make().keys() == {"loss", "skipped", "skipped_in_a_row", *names}
     before = loop.held()
     metrics = loop.make("compression")
     assert (metrics["early/phase"], metrics["late/phase"]) == (-1, -1)

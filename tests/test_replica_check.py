@@ -167,7 +167,7 @@ def test_only_the_branch_that_exchanges_nothing_is_named():
         (
             "data",
             optax.apply_if_finite(optax.adamw(LR), 3),
-            r"of ApplyIfFiniteState.*Behind a dense exchange all workers decide alike",
+            r"of ApplyIfFiniteState.*skip_nonfinite\(tx, axis\), by which all workers decide alike",
         ),
         (
             "data",

@@ -38,7 +38,8 @@ from tests.small_task import (
 from tests.workers import PAIR, on_workers, onebit_state, replicate, residuals
 
 VARIANCE_METRICS = {"variance_growth", "variance_shrinkage"}
-ONEBIT_METRICS = {"loss", "phase", "frozen_at", "residual_ratio"} | VARIANCE_METRICS
+SKIPPED = {"skipped": jnp.int32(0), "skipped_in_a_row": jnp.int32(0)}
+ONEBIT_METRICS = {"loss", "phase", "frozen_at", "residual_ratio"} | VARIANCE_METRICS | set(SKIPPED)
 
 
 def shares(batch):
@@ -118,7 +119,7 @@ def test_dense_training_is_adamw_on_the_whole_batch(accumulation):
         params, opt_state, metrics = step(params, opt_state, batch)
         assert_close(params, expected)
         rows = jnp.float32(ROWS / WORKERS / accumulation)
-        scalars = own | {"loss": loss, "phase": jnp.int32(0), "rows": rows}
+        scalars = own | {"loss": loss, "phase": jnp.int32(0), "rows": rows} | SKIPPED
         if t % 2 == 0:
             scalars["grad_norm"] = jnp.float32(np.sqrt(np.mean(np.square(norms))))
         assert_close(metrics, scalars)
@@ -170,7 +171,7 @@ def test_metrics_by_hand():
         params, opt_state, metrics = step(params, opt_state, batch)
         assert metrics.keys() == ONEBIT_METRICS | {"bias", "rows"}
         for name, value in metrics.items():
-            integer = name in ("phase", "frozen_at")
+            integer = name in ("phase", "frozen_at", *SKIPPED)
             assert (value.shape, value.dtype) == ((), np.int32 if integer else np.float32), name
             assert value.sharding.is_fully_replicated, name
 
@@ -203,9 +204,9 @@ def test_metrics_by_hand():
 # What travels
 
 
-@pytest.mark.parametrize(("clip", "scalars"), [(None, 4), ("common", 6)])
+@pytest.mark.parametrize(("clip", "scalars"), [(None, 4), ("common", 5)])
 def test_compression_sends_bytes_and_a_few_scalars(clip, scalars):
-    """Four scalars are loss and the optimizer's three; the norm comes twice, clipped by."""
+    """Four scalars are loss and the optimizer's three; besides two for each worker's health."""
     clipping = {} if clip is None else {"clip": clip, "max_grad_norm": 1.0}
     step, state = start(onebit(), **clipping)
     compiled = step.lower(*state, make_batches(1)[0], phase="compression").compile()
@@ -213,7 +214,7 @@ def test_compression_sends_bytes_and_a_few_scalars(clip, scalars):
     payload, rest = ([c for c in sent if (c.dtype == "u8") == is_u8] for is_u8 in (True, False))
     assert [c.op for c in payload] == ["all-to-all", "all-gather"]
     assert {(c.op, c.dtype) for c in rest} == {("all-reduce", "f32")}
-    assert sum(c.operand_bytes for c in rest) == 4 * scalars
+    assert sum(c.operand_bytes for c in rest) == 4 * (scalars + 2 * WORKERS)
 
 
 def test_between_nodes_only_bytes_and_a_few_scalars_cross():
@@ -222,14 +223,16 @@ def test_between_nodes_only_bytes_and_a_few_scalars_cross():
     everywhere = ",".join(PAIR)
     gradients = 4 * sum(x.size for x in jax.tree.leaves(params))
     assert {(c.op, c.dtype, c.axis) for c in sent["warmup"]} == {("all-reduce", "f32", everywhere)}
-    assert sum(c.operand_bytes for c in sent["warmup"]) == gradients + 4 * 4
+    assert sum(c.operand_bytes for c in sent["warmup"]) == gradients + 4 * (4 + 2 * WORKERS)
     across = [(c.op, c.dtype, c.axis) for c in sent["compression"] if "node" in c.axis]
     assert sorted(across) == [
         ("all-gather", "u8", "node"),
         ("all-reduce", "f32", everywhere),
+        ("all-reduce", "f32", everywhere),
         ("all-to-all", "u8", "node"),
     ]
-    assert [c.operand_bytes for c in sent["compression"] if c.axis == everywhere] == [4 * 4]
+    scalars = [c.operand_bytes for c in sent["compression"] if c.axis == everywhere]
+    assert scalars == [4 * 2 * WORKERS, 4 * 4]
 
 
 # How it is called

@@ -108,8 +108,8 @@ SECTIONS = [
             ),
             Works(
                 "optax.chain(onebit_jax.per_worker(optax.zero_nans()), onebit)",
-                "A worker with a NaN sends 0 there. After the exchange it is too late: a NaN "
-                "stays in the residual.",
+                "A worker with a NaN sends 0 there. `train_step` leaves the whole step out before "
+                "it comes to that, unless given `max_skipped=None`.",
             ),
         ],
     ),
@@ -262,8 +262,13 @@ SECTIONS = [
             Refused(
                 "optax.apply_if_finite(onebit, 3)",
                 "A worker whose own gradient overflows would leave the exchange out, and the "
-                "others wait forever.",
-                r"wait for each other for ?ever.*optax.chain\(onebit_jax.mean_gradients",
+                "others wait forever: take `skip_nonfinite`.",
+                r"wait for each other for ?ever.*onebit_jax.skip_nonfinite\(tx, axis\)",
+            ),
+            Works(
+                'onebit_jax.skip_nonfinite(onebit, "data")',
+                "All leave the update out together: [reliability.md](reliability.md). `train_step` "
+                "does so by itself.",
             ),
             Works(
                 "optax.chain(mean, optax.apply_if_finite(adamw, 3))",

@@ -22,6 +22,7 @@ from train.optimizers import check_names, check_warmup
 _FREE = (
     "out",
     "optimizer",
+    "max_skipped",
     "log_every",
     "checkpoint_every",
     "diagnose_every",
@@ -34,6 +35,7 @@ _COUNTS = (
     "accumulation",
     "steps",
     "decay_every",
+    "max_skipped",
     "log_every",
     "checkpoint_every",
     "eval_batches",
@@ -132,6 +134,9 @@ class RunConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
     logged; None: neither."""
+    max_skipped: int = 10
+    """Steps in a row that may be left out, since a worker's gradient or loss is not finite, before
+    the run stops."""
     seed: int = 0
     """Of all that is random: parameters, batches, dropout."""
     out: str | None = None

@@ -16,6 +16,7 @@ import onebit_jax
 from onebit_jax.transforms.phases import PHASES, Phase
 from train.checkpoint import Progress
 from train.config import RunConfig
+from train.optimizers import OPTIMIZERS
 from train.progress import StepBar
 
 
@@ -35,6 +36,7 @@ class MetricsLog:
         self, name: str, config: RunConfig, progress: Progress, bytes_sent: Callable[[Phase], int]
     ):
         self.progress = progress
+        self._name = name
         self._config = config
         self._bytes_sent = bytes_sent
         self._learning_rate = config.learning_rate_schedule()
@@ -79,7 +81,10 @@ class MetricsLog:
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
         # Parts of an optimizer that report one each have their names in front.
         reported = [key for key in values if key.rpartition("/")[2] == "phase"]
-        phase = PHASES[max(values.pop(key) for key in reported)]
+        index = max(values.pop(key) for key in reported)
+        # Where the very first step was left out no update has a phase yet.
+        first = OPTIMIZERS[self._name].phase_of(0, 1, self._config.steps)
+        phase = PHASES[index] if index >= 0 else first
         sent = self._bytes_sent(phase)
         self.progress = Progress(
             step=step + 1,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import onebit_jax
 from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
-from train.stop import Stopped, StopRequest
+from train.stop import GaveUp, Stopped, StopRequest
 from train.training import AXIS, Task, make_optimizer, train
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -39,7 +39,8 @@ def run(
         arguments: the command line's.
 
     Returns:
-        The exit code: 0, 1 for replicas that diverged, 2 for bad input, 128 + n for signal n.
+        The exit code: 0, 1 for replicas that diverged, 2 for bad input, 3 for a run that was given
+        up since gradients or losses were not finite, 128 + n for signal n.
     """
     # Orbax reports every step of a save through it, and what fails with a traceback, before it is
     # raised.
@@ -53,6 +54,7 @@ def run(
         ValueError,
         OSError,
         Stopped,
+        GaveUp,
         onebit_jax.ReplicaDivergenceError,
         KeyboardInterrupt,
     ) as error:
@@ -97,6 +99,8 @@ def _outcome(error: BaseException) -> tuple[int, str]:
             return 2, f"error: {error}"
         case Stopped():
             return 128 + error.signal, f"{error}; the same command again goes on from there"
+        case GaveUp():
+            return 3, f"error: {error}"
         case onebit_jax.ReplicaDivergenceError():
             return 1, f"error: {error}"
         case KeyboardInterrupt():
@@ -107,7 +111,7 @@ def _outcome(error: BaseException) -> tuple[int, str]:
 
 def _alone(error: BaseException) -> tuple[int, str] | None:
     """As `_outcome`; None where all processes have agreed to stop."""
-    return None if isinstance(error, Stopped) else _outcome(error)
+    return None if isinstance(error, (Stopped, GaveUp)) else _outcome(error)
 
 
 def _of_runs(runs: list[tuple[AnyConfig, Task]]) -> dict[str, str]:

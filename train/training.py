@@ -1,5 +1,6 @@
 """Training with one optimizer, from its latest checkpoint to the held-out loss at its end."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -26,7 +27,7 @@ from train.metrics import MetricsLog
 from train.optimizers import OPTIMIZERS, Setting, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
-from train.stop import Stopped, StopRequest
+from train.stop import GaveUp, Stopped, StopRequest
 from train.stream import Arrays
 
 AXIS = "data"
@@ -84,6 +85,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     Raises:
         ReplicaDivergenceError: replicas have diverged; the last checkpoint is from before.
         Stopped: `stop` was requested; the run is saved.
+        GaveUp: too many steps in a row were left out, or half of all of them at the end.
         ValueError: the folder's checkpoint is of another model, or past the last step.
     """
     folder = config.folder / name
@@ -123,13 +125,15 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                 f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
                 "as many or more, or give another --out"
             )
+        first = progress.step
         with profiler, MetricsLog(name, config, progress, bytes_sent) as log:
-            for step in range(progress.step, config.steps):
+            for step in range(first, config.steps):
                 done = step + 1
                 saving = done == config.steps or done % config.checkpoint_every == 0
                 batch = to_mesh(next(batches), mesh)
                 phase = "sync" if saving and _takes_local_steps(name, config, step) else None
-                params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
+                with _giving_up(name, first):
+                    params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
                 log.dispatched(step, metrics)
                 profiler.dispatched(done, params)
                 stopping = stop.requested(step)
@@ -144,6 +148,8 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                     checkpoint.save(checkpoints, progress, params, opt_state, batches)
                 if stopping:
                     raise Stopped(name, done, stop.signal)
+    with _giving_up(name, first):
+        train_step.skips.check(params, min(config.max_skipped, -(-config.steps // 2)))
 
     phases = _phases(name, config, progress)
     result = asked | {
@@ -189,8 +195,20 @@ def start(
         mesh,
         accumulation=config.accumulation,
         max_grad_norm=config.max_grad_norm,
+        max_skipped=config.max_skipped,
     )
     return train_step, params, opt_state
+
+
+@contextlib.contextmanager
+def _giving_up(name: str, first: int) -> Iterator[None]:
+    """Makes of a step's `NonFiniteError` the program's own, with steps counted from `first`."""
+    try:
+        yield
+    except onebit_jax.NonFiniteError as error:
+        step = first + error.step
+        again = type(error)(step, error.worker, error.tensor, error.in_a_row)
+        raise GaveUp(f"{name}: {again}") from error
 
 
 def _takes_local_steps(name: str, config: RunConfig, step: int) -> bool:

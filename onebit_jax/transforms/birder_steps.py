@@ -16,7 +16,8 @@ from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.collectives.sign_exchange import SignExchange
 from onebit_jax.collectives.stochastic import Ratio
 from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
+from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
+from onebit_jax.transforms.when import When, made
 
 Arrays = list[jax.Array]
 
@@ -135,6 +136,7 @@ def update(
     params: optax.Params | None = None,
     *,
     phase: Phase | None = None,
+    when: When | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Updates, ScaleByBirderState]:
     """``u = Q(1/n sum_i Q(m_i / a_i))``, or on a single node ``m / a``; and the new state."""
@@ -142,23 +144,23 @@ def update(
     if phase not in ("warmup", "compression", None):
         raise ValueError(f"phase={phase!r} must be 'warmup', 'compression' or None.")
     state = cast(ScaleByBirderState, state)
-    count, exchange = state.progress.count, h.exchange(updates)
+    was, wanted, exchange = state.progress, made(when), h.exchange(updates)
     grads, tree = jax.tree.flatten(updates)
     held = [jax.ShapeDtypeStruct(block.shape, jnp.float32) for block in exchange.blocks]
     validation.check_same_tree(tree.unflatten(held), own(state.m))
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), count)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl="threefry2x32"), was.count)
     m, a, g = jax.tree.leaves(state.m), jax.tree.leaves(state.a), exchange.local_mean(grads)
     if exchange.axes.single_node:
         active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
-        m, a = averages(h, m, a, g, active)
+        m, a = keep(wanted, averages(h, m, a, g, active), (m, a))
         u = [jnp.where(y > 0, x / y, 0.0)[0] for x, y in zip(m, a, strict=True)]
     else:
-        ask = count == 0 if phase is None else phase == "warmup"
+        ask = was.count == 0 if phase is None else phase == "warmup"
         active = equal_on_all_workers(exchange.find_active(a, grads, key, ask))
-        m, a = averages(h, m, a, g, exchange.flags(active))
+        m, a = keep(wanted, averages(h, m, a, g, exchange.flags(active)), (m, a))
         received = exchange.all_reduce(list(map(Ratio, m, a)), active, key)
         told = exchange.told(received, active)
-        any_told = functools.reduce(jnp.logical_or, map(jnp.any, told), jnp.bool(False))
+        any_told = wanted & functools.reduce(jnp.logical_or, map(jnp.any, told), jnp.bool(False))
 
         def rouse(a: Arrays, told: Arrays) -> Arrays:
             # Makes a say of coordinates at rest that they are so no longer.
@@ -167,10 +169,9 @@ def update(
         a = overwrite_if(any_told, rouse, a, told, axis_names=exchange.axes.names)
         u = exchange.mean(received, active)
     u = [x.astype(grad.dtype) for x, grad in zip(u, grads, strict=True)]
-    upcoming = state.progress.upcoming
-    made = upcoming[0] if phase is None else jnp.full_like(count, PHASES.index(phase))
-    upcoming = jnp.full_like(upcoming, _COMPRESSION)
-    progress = Progress(count + 1, jnp.ones_like(count), made, upcoming)
-    return tree.unflatten(u), ScaleByBirderState(
-        progress, state.key, PerWorker(tree.unflatten(m)), PerWorker(tree.unflatten(a))
-    )
+    phase_made = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
+    upcoming = jnp.full_like(was.upcoming, _COMPRESSION)
+    progress = Progress(was.count + 1, jnp.ones_like(was.count), phase_made, upcoming)
+    averaged = (PerWorker(tree.unflatten(x)) for x in (m, a))
+    new = ScaleByBirderState(keep(wanted, progress, was), state.key, *averaged)
+    return tree.unflatten(u), new if when is None else when.keep(new)

@@ -7,11 +7,12 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.health import squared_norms
 
 
 def squared_norm(grads: optax.Updates) -> jax.Array:
     """The squared norm of a tree, summed in float32; ``[]``."""
-    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads), squared=True)
+    return jnp.sum(squared_norms(grads))
 
 
 def clipped(grads: optax.Updates, squared: jax.Array, max_norm: float) -> optax.Updates:

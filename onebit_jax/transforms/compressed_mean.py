@@ -20,6 +20,7 @@ from onebit_jax.collectives.quantized import (
 )
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.when import When, made
 
 
 class CompressedMeanState(NamedTuple):
@@ -52,14 +53,18 @@ class CompressedMeanState(NamedTuple):
 
 
 def _averaged(
-    exchange: BoundExchange | BoundQuantizedExchange, tree: Any, state: Any, residual_decay: float
+    exchange: BoundExchange | BoundQuantizedExchange,
+    tree: Any,
+    state: Any,
+    residual_decay: float,
+    when: jax.Array,
 ) -> Any:
     """The mean over the workers, float32, and the exchange's next state."""
     if isinstance(exchange, BoundQuantizedExchange):
-        return exchange.mean(tree, state, residual_decay=residual_decay)
+        return exchange.mean(tree, state, residual_decay=residual_decay, when=when)
     parts = exchange.local_mean(tree)
     state = exchange.all_reduce(
-        parts, state, residual_decay=residual_decay, server_decay=residual_decay
+        parts, state, residual_decay=residual_decay, server_decay=residual_decay, when=when
     )
     return exchange.mean(state), state
 
@@ -194,13 +199,16 @@ def compressed_mean(
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
+        *,
+        when: When | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedMeanState]:
         del params, extra_args
         exchange, kept = over(updates), cast(CompressedMeanState, state).exchange
         check_fits(kept, jax.eval_shape(exchange.init), exchange.axes.workers)
-        mean, kept = _averaged(exchange, updates, kept, residual_decay)
+        mean, kept = _averaged(exchange, updates, kept, residual_decay, made(when))
         mean = jax.tree.map(lambda u, g: u.astype(g.dtype), mean, updates)
-        return mean, CompressedMeanState(kept)
+        new = CompressedMeanState(kept)
+        return mean, new if when is None else when.keep(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

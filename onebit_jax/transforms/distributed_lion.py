@@ -13,7 +13,8 @@ from onebit_jax.collectives.axes import bound_axis_size
 from onebit_jax.collectives.in_place import materialize
 from onebit_jax.collectives.layout import Block
 from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.phases import PHASES, keep
+from onebit_jax.transforms.when import When, made
 
 Aggregation = Literal["majority", "mean"]
 
@@ -45,7 +46,7 @@ def scale_by_distributed_lion(
     *,
     axis_name: str,
     aggregation: Aggregation = "majority",
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
@@ -58,9 +59,14 @@ def scale_by_distributed_lion(
         return ScaleByDistributedLionState(jnp.zeros([], jnp.int32), PerWorker(momentum))
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        when: When | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, ScaleByDistributedLionState]:
-        del params
+        del params, extra_args
         state = cast(ScaleByDistributedLionState, state)
         validation.check_same_tree(updates, own(state.momentum))
         grads, tree = jax.tree.flatten(updates)
@@ -75,16 +81,19 @@ def scale_by_distributed_lion(
         )
         # Only when nobody reads the old m any more is the new one written over it; XLA would copy.
         m, ballots = materialize((m, ballots), axis_name)
-        m = [interpolate(b2, x, g[None]) for x, g in zip(m, grads, strict=True)]
+        m = keep(
+            made(when), [interpolate(b2, x, g[None]) for x, g in zip(m, grads, strict=True)], m
+        )
         if aggregation == "majority":
             votes = majority.majority(ballots, blocks, turn=state.count, axis_name=axis_name)
         else:
             votes = majority.mean_sign(ballots, blocks, axis_name=axis_name)
         u = [vote.astype(g.dtype) for vote, g in zip(votes, grads, strict=True)]
         momentum = PerWorker(tree.unflatten(m))
-        return tree.unflatten(u), ScaleByDistributedLionState(state.count + 1, momentum)
+        new = ScaleByDistributedLionState(state.count + made(when), momentum)
+        return tree.unflatten(u), new if when is None else when.keep(new)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def distributed_lion(

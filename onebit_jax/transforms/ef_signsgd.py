@@ -14,6 +14,8 @@ from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.in_place import materialize
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
+from onebit_jax.transforms.phases import keep
+from onebit_jax.transforms.when import When, made
 
 
 class EfSignsgdState(NamedTuple):
@@ -39,7 +41,7 @@ def _onebit_steps(
     momentum: Any,
     axis_name: str | tuple[str, str],
     average: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Makes of gradients what is added to the parameters, but for weight decay.
 
     The learning rate is in what ``average`` compresses: a residual then counts for what it was when
@@ -52,9 +54,14 @@ def _onebit_steps(
         return EfSignsgdState(jnp.zeros([], jnp.int32), PerWorker(m), mean)
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        when: When | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, EfSignsgdState]:
-        del params
+        del params, extra_args
         state = cast(EfSignsgdState, state)
         rate, m = _at(learning_rate, state.count), state.momentum.value
         validation.check_same_tree(updates, own(state.momentum))
@@ -64,14 +71,16 @@ def _onebit_steps(
 
         # Written out, and in the shape that it is held in, m is written over in place; XLA would
         # copy it, to work it out twice.
-        m = materialize(jax.tree.map(add, m, updates), bound_axes(axis_name).node)
+        new = keep(made(when), jax.tree.map(add, m, updates), m)
+        m = materialize(new, bound_axes(axis_name).node)
         nesterov = jax.tree.map(lambda m, g: rate * add(m, g)[0], m, updates)
-        steps, mean = average.update(nesterov, state.compressed_mean)
+        steps, mean = average.update(nesterov, state.compressed_mean, when=when)
         steps = jax.tree.map(lambda u, g: (-u).astype(g.dtype), steps, updates)
-        kept = EfSignsgdState(state.count + 1, PerWorker(m), cast(CompressedMeanState, mean))
-        return steps, kept
+        count = state.count + made(when)
+        kept = EfSignsgdState(count, PerWorker(m), cast(CompressedMeanState, mean))
+        return steps, kept if when is None else when.keep(kept)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _decay_steps(

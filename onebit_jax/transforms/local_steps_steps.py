@@ -16,7 +16,8 @@ from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.in_place import overwrite_one
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.fragments import Fragments
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin, keep
+from onebit_jax.transforms.when import When, made
 
 _LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
 
@@ -162,12 +163,15 @@ def outer_gradient(shared: Any, moved: Any) -> Any:
     return jax.tree.map(lambda x, y: x - y, shared, moved)
 
 
-def outer_step(h: Hyperparameters, kept: tuple[Any, Any, Any], moved: Any) -> tuple[Any, Any, Any]:
+def outer_step(
+    h: Hyperparameters, when: When | None, kept: tuple[Any, Any, Any], moved: Any
+) -> tuple[Any, Any, Any]:
     """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both."""
     shared, of_outer, of_exchange = kept
-    D, of_exchange = h.average.update(outer_gradient(shared, moved), of_exchange)
-    moves, of_outer = h.outer.update(D, of_outer, shared)
-    return optax.apply_updates(shared, moves), of_outer, of_exchange
+    D, of_exchange = h.average.update(outer_gradient(shared, moved), of_exchange, when=when)
+    moves, new_outer = h.outer.update(D, of_outer, shared)
+    new = optax.apply_updates(shared, moves), new_outer
+    return *keep(made(when), new, (shared, of_outer)), of_exchange
 
 
 def update(
@@ -177,6 +181,7 @@ def update(
     params: optax.Params | None = None,
     *,
     phase: Phase | None = None,
+    when: When | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Updates, LocalStepsState]:
     """An inner step; in a sync an outer step after it, of the tensors whose turn it is."""
@@ -186,39 +191,44 @@ def update(
         )
     if phase not in (None, "local", "sync"):
         raise ValueError(f"phase={phase!r} must be 'local', 'sync' or None.")
-    steps, inner_state = h.inner.update(updates, own(state.inner), params, **extra_args)
-    moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), own(state.own), steps)
-    made = jnp.int32(PHASES.index(phase)) if phase else state.progress.upcoming[0]
+    own_inner, x, wanted = own(state.inner), own(state.own), made(when)
+    steps, inner_state = h.inner.update(updates, own_inner, params, **extra_args)
+    moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), x, steps)
+    inner_state, moved = keep(wanted, (inner_state, moved), (own_inner, x))
+    phase_made = jnp.int32(PHASES.index(phase)) if phase else state.progress.upcoming[0]
+    syncs = wanted & (phase_made == _SYNC)
     fragments = Fragments(state.shared, h.fragments)
     kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
     shared = state.shared
     # The group that is exchanged; none in a local step.
-    turn = jnp.where(made == _SYNC, state.fragment if h.fragments > 1 else 0, -1)
+    turn = jnp.where(syncs, state.fragment if h.fragments > 1 else 0, -1)
     if phase == "sync" and h.fragments == 1:
-        kept = [outer_step(h, kept[0], moved)]
+        kept = [outer_step(h, when, kept[0], moved)]
     elif phase != "local":
-        one, names = functools.partial(outer_step, h), bound_axes(h.axis_name).names
+        one, names = functools.partial(outer_step, h, None), bound_axes(h.axis_name).names
         kept = overwrite_one(turn, one, kept, fragments.split(moved), axis_names=names)
     if phase != "local":
         shared = fragments.join([x for x, *_ in kept])
         moved = jax.tree.map(
             lambda x, y, group: jnp.where(turn == group, x, y), shared, moved, fragments.numbers()
         )
-    count = state.progress.count + 1
-    since_sync = jnp.where(made == _SYNC, 0, state.since_sync + 1)
+    count = state.progress.count + wanted
+    since_sync = jnp.where(syncs, 0, state.since_sync + wanted)
+    last = jnp.where(wanted, phase_made, state.progress.phase)
     next_ones = upcoming(h, count, since_sync)
     steps = jax.tree.map(lambda x, p: (x - p.astype(jnp.float32)).astype(p.dtype), moved, params)
-    return steps, LocalStepsState(
-        progress=state.progress._replace(count=count, phase=made, upcoming=next_ones),
+    new = LocalStepsState(
+        progress=state.progress._replace(count=count, phase=last, upcoming=next_ones),
         plan=h.plan,
         since_sync=since_sync,
-        fragment=jnp.where(made == _SYNC, state.fragment + 1, state.fragment) % h.fragments,
+        fragment=jnp.where(syncs, state.fragment + 1, state.fragment) % h.fragments,
         inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
         outer=tuple(of_outer for _, of_outer, _ in kept),
         shared=shared,
         own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
         exchange=tuple(of_exchange for *_, of_exchange in kept),
     )
+    return steps, new if when is None else when.keep(new)
 
 
 def _check_exchanges_nothing(

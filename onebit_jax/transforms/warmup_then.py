@@ -31,6 +31,7 @@ from onebit_jax.collectives.exchange_state import check_fits
 from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.transforms import warmup
 from onebit_jax.transforms.phases import PHASES, Phase, keep
+from onebit_jax.transforms.when import When, made
 
 Step = Callable[..., Any]
 
@@ -52,7 +53,8 @@ def warmup_then(
 
     ``update`` takes an extra argument ``phase``, which leaves out the other phases' programs. One
     of the other side of the freeze is refused: state and updates of 0. Without it the update
-    chooses by itself, from the state, and writes in place all the same.
+    chooses by itself, from the state, and writes in place all the same. By an extra argument
+    ``when`` (:class:`~.when.When`) all workers leave an update out.
 
     Args:
       h: hyperparameters; for this and the functions see the module.
@@ -89,6 +91,7 @@ def warmup_then(
         params: optax.Params | None = None,
         *,
         phase: Phase | None = None,
+        when: When | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         del extra_args
@@ -103,32 +106,32 @@ def warmup_then(
         check_fits(state.exchange, jax.eval_shape(exchange.init), exchange.axes.workers)
         grads, structure = jax.tree.flatten(updates)
         leaves = None if params is None else jax.tree.leaves(params)
-        was = state.progress
+        was, wanted = state.progress, made(when)
         if phase is None:
-            index, accepted = was.upcoming[0], jnp.bool(True)
+            index, accepted = was.upcoming[0], wanted
             for name in (*before, *after):
-                chosen = index == PHASES.index(name)
+                chosen = wanted & (index == PHASES.index(name))
                 one = functools.partial(make, name)
                 reads = (grads, leaves, chosen)
                 state = overwrite_if(chosen, one, state, *reads, axis_names=names)
         elif phase in before or phase in after:
             index = jnp.asarray(PHASES.index(phase), jnp.int32)
-            accepted = (was.frozen_at >= 0) == (phase in after)
+            accepted = wanted & ((was.frozen_at >= 0) == (phase in after))
             state = make(phase, state, grads, leaves, accepted)
         else:
             expected = ", ".join(map(repr, (*before, *after)))
             raise ValueError(f"phase={phase!r} must be one of {expected}, or None.")
         count, frozen_at = was.count + accepted, state.progress.frozen_at
-        last = jnp.where(accepted, index, -1)
+        last = jnp.where(accepted, index, jnp.where(wanted, -1, was.phase))
         next_ones = upcoming(h, count, frozen_at >= 0)
         state = state._replace(
             progress=was._replace(count=count, frozen_at=frozen_at, phase=last, upcoming=next_ones)
         )
         u = direction(h, state, leaves, phase)
-        if phase is not None:
+        if phase is not None or when is not None:
             u = [jnp.where(accepted, x, 0.0) for x in u]
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
-        return structure.unflatten(u), state
+        return structure.unflatten(u), state if when is None else when.keep(state)
 
     return optax.GradientTransformationExtraArgs(functools.partial(init, h), update_fn)
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shutil
 import signal
 
@@ -64,6 +65,22 @@ def test_an_optimizer_of_two_parts_is_logged(tmp_path):
     rows = metrics(out / "onebit_muon")
     assert {row["phase"] for row in rows} == {"compression"}
     assert all(row["muon/residual_ratio"] > 0 for row in rows)
+
+
+def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
+    out = tmp_path / "run"
+    command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizer", "adam"]
+    assert pretrain.main([*command, "--out", str(out)]) == 3
+    message = r"error: adam: 4 steps in a row were left out, the last of them step (\d+): "
+    stopped = re.search(
+        message + r"the gradient of .* on worker 0 was not", capsys.readouterr().err
+    )
+    assert stopped is not None
+    # What the host heard before it stopped.
+    rows = metrics(out / "adam")
+    assert int(stopped[1]) <= len(rows) + 1 < STEPS
+    assert (rows[0]["skipped"], rows[-1]["skipped_in_a_row"]) == (0, 4)
+    assert not (out / "adam" / "result.json").exists()
 
 
 def test_report(finished):

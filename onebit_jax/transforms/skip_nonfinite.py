@@ -1,0 +1,89 @@
+"""Steps that no worker makes, since the gradient of one of them is not fit."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.health import Skips, examine, no_skips
+from onebit_jax.transforms.when import When, update_when
+
+
+class SkipNonfiniteState(NamedTuple):
+    """State of :func:`skip_nonfinite`.
+
+    Attributes:
+      skips: what was left out; equal on all workers.
+      inner_state: the wrapped optimizer's.
+    """
+
+    skips: Skips
+    inner_state: Any
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation, axis_name: str | tuple[str, str]
+) -> optax.GradientTransformationExtraArgs:
+    """Leaves out updates in which one worker's gradient is not finite, on all workers together.
+
+    What :func:`optax.apply_if_finite` does on one device: among several each would decide for
+    itself, and those that go on wait for the others for ever. Here they tell each other the norms
+    of their gradients first, two float32 from each. If one is NaN, infinite or above ``2**48``, so
+    that sums of squares may overflow float32, updates are 0 and the state stays as it was, bit for
+    bit, counts, residuals and random keys included: as if there had been no such step.
+
+    For a loop of one's own; :func:`onebit_jax.train_step` does the same by itself. It costs one
+    pass over the gradients. It is to go around the whole optimizer, with all clips in it, or a
+    part's counts would go on without the others'.
+
+    Args:
+      inner: any optimizer.
+      axis_name: the axis that the workers run along, or a pair of axes.
+
+    Returns:
+      The optimizer. Its state has the account ``skips``, whose ``metrics()`` are ``skipped`` and
+      ``skipped_in_a_row``. On the host ``opt_state.skips.check(params, max_skipped)`` raises
+      :class:`onebit_jax.NonFiniteError` once so many were left out in a row, with the step, the
+      worker and the tensor; it waits for the update that returned the state.
+
+    Example:
+      Of four workers, simulated on one device, one has a NaN:
+
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> tx = onebit_jax.onebit_adam(0.1, warmup=10, axis_name="workers")
+      >>> tx = onebit_jax.skip_nonfinite(tx, "workers")
+      >>> params = {"w": jnp.ones((4, 2))}  # one row per worker
+      >>> state = jax.vmap(tx.init, axis_name="workers")(params)
+      >>> grads = {"w": jnp.ones((4, 2)).at[2, 1].set(jnp.nan)}
+      >>> updates, state = jax.vmap(tx.update, axis_name="workers")(grads, state, params)
+      >>> updates["w"][0], state.skips.worker[0], state.inner_state[0].progress.count[0]
+      (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(0, dtype=int32))
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params: optax.Params) -> SkipNonfiniteState:
+        bound_axes(axis_name)
+        return SkipNonfiniteState(jax.tree.map(jnp.asarray, no_skips()), inner.init(params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        when: When | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, SkipNonfiniteState]:
+        state = cast(SkipNonfiniteState, state)
+        health = examine(updates, bound_axes(axis_name).names)
+        both = When(health.fit if when is None else health.fit & when.made)
+        updates, inner_state = update_when(
+            both, inner, updates, state.inner_state, params, extra_args
+        )
+        new = SkipNonfiniteState(state.skips.after(health), inner_state)
+        if when is None:
+            return updates, new
+        return updates, when.keep(new._replace(skips=when.select(new.skips, state.skips)))
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

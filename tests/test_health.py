@@ -1,0 +1,248 @@
+"""What `train_step` does where one worker's gradient is not fit: all leave the step out."""
+
+import functools
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import onebit_jax
+from onebit_jax import wire
+from onebit_jax.health import LARGEST_SQUARED_NORM, examine
+from tests.small_task import (
+    LEARNING_RATE,
+    MESH,
+    NODES_MESH,
+    ROWS,
+    WARMUP,
+    WORKERS,
+    dense,
+    make_batches,
+    onebit,
+    start,
+)
+from tests.small_task import loss_fn as plain_loss
+from tests.transforms.test_skip_nonfinite import FAULTS, assert_same_bits
+from tests.workers import AXIS, PAIR, on_workers
+
+
+def loss_fn(params, batch):
+    """The small task's; where a row has a fault, so has the gradient of one bias."""
+    return plain_loss(params, batch) + params["layer"]["bias"][2] * jnp.mean(batch["fault"])
+
+
+def make_faulty(batch, worker=None, value=0.0):
+    fault = np.zeros(ROWS, np.float32)
+    if worker is not None:
+        fault[worker * ROWS // WORKERS + 1] = value
+    return batch | {"fault": fault}
+
+
+def zero_one(axis_name):
+    return onebit_jax.zero_one_adam(
+        LEARNING_RATE,
+        variance_freeze=3,
+        axis_name=axis_name,
+        sync_steps=lambda t: t % 3 == 2,
+        variance_steps=lambda t: t % 2 == 0,
+    )
+
+
+def local(axis_name):
+    inner, outer = optax.adamw(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return onebit_jax.local_steps(inner, outer, every=4, axis_name=axis_name, bits=4, fragments=2)
+
+
+OPTIMIZERS = {
+    "dense": dense,
+    "onebit_adam": onebit,
+    "onebit_adam, refreshed": functools.partial(onebit, variance_refreshes=3, warmup_bits=8),
+    "onebit_lamb": lambda axes: onebit_jax.onebit_lamb(1e-2, warmup=WARMUP, axis_name=axes),
+    "zero_one_adam": zero_one,
+    "local_steps": local,
+    "birder": lambda axes: onebit_jax.birder(1e-2, seed=0, axis_name=axes),
+    "ef_signsgd": lambda axes: onebit_jax.ef_signsgd(1e-2, weight_decay=0.1, axis_name=axes),
+    "onebit_muon": lambda axes: onebit_jax.onebit_muon(1e-2, axis_name=axes),
+}
+FAST = ("dense", "onebit_adam")
+
+
+def check_steps_left_out(tx, mesh, steps=12, **options):
+    """Bit for bit a run without the faulty steps, and an account of them."""
+    step, begin = start(tx, mesh, loss_fn=loss_fn, **options)
+    # A step gives its arguments up.
+    good, faulty = (cast(Any, jax.tree.map(jnp.copy, begin)) for _ in range(2))
+    skipped = in_a_row = 0
+    rng = np.random.default_rng(0)
+    for t, batch in enumerate(make_batches(steps)):
+        bad = t in (0, 3, 4, 7)
+        worker = rng.integers(WORKERS) if bad else None
+        *faulty, metrics = step(
+            faulty[0], faulty[1], make_faulty(batch, worker, FAULTS[t % len(FAULTS)])
+        )
+        if not bad:
+            *good, expected = step(good[0], good[1], make_faulty(batch))
+            assert metrics["phase"] == expected["phase"]
+        skipped, in_a_row = skipped + bad, (in_a_row + 1) * bad
+        assert_same_bits(tuple(faulty), tuple(good))
+        assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (skipped, in_a_row)
+    for shards in jax.tree.leaves(faulty[0]):
+        assert all(np.isfinite(shard.data).all() for shard in shards.addressable_shards)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_faulty_step_is_as_if_it_had_not_been(name):
+    check_steps_left_out(OPTIMIZERS[name]("data"), MESH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in FAST])
+def test_a_faulty_step_is_as_if_it_had_not_been_with(name):
+    check_steps_left_out(OPTIMIZERS[name]("data"), MESH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_faulty_steps_on_nodes_of_two(name):
+    check_steps_left_out(OPTIMIZERS[name](PAIR), NODES_MESH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", ["common", "local"])
+def test_faulty_steps_where_gradients_are_clipped(clip):
+    check_steps_left_out(onebit(), MESH, max_grad_norm=0.1, clip=clip, accumulation=2)
+
+
+def test_too_many_in_a_row_stop_the_run_and_say_whose():
+    step, (params, opt_state) = start(dense(), loss_fn=loss_fn, max_skipped=3)
+    begin = jax.device_get((params, opt_state))
+    good, bad = (make_faulty(make_batches(1)[0], *fault) for fault in ((), (2, np.inf)))
+    for batch in (bad, bad, good):
+        params, opt_state, metrics = step(params, opt_state, batch)
+    assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (2, 0)
+    begin = jax.device_get((params, opt_state))
+    # The host hears of a step with the next but one.
+    for _ in range(4):
+        params, opt_state, metrics = step(params, opt_state, bad)
+    with pytest.raises(onebit_jax.NonFiniteError, match=r"3 steps.*step 6.*worker 2") as caught:
+        step(params, opt_state, bad)
+    error = caught.value
+    assert (error.step, error.worker, error.tensor) == (6, 2, "['layer']['bias']")
+    assert metrics["skipped_in_a_row"] == 4
+    assert_same_bits((params, opt_state), begin)
+
+
+def test_a_loss_that_is_not_finite_is_left_out_and_so_is_the_model_state():
+    def loss_fn(params, batch, model_state):
+        mean = jnp.mean(batch["x"]) + jnp.mean(batch["fault"])
+        loss = plain_loss(params, batch) + jax.lax.stop_gradient(jnp.mean(batch["fault"]))
+        return loss, {}, {"mean": mean, "count": model_state["count"] + 1}
+
+    step, (params, opt_state) = start(dense(), loss_fn=loss_fn)
+    begin = jax.device_get((params, opt_state))
+    batch, state = make_batches(1)[0], {"mean": jnp.float32(3), "count": jnp.int32(0)}
+    bad = make_faulty(batch, 1, np.nan)
+    params, opt_state, state, metrics = step(params, opt_state, bad, model_state=state)
+    assert_same_bits((params, opt_state), begin)
+    assert (state["mean"], state["count"], metrics["skipped"]) == (3, 0, 1)
+    assert np.isnan(metrics["loss"])
+    *_, state, metrics = step(params, opt_state, make_faulty(batch), model_state=state)
+    assert (state["count"], metrics["skipped_in_a_row"]) == (1, 0)
+
+
+def test_unless_asked_to_a_step_does_not_look():
+    step, (params, opt_state) = start(dense(), loss_fn=loss_fn, max_skipped=None)
+    bad = make_faulty(make_batches(1)[0], 0, np.nan)
+    params, _, metrics = step(params, opt_state, bad)
+    assert np.isnan(params["layer"]["bias"]).any()
+    assert "skipped" not in metrics
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_what_workers_tell_each_other_is_two_floats(clipped):
+    sent = {}
+    for looks in (False, True):
+        step, state = start(
+            onebit(),
+            loss_fn=loss_fn,
+            max_grad_norm=1.0 if clipped else None,
+            max_skipped=10 if looks else None,
+        )
+        lowered = step.lower(*state, make_faulty(make_batches(1)[0]), phase="compression")
+        sent[looks] = wire.collectives(lowered, MESH)
+    more = len(sent[True]) - len(sent[False])
+    assert more == (0 if clipped else 1)
+    assert wire.bytes_sent(sent[True]) - wire.bytes_sent(sent[False]) <= (WORKERS - 1) * 16
+
+
+# Who is to blame
+
+
+def test_the_first_worker_and_its_first_tensor_are_to_blame():
+    rng = np.random.default_rng(0)
+    grads = {"a": rng.normal(size=(WORKERS, 7)), "b": rng.normal(size=(WORKERS, 2, 3))}
+    grads = jax.tree.map(lambda x: x.astype(np.float32), grads)
+
+    def health(grads, loss=(0.0,) * WORKERS, axes: Any = (AXIS,), sizes: Any = WORKERS):
+        found = on_workers(lambda g, x: examine(g, axes, x), sizes)(grads, jnp.asarray(loss))
+        assert all(np.all(x == x[0]) for x in map(np.asarray, found[:1] + found[2:]))
+        return jax.tree.map(lambda x: np.asarray(x)[0], found)
+
+    for axes, sizes in (((AXIS,), WORKERS), (PAIR, (2, 2))):
+        found = health(grads, axes=axes, sizes=sizes)
+        norms = [sum(np.sum(x[i].astype("f8") ** 2) for x in grads.values()) for i in range(4)]
+        assert found.fit
+        np.testing.assert_allclose(found.squared_norm, np.mean(norms), rtol=1e-5)
+        for value in (np.nan, -np.inf, 1e38, 2 * LARGEST_SQUARED_NORM**0.5):
+            faulty = jax.tree.map(np.copy, grads)
+            faulty["b"][1, 1, 2] = faulty["a"][3, 0] = value
+            found = health(faulty, axes=axes, sizes=sizes)
+            assert (found.fit, found.worker, found.tensor) == (False, 1, 1)
+    found = health(grads, loss=(0.0, 0.0, np.nan, 0.0))
+    assert (found.fit, found.worker, found.tensor) == (False, 2, -1)
+    # Together too large, though neither is.
+    half = jax.tree.map(lambda x: np.full_like(x, (LARGEST_SQUARED_NORM / 8) ** 0.5), grads)
+    found = health(half)
+    assert (found.fit, found.worker, found.tensor) == (False, 0, 0)
+
+
+# Scaled losses
+
+
+def test_a_scaled_loss_has_the_same_gradients():
+    step, begin = start(dense(), loss_fn=loss_fn, accumulation=2, max_grad_norm=0.1)
+    batch = make_faulty(make_batches(1)[0])
+    copies = (cast(Any, jax.tree.map(jnp.copy, begin)) for _ in range(2))
+    plain, scaled = (
+        step(params, opt_state, batch, loss_scale=scale)
+        for (params, opt_state), scale in zip(copies, (None, 2**12), strict=True)
+    )
+    assert_same_bits(scaled, plain)
+
+
+def test_a_dynamic_loss_scale_finds_its_level():
+    """As docs/reliability.md has it: in float16 a loss of 8 bears no scale of 2**13."""
+
+    def loss_fn(params, batch):
+        w = params["w"].astype(jnp.float16)
+        return jnp.mean((batch["x"].astype(jnp.float16) * w - 2) ** 2)
+
+    params = {"w": jnp.full((64,), 2.0**-7)}
+    step, (params, opt_state) = start(dense(), params=params, loss_fn=loss_fn, max_skipped=20)
+    batch = {"x": np.full((ROWS, 64), 2.0, np.float32)}
+    scale, good, scales = jnp.float32(2.0**24), jnp.int32(0), []
+    for _ in range(24):
+        params, opt_state, metrics = step(params, opt_state, batch, loss_scale=scale)
+        scales.append(float(scale))
+        left_out = metrics["skipped_in_a_row"] > 0
+        good = jnp.where(left_out, 0, good + 1)
+        grown = jnp.where(good % 10 == 0, 2 * scale, scale)
+        scale = jnp.where(left_out, scale / 2, grown)
+    assert scales[0] > scales[3] > scales[7]
+    assert scales[-1] <= 2**20
+    assert metrics["skipped"] >= 4
+    assert np.isfinite(params["w"]).all()
+    assert params["w"].min() > 2.0**-7

@@ -1,0 +1,180 @@
+"""One worker's NaN, infinity or overflow: all leave the step out, as if it had not been."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import onebit_jax
+from tests.workers import AXIS, PAIR, Binding, assert_workers_agree, on_workers, replicate
+from train.optimizers import OPTIMIZERS, Setting
+
+WORKERS, STEPS = 4, 12
+FAULTS = [np.nan, np.inf, -np.inf, 1e38, 3e25]
+PARAMS = {"layer": {"kernel": (9, 5), "bias": (5,)}, "embedding": (6, 8)}
+# Those whose phases differ, and one of each way to hold a state.
+FAST = (
+    "adam",
+    "onebit_adam",
+    "zero_one_adam",
+    "distributed_lion",
+    "local_steps_4",
+)
+
+
+def draw(seed, *leading):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: rng.standard_normal((*leading, *shape)).astype(np.float32),
+        PARAMS,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def make(name, axis_name: Any = AXIS):
+    setting = Setting(
+        learning_rate=optax.linear_schedule(1e-2, 0.0, 30),
+        axis_name=axis_name,
+        steps=STEPS,
+        mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params),
+        warmup=3,
+    )
+    return OPTIMIZERS[name].make(setting)
+
+
+def with_fault(grads, value, worker, rng):
+    """Gradients `[workers, ...]` of which one element of this worker has the value."""
+    leaves, tree = jax.tree.flatten(grads)
+    tensor = rng.integers(len(leaves))
+    leaf = leaves[tensor].copy()
+    leaf[worker].flat[rng.integers(leaf[worker].size)] = value
+    leaves[tensor] = leaf
+    return tree.unflatten(leaves)
+
+
+class Loop:
+    """Steps of a wrapped optimizer on simulated workers, one at a time."""
+
+    def __init__(self, tx, sizes: Any = WORKERS, axis_name: Any = AXIS, binding: Binding = "vmap"):
+        tx = onebit_jax.skip_nonfinite(tx, axis_name)
+
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self.step = on_workers(step, sizes, binding)
+        params = replicate(draw(0), WORKERS)
+        self.begin = params, on_workers(tx.init, sizes, binding)(params)
+
+
+def assert_same_bits(got, expected):
+    def check(path, x, y):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.tobytes() == y.tobytes(), jax.tree_util.keystr(path)
+
+    jax.tree_util.tree_map_with_path(check, jax.device_get(got), jax.device_get(expected))
+
+
+def check_skips(loop, bad, seed=0):
+    """Trains with faults in the steps `bad`, and without these steps."""
+    rng = np.random.default_rng(seed)
+    good, faulty = loop.begin, loop.begin
+    for t in range(STEPS):
+        grads = draw(1 + t, WORKERS)
+        if t in bad:
+            grads = with_fault(grads, FAULTS[t % len(FAULTS)], rng.integers(WORKERS), rng)
+        else:
+            good = loop.step(*good, grads)
+        faulty = loop.step(*faulty, grads)
+        assert_same_bits((faulty[0], faulty[1].inner_state), (good[0], good[1].inner_state))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(faulty[0])))
+    assert set(np.asarray(faulty[1].skips.skipped)) == {len(bad)}
+    assert_workers_agree(faulty[1])
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_step_with_one_fault_is_as_if_it_had_not_been(name):
+    # The first, the last dense one, the first compressed one, two in a row.
+    check_skips(Loop(make(name)), {0, 3, 4, 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_faults_at_any_step(name):
+    loop = Loop(make(name))
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        check_skips(loop, set(np.flatnonzero(rng.random(STEPS) < 0.4)), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "birder"])
+def test_faults_on_nodes_of_two(name):
+    check_skips(Loop(make(name, PAIR), (2, 2), PAIR), {0, 3, 4, 8})
+
+
+@pytest.mark.parametrize("binding", [pytest.param("pmap", marks=pytest.mark.slow), "shard_map"])
+def test_faults_on_devices(binding):
+    tx = optax.chain(onebit_jax.compressed_mean(AXIS), optax.adam(1e-2))
+    check_skips(Loop(tx, binding=binding), {0, 3, 4, 8})
+
+
+def unknown_to(tx):
+    """The optimizer without what a step would tell it."""
+
+    def update(updates, state, params=None):
+        return tx.update(updates, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def jitted(tx):
+    return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+
+
+@pytest.mark.parametrize("wrap", [unknown_to, jitted])
+def test_a_state_that_was_not_kept_is_selected(wrap):
+    tx = onebit_jax.distributed_lion(1e-2, weight_decay=0.1, axis_name=AXIS)
+    check_skips(Loop(wrap(tx)), {0, 3, 4, 8})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [unknown_to, jitted])
+@pytest.mark.parametrize("name", ["onebit_adam_refresh", "zero_one_adam", "local_steps_4"])
+def test_any_state_that_was_not_kept_is_selected(name, wrap):
+    check_skips(Loop(wrap(make(name))), {0, 3, 4, 8})
+
+
+def test_the_account_names_the_worker_and_the_tensor():
+    loop = Loop(optax.chain(onebit_jax.mean_gradients(AXIS), optax.sgd(0.1)))
+    params, state = loop.begin
+    grads = draw(1, WORKERS)
+    grads["layer"]["kernel"][3, 2, 2] = np.nan
+    for made in (0, 1, 2):
+        first = jax.tree.map(lambda x: x[0], state)
+        first.skips.check(draw(0), max_skipped=max(made, 1) + 1)
+        params, state = loop.step(params, state, grads)
+    account = jax.tree.map(lambda x: np.asarray(x)[0], state.skips)
+    assert account.metrics() == {"skipped": 3, "skipped_in_a_row": 3}
+    with pytest.raises(
+        onebit_jax.NonFiniteError, match=r"3 steps in a row.*step 3: .*kernel.* on worker 3"
+    ):
+        account.check(draw(0), max_skipped=3)
+
+
+def test_in_a_training_step_it_leaves_out_what_the_step_does():
+    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
+    tx = onebit_jax.skip_nonfinite(make("distributed_lion"), AXIS)
+    params = draw(0)
+    opt_state = onebit_jax.init(tx, params, mesh)
+    step = onebit_jax.train_step(
+        lambda p, x: jnp.mean(x) * sum(jnp.sum(y**2) for y in jax.tree.leaves(p)), tx, mesh
+    )
+    before = jax.device_get((params, opt_state))
+    params, opt_state, _ = step(params, opt_state, np.full(WORKERS, np.inf, np.float32))
+    assert_same_bits((params, opt_state), before)
+    params, opt_state, metrics = step(params, opt_state, np.ones(WORKERS, np.float32))
+    assert (opt_state.skips.steps, metrics["skipped_in_a_row"]) == (1, 0)
