@@ -314,6 +314,27 @@ def per_worker_means(state):
 
 @pytest.mark.slow
 @names([(4, 3), ((2, 4), (4, 2))])
+def test_what_was_left_out_is_neither_owed_nor_forgotten(before, after):
+    def make(axis_name):
+        mean = onebit_jax.compressed_mean(axis_name)
+        return onebit_jax.skip_nonfinite(mean, axis_name)
+
+    grads = gradients(0, before)
+    faulty = jax.tree.map(np.copy, grads)
+    faulty["odd"][1, 3, 7] = np.nan
+    u, params, state = train(make, before, zeros(), faulty)
+    made = jax.tree.map(lambda x: np.delete(x, 3, axis=1), grads)
+    owed = jax.tree.map(np.subtract, mean_summed(made), summed(u))
+    assert_close(still_owed(state.inner_state.exchange, 1, before), owed, 1e-5)
+
+    state = resized(make, before, after, state, params)
+    assert_close(still_owed(state.inner_state.exchange, 1, after), owed, 1e-5)
+    _, _, state = train(make, after, zeros(), gradients(1, after), state)
+    assert (state.skips.steps, state.skips.skipped, state.skips.worker) == (2 * STEPS, 1, 1)
+
+
+@pytest.mark.slow
+@names([(4, 3), ((2, 4), (4, 2))])
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_others_go_on(name, before, after):
     """To the minimum of a bowl, which differs from worker to worker but not in the mean."""
