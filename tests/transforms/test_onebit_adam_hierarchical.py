@@ -14,7 +14,6 @@ from tests import reference
 from tests.workers import (
     NODE,
     PAIR,
-    Binding,
     assert_workers_agree,
     draw,
     on_workers,
