@@ -7,6 +7,7 @@ from typing import Any
 
 import grain
 import jax
+import optax
 
 from onebit_jax.checkpoint import Checkpoints
 from train.stream import Arrays
@@ -48,9 +49,15 @@ def save(
 
 
 def restore(
-    checkpoints: Checkpoints, params: Any, opt_state: Any, batches: grain.DatasetIterator[Arrays]
+    checkpoints: Checkpoints,
+    params: Any,
+    opt_state: Any,
+    batches: grain.DatasetIterator[Arrays],
+    tx: optax.GradientTransformation,
 ) -> tuple[Progress, Any, Any]:
     """Goes back to the latest checkpoint, and `batches` to its place; without one, to the start.
+
+    The state of another number of workers is taken to this one; `tx` is the optimizer.
 
     Raises:
         ValueError: the checkpoint is of another run.
@@ -58,7 +65,7 @@ def restore(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            restored = checkpoints.restore(params, opt_state)
+            restored = checkpoints.restore(params, opt_state, tx=tx)
         finally:
             for warning in caught:
                 print(f"warning: {warning.message}", file=sys.stderr)

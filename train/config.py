@@ -18,9 +18,11 @@ import tyro
 from train import schedules
 from train.optimizers import check_names, check_warmup
 
-# Options that leave the trajectory alone, so a run may go on with others.
+# Options that leave the trajectory alone, so a run may go on with others. Of workers it only
+# follows how the exchange rounds: they share the same batches.
 _FREE = (
     "out",
+    "workers",
     "optimizer",
     "max_skipped",
     "log_every",

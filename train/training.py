@@ -118,7 +118,8 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
 
     synced = jax.jit(lambda state, params: state.synced_parameters(params))
     with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
-        restored = checkpoint.restore(checkpoints, params, opt_state, batches)
+        optimizer = make_optimizer(name, config, task.mask)
+        restored = checkpoint.restore(checkpoints, params, opt_state, batches, optimizer)
         progress, params, opt_state = restored
         if progress.step > config.steps:
             raise ValueError(

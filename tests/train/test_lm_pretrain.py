@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 
+import jax
 import numpy as np
 import pytest
 
@@ -24,6 +25,12 @@ RUN = (
     f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5"
 ).split()
 NAMES = ("adam", "onebit_adam_8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started():
+    """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
+    assert jax.device_count() == 8
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +107,23 @@ def test_report(finished):
     warmup, dense = onebit["bytes_a_step"]["warmup"], adam["bytes_a_step"]["warmup"]
     # Of so small a model, scales and padding are a good part.
     assert dense / 4 < warmup < dense / 2.5
+
+
+def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
+    """Workers share the same batches: Adam's losses agree to rounding, those of signs nearly."""
+    out = tmp_path / "run"
+    shutil.copytree(finished[0], out)
+    for name in NAMES:
+        (out / name / "result.json").unlink()
+        shutil.rmtree(out / name / "checkpoints" / str(STEPS))
+    assert pretrain.main([*RUN, "--workers", "4", "--optimizers", *NAMES, "--out", str(out)]) == 0
+    for name, tolerance in zip(NAMES, (1e-4, 2e-2), strict=True):
+        before, after = (metrics(folder / name) for folder in (finished[0], out))
+        assert [row["step"] for row in after] == list(range(1, STEPS + 1))
+        assert before[:10] == after[:10]
+        assert after[10]["bytes_sent"] != before[10]["bytes_sent"]
+        losses = ([row["loss"] for row in rows] for rows in (before, after))
+        np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
 def test_stopped_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch):
