@@ -47,7 +47,7 @@ def zero_one(axis_name):
         variance_freeze=3,
         axis_name=axis_name,
         sync_steps=lambda t: t % 3 == 2,
-        variance_steps=lambda t: t % 2 == 0,
+        variance_steps=lambda t: (t % 2 == 0) & (t < 3),
     )
 
 
@@ -85,7 +85,8 @@ def check_steps_left_out(tx, mesh, steps=12, **options):
         )
         if not bad:
             *good, expected = step(good[0], good[1], make_faulty(batch))
-            assert metrics["phase"] == expected["phase"]
+            phases = {name for name in metrics if name.endswith("phase")}
+            assert all(metrics[name] == expected[name] for name in phases)
         skipped, in_a_row = skipped + bad, (in_a_row + 1) * bad
         assert_same_bits(tuple(faulty), tuple(good))
         assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (skipped, in_a_row)
@@ -100,20 +101,13 @@ def test_a_faulty_step_is_as_if_it_had_not_been(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in FAST])
-def test_a_faulty_step_is_as_if_it_had_not_been_with(name):
-    check_steps_left_out(OPTIMIZERS[name]("data"), MESH)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_faulty_steps_on_nodes_of_two(name):
     check_steps_left_out(OPTIMIZERS[name](PAIR), NODES_MESH)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", ["common", "local"])
-def test_faulty_steps_where_gradients_are_clipped(clip):
-    check_steps_left_out(onebit(), MESH, max_grad_norm=0.1, clip=clip, accumulation=2)
+def test_faulty_steps_where_gradients_are_clipped():
+    check_steps_left_out(onebit(), MESH, max_grad_norm=0.1, accumulation=2)
 
 
 def test_too_many_in_a_row_stop_the_run_and_say_whose():
