@@ -42,7 +42,8 @@ class Options:
     batch_size: int = Config.batch_size
     """Sequences in a step, of all workers together."""
     max_grad_norm: float | None = Config.max_grad_norm
-    """As for `onebit_jax.train_step`: with it a step takes the gradients' norm anyway."""
+    """As for `onebit_jax.train_step`: with it a step takes the gradients' norm anyway. Without it a
+    1-bit Adam whose variance is that of one step diverges, and the run ends."""
     rounds: int = 25
     """How often the two take turns."""
     steps: int = 3
