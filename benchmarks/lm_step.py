@@ -68,9 +68,8 @@ def ours(optimizer: str, config: Config, task: training.Task) -> Step:
     """A step of `train.lm`, that gives its loss."""
     axis_types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), (training.AXIS,), axis_types=axis_types, devices=jax.devices()[:1])
-    train_step, params, opt_state = training.start(
-        optimizer, config, task, mesh, lambda phase: None
-    )
+    train_step, state = training.start(optimizer, config, task, mesh, lambda phase: None)
+    params, opt_state = state.params, state.opt_state
 
     def step(batch: Mapping[str, np.ndarray]) -> jax.Array:
         nonlocal params, opt_state

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -32,11 +32,24 @@ class Progress:
     frozen_at: int = -1
 
 
+class State(NamedTuple):
+    """What a training changes.
+
+    Attributes:
+        params: the model's parameters.
+        opt_state: the optimizer's state.
+        model_state: what the model changes without gradients; None where there is nothing.
+    """
+
+    params: Any
+    opt_state: Any
+    model_state: Any = None
+
+
 def save(
     checkpoints: Checkpoints,
     progress: Progress,
-    params: Any,
-    opt_state: Any,
+    state: State,
     batches: grain.DatasetIterator[Arrays],
 ) -> None:
     """Saves a run after `progress.step` updates.
@@ -45,16 +58,15 @@ def save(
         ValueError: the checkpoint before this one could not be written.
     """
     extra = {"progress": dataclasses.asdict(progress), "batches": batches.get_state()}
-    checkpoints.save(progress.step, params, opt_state, extra=extra)
+    checkpoints.save(progress.step, *state, extra=extra)
 
 
 def restore(
     checkpoints: Checkpoints,
-    params: Any,
-    opt_state: Any,
+    state: State,
     batches: grain.DatasetIterator[Arrays],
     tx: optax.GradientTransformation,
-) -> tuple[Progress, Any, Any]:
+) -> tuple[Progress, State]:
     """Goes back to the latest checkpoint, and `batches` to its place; without one, to the start.
 
     The state of another number of workers is taken to this one; `tx` is the optimizer.
@@ -65,14 +77,15 @@ def restore(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            restored = checkpoints.restore(params, opt_state, tx=tx)
+            restored = checkpoints.restore(*state, tx=tx)
         finally:
             for warning in caught:
                 print(f"warning: {warning.message}", file=sys.stderr)
     if restored.extra is None:
-        return Progress(), params, opt_state
+        return Progress(), state
     batches.set_state(restored.extra["batches"])
-    return Progress(**restored.extra["progress"]), restored.params, restored.opt_state
+    state = State(restored.params, restored.opt_state, restored.others)
+    return Progress(**restored.extra["progress"]), state
 
 
 def abstract(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What all pre-training runs have: options, their checks, and the folder that remembers them."""
+"""What all runs have: options, their checks, and the folder that remembers them."""
 
 import dataclasses
 import inspect
@@ -104,11 +104,9 @@ class RunConfig:
     workers: int = 4
     """Data-parallel workers, a device each; on CPUs the devices are simulated."""
     batch_size: int = 32
-    """Sequences in a step, over all workers."""
+    """Examples in a step, over all workers."""
     accumulation: int = 1
     """Microbatches that a worker's share of a step is cut into."""
-    sequence_length: int = 64
-    """Tokens in a sequence."""
     steps: int = 800
     """Optimizer steps."""
     learning_rate: float = 1e-3
@@ -132,7 +130,7 @@ class RunConfig:
     eps: float = 1e-8
     """Added to the variance's root."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, on all but biases and LayerNorms."""
+    """Decoupled weight decay, on all but biases and norms."""
     max_grad_norm: float | None = 1.0
     """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
     logged; None: neither."""
@@ -272,7 +270,15 @@ class RunConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TextConfig(RunConfig):
+class SequenceConfig(RunConfig):
+    """Options of a run on sequences of tokens."""
+
+    sequence_length: int = 64
+    """Tokens in a sequence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig(SequenceConfig):
     """Options of a pre-training on text."""
 
     corpus: str | None = None

@@ -13,7 +13,7 @@ import tyro
 from train import digest
 from train.bert.model import MAX_POSITIONS
 from train.bert.weights import Pretrained
-from train.config import RunConfig
+from train.config import SequenceConfig
 
 Hidden = tyro.conf.Suppress
 
@@ -39,7 +39,7 @@ def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str,
 
 
 @dataclasses.dataclass(frozen=True)
-class FineTuneConfig(RunConfig):
+class FineTuneConfig(SequenceConfig):
     """Options of fine-tuning; each program has a subclass with those of its own."""
 
     weights: str = dataclasses.field(default_factory=packaged_weights)

@@ -1,4 +1,4 @@
-"""What the pre-training programs do: from a command line to a report of the optimizers."""
+"""What the training programs do: from a command line to a report of the optimizers."""
 
 import contextlib
 import logging
@@ -132,7 +132,7 @@ def _check(config: RunConfig, task: Task) -> None:
         try:
             batches()
         except ValueError as error:
-            raise ValueError(f"{part} text: {error}") from error
+            raise ValueError(f"{part} data: {error}") from error
     check_folder(config, task.identity)
 
 

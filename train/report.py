@@ -41,15 +41,17 @@ class Wording(NamedTuple):
     Attributes:
         program: the module that trains it.
         title: its name and size, from the run's options.
-        unit: what a sequence consists of, from the run's options.
+        examples: what a step is made on, after their number, from the run's options.
+        corpus: what was trained on, from the run's options.
         heldout_loss: the entry of `result.json` that optimizers are compared by.
         held_out: how much was held out, from `result.json`.
-        rows: titles and cells of the rows on held-out text; a cell is told the run, and the first.
+        rows: titles and cells of the rows on held-out data; a cell is told the run, and the first.
     """
 
     program: str
     title: Callable[[dict[str, Any]], str]
-    unit: Callable[[dict[str, Any]], str]
+    examples: Callable[[dict[str, Any]], str]
+    corpus: Callable[[dict[str, Any]], str]
     heldout_loss: str
     held_out: Callable[[dict[str, Any]], str]
     rows: dict[str, Callable[[Run, Run], str]]
@@ -117,14 +119,12 @@ def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
             for phase in phases
         },
     }
-    sequence = f"{config['sequence_length']} {wording.unit(config)}"
     lines = [
         f"# {wording.title(config)}, {config['workers']} workers, "
         f"{runs[0].result['parameters']:,} parameters",
         "",
-        f"{config['batch_size']} sequences of {sequence} a step, "
-        f"seed {config['seed']}, the same batches for each optimizer. Corpus: "
-        f"{config['corpus'] or 'the Python language reference (pydoc_data.topics)'}. Held out: "
+        f"{config['batch_size']} {wording.examples(config)} a step, seed {config['seed']}, the "
+        f"same batches for each optimizer. {wording.corpus(config)} Held out: "
         f"{wording.held_out(runs[0].result)}.",
         "",
         "| | " + " | ".join(run.label for run in runs) + " |",
@@ -138,6 +138,17 @@ def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
         lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
         lines += [f"    {line}" for line in run.result["wire"].splitlines()]
     return "\n".join(lines) + "\n"
+
+
+def sequences(config: dict[str, Any], unit: str) -> str:
+    """What a step of a run on text is made on."""
+    return f"sequences of {config['sequence_length']} {unit}"
+
+
+def corpus(config: dict[str, Any]) -> str:
+    """What a run on text was trained on."""
+    name = config["corpus"] or "the Python language reference (pydoc_data.topics)"
+    return f"Corpus: {name}."
 
 
 def beside_first(value: float, first: float) -> str:
@@ -190,7 +201,6 @@ def _draw(runs: list[Run], config: dict[str, Any], wording: Wording, path: pathl
     ]
     title = (
         f"{wording.title(config)} on {config['workers']} workers, {runs[0].result['steps']:,} "
-        f"steps of {config['batch_size']} sequences of {config['sequence_length']} "
-        f"{wording.unit(config)}"
+        f"steps of {config['batch_size']} {wording.examples(config)}"
     )
     draw_losses(curves, title, path)

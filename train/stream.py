@@ -16,12 +16,12 @@ class Examples(NamedTuple):
     Attributes:
         make: makes an example from its number and a generator of its own.
         count: how many there are.
-        sequence_length: tokens in each.
+        unit: what they are: "images", or "sequences of 64 tokens".
     """
 
     make: Callable[[int, np.random.Generator], Arrays]
     count: int
-    sequence_length: int
+    unit: str
 
 
 def stream(
@@ -61,8 +61,8 @@ def stream(
     )
     if examples.count < batch_size:
         raise ValueError(
-            f"the corpus gives {examples.count} sequences of {examples.sequence_length} tokens, "
-            f"less than one batch: batch_size is {batch_size}; give more text or a smaller batch"
+            f"there are {examples.count} {examples.unit}, less than one batch: batch_size is "
+            f"{batch_size}; give more of them or a smaller batch"
         )
     # Batched by shares before slicing, so that share k of process p belongs to global batch k.
     shares = (

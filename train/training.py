@@ -21,7 +21,7 @@ from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
 from train import checkpoint
-from train.checkpoint import Progress, abstract
+from train.checkpoint import Progress, State, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
 from train.optimizers import OPTIMIZERS, Setting, warmup_end
@@ -42,19 +42,22 @@ class Task(NamedTuple):
         mask: which parameters are decayed.
         batches: this process's shares of all batches, without end, from the first.
         heldout_batches: this process's shares of the held-out batches.
-        judge: what `result.json` says of parameters on these, as arrays on the mesh.
+        judge: what `result.json` says of parameters on these, as arrays on the mesh; it takes a
+            model's state, where there is one, as `model_state`.
         write_files: writes what else belongs into the output folder.
         identity: what else than its options a run must have kept to go on, under names.
+        init_model_state: makes what the model changes without gradients; None for nothing.
     """
 
     init: Callable[[], Any]
-    loss_fn: Callable[[Any, Any], tuple[jax.Array, Any]]
+    loss_fn: Callable[..., tuple[Any, ...]]
     mask: Callable[[Any], Any]
     batches: Callable[[], grain.DatasetIterator[Arrays]]
     heldout_batches: Callable[[], Iterator[Arrays]]
-    judge: Callable[[Any, Iterator[Any]], dict[str, Any]]
+    judge: Callable[..., dict[str, Any]]
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = types.MappingProxyType({})
+    init_model_state: Callable[[], Any] = lambda: None
 
 
 def make_optimizer(
@@ -100,18 +103,18 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
         log.compiling(phase)
         profiler.compiling()
 
-    train_step, params, opt_state = start(name, config, task, mesh, compiling)
+    train_step, state = start(name, config, task, mesh, compiling)
     batches = task.batches()
-    shapes = abstract((params, opt_state, next(_heldout_batches(task, mesh))))
-
-    phased = bool(progress_of(opt_state))
+    shapes = abstract((state.params, state.opt_state, next(_heldout_batches(task, mesh))))
+    lower = functools.partial(train_step.lower, *shapes, model_state=abstract(state.model_state))
+    phased = bool(progress_of(state.opt_state))
 
     @functools.cache
     def collectives(phase: Phase) -> list[wire.Collective]:
         of_step = phase if phased else None
         # To be read, a program is compiled once more.
         log.compiling(of_step)
-        return wire.collectives(train_step.lower(*shapes, phase=of_step).compile(), mesh)
+        return wire.collectives(lower(phase=of_step).compile(), mesh)
 
     def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))
@@ -119,8 +122,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
     synced = jax.jit(lambda state, params: state.synced_parameters(params))
     with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
         optimizer = make_optimizer(name, config, task.mask)
-        restored = checkpoint.restore(checkpoints, params, opt_state, batches, optimizer)
-        progress, params, opt_state = restored
+        progress, state = checkpoint.restore(checkpoints, state, batches, optimizer)
         if progress.step > config.steps:
             raise ValueError(
                 f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
@@ -134,28 +136,32 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                 batch = to_mesh(next(batches), mesh)
                 phase = "sync" if saving and _takes_local_steps(name, config, step) else None
                 with _giving_up(name, first):
-                    params, opt_state, metrics = train_step(params, opt_state, batch, phase=phase)
+                    *changed, metrics = train_step(
+                        *state[:2], batch, phase=phase, model_state=state.model_state
+                    )
+                state = State(*changed)
                 log.dispatched(step, metrics)
-                profiler.dispatched(done, params)
+                profiler.dispatched(done, state.params)
                 stopping = stop.requested(step)
                 due = config.diagnose_every is not None and done % config.diagnose_every == 0
                 if stopping or saving or due:
                     progress = log.land()
-                    log.diagnosed(onebit_jax.diagnose(params, opt_state, mesh))
+                    found = onebit_jax.diagnose(*state[:2], mesh, model_state=state.model_state)
+                    log.diagnosed(found)
                     log.flush()
                 if stopping or saving:
                     if OPTIMIZERS[name].local_steps:
-                        params = synced(opt_state, params)
-                    checkpoint.save(checkpoints, progress, params, opt_state, batches)
+                        state = state._replace(params=synced(state.opt_state, state.params))
+                    checkpoint.save(checkpoints, progress, state, batches)
                 if stopping:
                     raise Stopped(name, done, stop.signal)
     with _giving_up(name, first):
-        train_step.skips.check(params, min(config.max_skipped, -(-config.steps // 2)))
+        train_step.skips.check(state.params, min(config.max_skipped, -(-config.steps // 2)))
 
     phases = _phases(name, config, progress)
     result = asked | {
-        **task.judge(params, _heldout_batches(task, mesh)),
-        "parameters": sum(x.size for x in jax.tree.leaves(params)),
+        **_judged(task, state, mesh),
+        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
         "frozen_at": progress.frozen_at,
         "seconds": progress.seconds,
         "bytes_sent": progress.bytes_sent,
@@ -181,14 +187,16 @@ def start(
     task: Task,
     mesh: Mesh,
     compiling: Callable[[Phase | None], None],
-) -> tuple[onebit_jax.TrainStep, Any, Any]:
-    """The training step, and parameters and optimizer state before the first one.
+) -> tuple[onebit_jax.TrainStep, State]:
+    """The training step, and the state before the first one.
 
     `compiling` is told for which phase the step is compiled, when it is.
     """
     optimizer = make_optimizer(name, config, task.mask)
-    params = jax.jit(task.init, out_shardings=NamedSharding(mesh, P()))()
-    opt_state = onebit_jax.init(optimizer, params, mesh)
+    replicated = NamedSharding(mesh, P())
+    params = jax.jit(task.init, out_shardings=replicated)()
+    model_state = jax.jit(task.init_model_state, out_shardings=replicated)()
+    state = State(params, onebit_jax.init(optimizer, params, mesh), model_state)
     loss_fn, optimizer = announced(task.loss_fn, optimizer, compiling)
     train_step = onebit_jax.train_step(
         loss_fn,
@@ -198,7 +206,7 @@ def start(
         max_grad_norm=config.max_grad_norm,
         max_skipped=config.max_skipped,
     )
-    return train_step, params, opt_state
+    return train_step, state
 
 
 @contextlib.contextmanager
@@ -234,6 +242,11 @@ def to_mesh(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]
         name: jax.make_array_from_process_local_data(sharding, array)
         for name, array in batch.items()
     }
+
+
+def _judged(task: Task, state: State, mesh: Mesh) -> dict[str, Any]:
+    own = {} if state.model_state is None else {"model_state": state.model_state}
+    return task.judge(state.params, _heldout_batches(task, mesh), **own)
 
 
 def _heldout_batches(task: Task, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:

@@ -228,7 +228,7 @@ def test_seeds_optimizers_and_going_on(tmp_path, capsys):
         (["--epochs", "0"], "--epochs 0.0: expected a finite number above 0"),
         (["--warmup-share", "0"], "--warmup-share 0.0: expected a number above 0, at most 1"),
         (["--sequence-length", "513"], "--sequence-length 513: expected 8 to 512"),
-        (["--batch-size", "32"], "training text: the corpus gives 16 sequences"),
+        (["--batch-size", "32"], "training data: there are 16 sequences of 16 tokens"),
         (["--tasks", "rte"], "train.tsv is not there: give the folder of RTE's official files"),
         (
             ["--weights", "NOWHERE"],

@@ -83,7 +83,7 @@ def test_evaluation_batches_are_one_epoch_at_most():
     ("options", "message"),
     [
         ({"sequence_length": 1}, "sequence_length is 1; it must be at least 2"),
-        ({"batch_size": 21}, "gives 20 sequences of 50 tokens, less than one batch: .* is 21"),
+        ({"batch_size": 21}, "there are 20 sequences of 50 tokens, less than one batch: .* is 21"),
         ({"seed": -1}, "seed is -1"),
     ],
 )

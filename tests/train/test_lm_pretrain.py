@@ -227,7 +227,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
         ("--tokenizer bpe --corpus SHORT --heldout SHORT", "gives no more than"),
         (
             "--tokenizer bpe --vocab-size 257 --corpus SHORT --heldout SHORT",
-            "training text: the corpus gives 1 sequences of 32 tokens, less than one batch",
+            "training data: there are 1 sequences of 32 tokens, less than one batch",
         ),
         ("--sequence-length 1", "--sequence-length 1: expected a whole number of at least 2"),
         ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
@@ -236,9 +236,9 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
         ("--corpus NOWHERE", "does not exist"),
         (
             "--corpus SHORT --heldout SHORT",
-            "training text: the corpus gives 1 sequences of 32 tokens, less than one batch",
+            "training data: there are 1 sequences of 32 tokens, less than one batch",
         ),
-        ("--heldout SHORT", "held-out text: the corpus gives 1 sequences of 32 tokens"),
+        ("--heldout SHORT", "held-out data: there are 1 sequences of 32 tokens"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):

@@ -56,8 +56,8 @@ def started():
         ("--vocab NOWHERE", "NOWHERE"),
         ("--vocab VOCABULARY", "[MASK]"),
         ("--corpus LATIN", "UTF-8"),
-        ("--corpus SHORT --heldout SHORT", "training text: the corpus gives"),
-        ("--heldout SHORT", "held-out text: the corpus gives"),
+        ("--corpus SHORT --heldout SHORT", "training data: there are"),
+        ("--heldout SHORT", "held-out data: there are"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):

@@ -214,7 +214,7 @@ def evaluation_batches(
 def _examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
     make = _ExampleMaker(corpus, sequence_length)
-    return Examples(make, len(make.chunks), sequence_length)
+    return Examples(make, len(make.chunks), f"sequences of {sequence_length} tokens")
 
 
 class _ExampleMaker:

@@ -13,12 +13,13 @@ import sys
 import tyro
 
 from train import report
-from train.report import Wording, beside_first
+from train.report import Wording, beside_first, corpus, sequences
 
 _WORDING = Wording(
     program="train.bert.pretrain",
     title=lambda config: f"BERT {config['size']}",
-    unit=lambda config: "tokens",
+    examples=lambda config: sequences(config, "tokens"),
+    corpus=corpus,
     heldout_loss="heldout_mlm_loss",
     held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
     rows={

@@ -87,7 +87,7 @@ def batches(
         seed = np.array(rng.integers(2**32), np.uint32)
         return encoded.example(index, sequence_length) | {"example_seed": seed}
 
-    examples = Examples(make, len(encoded), sequence_length)
+    examples = Examples(make, len(encoded), f"sequences of {sequence_length} tokens")
     return stream(examples, batch_size=batch_size, **options)
 
 

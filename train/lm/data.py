@@ -105,4 +105,6 @@ def _examples(text: np.ndarray, sequence_length: int) -> Examples:
         sequence = text[start : start + sequence_length + 1].astype(np.int32)
         return {"inputs": sequence[:-1], "targets": sequence[1:]}
 
-    return Examples(make, (len(text) - 1) // sequence_length, sequence_length)
+    return Examples(
+        make, (len(text) - 1) // sequence_length, f"sequences of {sequence_length} tokens"
+    )

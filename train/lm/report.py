@@ -3,12 +3,15 @@
 import pathlib
 
 from train import report
-from train.report import Wording, beside_first
+from train.report import Wording, beside_first, corpus, sequences
 
 _WORDING = Wording(
     program="train.lm.pretrain",
     title=lambda config: f"Language model {config['size']}",
-    unit=lambda config: "tokens" if config["tokenizer"] == "bpe" else "bytes",
+    examples=lambda config: sequences(
+        config, "tokens" if config["tokenizer"] == "bpe" else "bytes"
+    ),
+    corpus=corpus,
     heldout_loss="heldout_loss",
     held_out=lambda result: f"{result['heldout_bytes']:,} bytes",
     rows={

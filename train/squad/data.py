@@ -175,7 +175,11 @@ def batches(
         seed = np.array(rng.integers(2**32), np.uint32)
         return _example(found[index], tokenizer, sequence_length) | {"example_seed": seed}
 
-    return stream(Examples(make, len(found), sequence_length), batch_size=batch_size, **options)
+    return stream(
+        Examples(make, len(found), f"sequences of {sequence_length} tokens"),
+        batch_size=batch_size,
+        **options,
+    )
 
 
 def evaluation_batches(
