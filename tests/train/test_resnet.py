@@ -1,0 +1,401 @@
+"""Residual networks: files, augmentation, batch-norm statistics, a whole small run, bad input."""
+
+import io
+import itertools
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import PIL.Image
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import onebit_jax
+from train.resnet import data, model
+from train.resnet.__main__ import main
+from train.resnet.evaluation import Judge
+from train.resnet.model import (
+    ResNetConfig,
+    apply,
+    classification_loss,
+    decay_mask,
+    init_params,
+    init_statistics,
+)
+from train.stop import StopRequest
+
+pytestmark = pytest.mark.usefixtures("compilation_cache")
+
+# An identity with zeros for channels, and no block more than is needed for that.
+SMALL = ((1, 1), (4, 8), False, False)
+CONFIG = ResNetConfig(*SMALL)
+PIXELS = np.random.default_rng(0).integers(256, size=(16, 32, 32, 3), dtype=np.uint8)
+LABELS = np.arange(16, dtype=np.int32) % 10
+IMAGES = data.Images(PIXELS, LABELS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the default."""
+    assert jax.device_count() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "20", SMALL)
+        yield
+
+
+def encoded(pixels):
+    file = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def of_bytes(*images):
+    return [{"bytes": image} for image in images]
+
+
+def write(path, pixels=PIXELS, labels=LABELS):
+    images = of_bytes(*map(encoded, pixels))
+    parquet.write_table(pyarrow.table({"img": images, "label": labels}), path)
+    return path
+
+
+# Files.
+
+
+def test_a_file_is_read_in_its_order(tmp_path):
+    pixels, labels = data.read_images(write(tmp_path / "a.parquet"))
+    np.testing.assert_array_equal(pixels, PIXELS)
+    np.testing.assert_array_equal(labels, LABELS)
+    assert (pixels.dtype, labels.dtype) == (np.uint8, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"label": [0, 10]}, r"row 1 \(from 0\): label 10 is none of 0 to 9"),
+        ({"label": [-1, 0]}, r"row 0 \(from 0\): label -1 is none of 0 to 9"),
+        ({"label": [0, None]}, r"row 1 \(from 0\): label nan is none of 0 to 9"),
+        ({"label": ["a", "b"]}, r"label \(string\); expected img, a struct with bytes, and label,"),
+        ({"img": ["a", "b"]}, r"the columns img \(string\), label \(int64\); expected img,"),
+        (
+            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0, :28]))},
+            r"row 1 \(from 0\): 32 x 28 pixels, expected 32 x 32",
+        ),
+        (
+            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0])[:100])},
+            r"row 1 \(from 0\): no image that can be read",
+        ),
+        ({"img": of_bytes(encoded(PIXELS[0]), None)}, r"row 1 \(from 0\): no image that can"),
+    ],
+)
+def test_unfit_files_are_refused_with_their_row(columns, complaint, tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {"img": of_bytes(*map(encoded, PIXELS[:2])), "label": [0, 1]} | columns
+    parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(ValueError, match=complaint) as error:
+        data.read_images(path)
+    assert str(path) in str(error.value)
+
+
+def test_what_is_no_parquet_or_empty_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_text("img,label\n")
+    with pytest.raises(ValueError, match="is no Parquet file that can be read"):
+        data.read_images(path)
+    table = pyarrow.table({"img": of_bytes(encoded(PIXELS[0])), "label": [0]})
+    parquet.write_table(table.slice(0, 0), path)
+    with pytest.raises(ValueError, match="has no rows"):
+        data.read_images(path)
+
+
+def test_the_real_files(shared_dir):
+    pixels, labels = data.read_images(shared_dir / "data/cifar10" / data.TEST)
+    assert pixels.shape == (10_000, 32, 32, 3)
+    np.testing.assert_array_equal(np.bincount(labels), np.full(10, 1000))
+    # Of the training images, but those are no others.
+    np.testing.assert_allclose((pixels / 255).mean((0, 1, 2)), model.MEAN, atol=0.01)
+    np.testing.assert_allclose((pixels / 255).std((0, 1, 2)), model.STDDEV, atol=0.01)
+
+
+# Batches.
+
+
+def cropped_pixel_by_pixel(image, top, left, mirrored):
+    made = np.zeros_like(image)
+    for y, x in itertools.product(range(32), repeat=2):
+        row, column = y + top - 4, (31 - x if mirrored else x) + left - 4
+        if 0 <= row < 32 and 0 <= column < 32:
+            made[y, x] = image[row, column]
+    return made
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize(("top", "left"), [(0, 0), (4, 4), (8, 3), (2, 8)])
+def test_a_crop_is_the_reference(top, left, mirrored):
+    expected = cropped_pixel_by_pixel(PIXELS[0], top, left, mirrored)
+    np.testing.assert_array_equal(data.cropped(PIXELS[0], top, left, mirrored), expected)
+
+
+def test_batches_have_every_image_once_an_epoch_in_all_crops():
+    # An image says by its pixels which it is and where they come from; none of them is black.
+    places = np.stack(np.meshgrid(range(1, 33), range(1, 33), indexing="ij"), -1)
+    pixels = np.stack([np.dstack([places, np.full((32, 32), 1 + i)]) for i in range(16)])
+    images = data.Images(pixels.astype(np.uint8), LABELS)
+    seen, drawn = [], []
+    for batch in itertools.islice(data.batches(images, batch_size=4), 16):
+        assert batch["image"].shape == (4, 32, 32, 3)
+        for image, label in zip(batch["image"], batch["label"], strict=True):
+            row, column, number = image[16, 16].astype(int)
+            assert LABELS[number - 1] == label
+            mirrored = image[16, 17, 1] < column
+            drawn.append((row - 17 + 4, column - (16 if mirrored else 17) + 4, mirrored))
+            expected = cropped_pixel_by_pixel(images.pixels[number - 1], *drawn[-1])
+            np.testing.assert_array_equal(image, expected)
+            seen.append(number - 1)
+    epochs = np.array(seen).reshape(-1, 16)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(16), (4, 1)))
+    assert (epochs[0] != epochs[1]).any()
+    assert len(set(drawn)) > 40
+
+
+def test_every_crop_is_drawn():
+    pixel = np.zeros((2, 32, 32, 3), np.uint8)
+    pixel[:, 10, 12] = 255
+    images = data.Images(pixel, LABELS[:2])
+    found = {
+        tuple(np.argwhere(image[..., 0])[0])
+        for batch in itertools.islice(data.batches(images, batch_size=2), 750)
+        for image in batch["image"]
+    }
+    rows = set(range(10 - 4, 10 + 5))
+    columns = {*range(12 - 4, 12 + 5), *range(19 - 4, 19 + 5)}
+    assert found == set(itertools.product(rows, columns))
+
+
+def test_every_test_image_is_judged_once():
+    batches = list(data.evaluation_batches(IMAGES, batch_size=6))
+    assert {batch["image"].shape for batch in batches} == {(6, 32, 32, 3)}
+    counts = np.concatenate([batch["counts"] for batch in batches])
+    assert counts.tolist() == [True] * 16 + [False] * 2
+    pixels = np.concatenate([batch["image"] for batch in batches])[counts]
+    np.testing.assert_array_equal(pixels, PIXELS)
+    halves = [
+        list(data.evaluation_batches(IMAGES, batch_size=6, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    for batch, *shares in zip(batches, *halves, strict=True):
+        for key, whole in batch.items():
+            np.testing.assert_array_equal(whole, np.concatenate([half[key] for half in shares]))
+
+
+# The model.
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters", "statistics"),
+    # ResNet-20's shape by hand, as its name here stands for the small one; and as published.
+    [
+        (((3, 3, 3), (16, 32, 64), False, False), 269_722, 2 * 688),
+        ("18", 11_173_962, 2 * 4_800),
+        ("50", 23_520_842, 2 * 26_560),
+    ],
+)
+def test_sizes(size, parameters, statistics):
+    config = ResNetConfig.of_size(size) if isinstance(size, str) else ResNetConfig(*size)
+    made = jax.eval_shape(lambda: (init_params(config, 0), init_statistics(config)))
+    assert {x.dtype for x in jax.tree.leaves(made)} == {jnp.dtype("float32")}
+    sums = [sum(x.size for x in jax.tree.leaves(tree)) for tree in made]
+    assert sums == [parameters, statistics]
+    image = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.uint8)
+    logits, _ = jax.eval_shape(lambda p, s, x: apply(config, p, s, x, train=True), *made, image)
+    assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
+
+
+def test_unknown_size():
+    with pytest.raises(ValueError, match="size = '34': expected one of 20, 18, 50"):
+        ResNetConfig.of_size("34")
+
+
+def test_kernels_alone_are_decayed():
+    params = init_params(CONFIG, 0)
+    decayed = jax.tree.map(
+        lambda x, own: x.ndim > 1 if own else x.ndim == 1, params, decay_mask(params)
+    )
+    assert all(jax.tree.leaves(decayed))
+
+
+def convolved(images, kernel):
+    """The stem's convolution, sum by sum."""
+    x = np.zeros((len(images), 34, 34, 3))
+    x[:, 1:-1, 1:-1] = (images / 255.0 - np.array(model.MEAN)) / np.array(model.STDDEV)
+    return sum(
+        x[:, i : i + 32, j : j + 32] @ kernel[i, j]
+        for i, j in itertools.product(range(3), repeat=2)
+    )
+
+
+def test_statistics_are_averages_of_what_each_worker_had():
+    """Two workers, two microbatches each; two steps with a learning rate of 0."""
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    kernel = np.asarray(params["stem"]["conv"]["kernel"], np.float64)
+    tx = onebit_jax.onebit_adam(0.0, warmup=1, axis_name="data")
+    opt_state = onebit_jax.init(tx, params, mesh)
+    step = onebit_jax.train_step(classification_loss(CONFIG), tx, mesh, accumulation=2)
+    mean, variance = np.zeros((2, 4)), np.ones((2, 4))
+    for rows in (slice(0, 8), slice(8, 16)):
+        batch = {"image": PIXELS[rows], "label": LABELS[rows]}
+        params, opt_state, state, _ = step(params, opt_state, batch, model_state=state)
+        of_worker = convolved(PIXELS[rows], kernel).reshape(2, 2, -1, 4)
+        for worker, microbatch in itertools.product(range(2), repeat=2):
+            own = of_worker[worker, microbatch]
+            mean[worker] = 0.9 * mean[worker] + 0.1 * own.mean(0)
+            variance[worker] = 0.9 * variance[worker] + 0.1 * own.var(0)
+        mean[:], variance[:] = mean.mean(0), variance.mean(0)
+    norm = state["stem"]["norm"]
+    np.testing.assert_allclose(norm["mean"], mean[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(norm["var"], variance[0], rtol=1e-4)
+
+
+def test_statistics_are_used_where_nothing_is_trained():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    kernel = np.asarray(params["stem"]["conv"]["kernel"])
+    made = convolved(PIXELS, kernel)
+    norm = {"mean": jnp.array(made.mean((0, 1, 2))), "var": jnp.array(made.var((0, 1, 2)))}
+    trained, changed = apply(CONFIG, params, state, PIXELS, train=True)
+    judged, same = apply(CONFIG, params, state, PIXELS, train=False)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    assert np.abs(trained - judged).max() > 0.1
+    # With the batch's own statistics in all norms, it is what training computes.
+    full = jax.tree.map(lambda new, old: (new - 0.9 * old) / 0.1, changed, state)
+    np.testing.assert_allclose(full["stem"]["norm"]["mean"], norm["mean"], rtol=1e-3, atol=1e-4)
+    again, _ = apply(CONFIG, params, full, PIXELS, train=False)
+    np.testing.assert_allclose(again, trained, rtol=1e-3, atol=1e-3)
+
+
+def test_bfloat16_changes_the_loss_little():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    batch = {"image": PIXELS, "label": LABELS}
+    rounded = ResNetConfig(*SMALL, bfloat16=True)
+    losses = []
+    for config in (CONFIG, rounded):
+        loss, _, changed = jax.jit(classification_loss(config))(params, batch, state)
+        assert {x.dtype for x in jax.tree.leaves(changed)} == {jnp.dtype("float32")}
+        losses.append(float(loss))
+    assert 0 < abs(losses[1] - losses[0]) < 0.02 * losses[0]
+
+
+def test_judged_by_hand():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    found = Judge(CONFIG)(params, data.evaluation_batches(IMAGES, batch_size=6), model_state=state)
+    logits = np.asarray(apply(CONFIG, params, state, PIXELS, train=False)[0], np.float64)
+    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
+    assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)
+    assert found["heldout_accuracy"] == np.mean(logits.argmax(-1) == LABELS)
+    assert found["heldout_images"] == 16
+
+
+# A whole run.
+
+STEPS = 8
+RUN = (
+    f"--workers 2 --batch-size 8 --learning-rate 1e-2 --steps {STEPS} --warmup 4 "
+    "--schedule-warmup 1 --checkpoint-every 3"
+).split()
+NAMES = ("onebit_adam", "local_steps")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cifar10")
+    write(path / data.TRAIN)
+    write(path / data.TEST, PIXELS[:10], LABELS[:10])
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(folder, tmp_path_factory, compilation_cache):
+    """A run that nothing interrupted: its folder."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    command = [*RUN, "--data", str(folder), "--optimizers", *NAMES, "--out", str(out)]
+    assert main(command) == 0
+    return out
+
+
+def metrics(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
+def test_report(finished):
+    report = (finished / "report.md").read_text()
+    assert report.startswith("# ResNet-20, 2 workers, ")
+    assert "8 images a step, seed 0" in report
+    assert "CIFAR-10. Held out: 10 images." in report
+    results = [json.loads((finished / name / "result.json").read_text()) for name in NAMES]
+    for result in results:
+        assert 0 <= result["heldout_accuracy"] <= 1
+        assert f"{100 * result['heldout_accuracy']:.2f} %" in report
+        assert f"{result['heldout_loss']:.4f}" in report
+    rows = metrics(finished / "onebit_adam")
+    assert [row["phase"] for row in rows] == ["warmup"] * 4 + ["compression"] * 4
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert 0 <= rows[-1]["accuracy"] <= 1
+
+
+def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path, monkeypatch):
+    """Without the batch norms' statistics in the checkpoint, the held-out loss would differ."""
+    requested = StopRequest.requested
+
+    def sigterm(self, step):
+        if step + 1 == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return requested(self, step)
+
+    out = tmp_path / "run"
+    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    monkeypatch.setattr(StopRequest, "requested", sigterm)
+    assert main(command) == 128 + signal.SIGTERM
+    assert len(metrics(out / "onebit_adam")) == 5
+    monkeypatch.setattr(StopRequest, "requested", requested)
+    assert main(command) == 0
+    assert metrics(out / "onebit_adam") == metrics(finished / "onebit_adam")
+    ours, theirs = (
+        json.loads((x / "onebit_adam" / "result.json").read_text()) for x in (out, finished)
+    )
+    assert ours["heldout_loss"] == theirs["heldout_loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("", "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"),
+        ("--data NOWHERE", "train.parquet is not there: --data must have CIFAR-10's train.parquet"),
+        (
+            "--data FOLDER --batch-size 32",
+            "training data: there are 16 images, less than one batch",
+        ),
+        ("--data FOLDER --batch-size 7", "--batch-size 7: not divisible by workers"),
+        ("--data FOLDER --warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
+        ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
+    (tmp_path / "unfit").mkdir()
+    write(tmp_path / "unfit" / data.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
+    for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", folder)):
+        options = options.replace(name, str(path))
+    out = tmp_path / "out"
+    assert main([*RUN, *options.split(), "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()

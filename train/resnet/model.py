@@ -1,0 +1,227 @@
+"""Residual networks for images of 32 x 32 in Flax NNX, and their loss.
+
+ResNet-20 is the CIFAR form of He et al. (arXiv 1512.03385, section 4.2): three stages of 16, 32 and
+64 channels, and shortcuts without parameters. ResNet-18 and ResNet-50 are those for ImageNet but
+for the stem: one 3 x 3 convolution that keeps the size, in place of a 7 x 7 one and a pooling that
+would leave 8 x 8. Parameters and batch-norm statistics are float32, and travel as plain nested
+dicts of arrays, as Optax and onebit_jax expect them:
+
+    config = ResNetConfig.of_size("20")
+    params, statistics = init_params(config, seed=0), init_statistics(config)
+    loss, metrics, statistics = classification_loss(config)(params, batch, statistics)
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+Params = dict[str, Any]
+Statistics = dict[str, Any]
+Batch = Mapping[str, jax.Array]
+
+CLASSES = 10
+# Of CIFAR-10's training images: red, green, blue, from 0 to 1.
+MEAN = (0.4914, 0.4822, 0.4465)
+STDDEV = (0.2470, 0.2435, 0.2616)
+MOMENTUM = 0.9
+EPSILON = 1e-5
+_EXPANSION = 4
+
+# blocks and channels of the stages, whether blocks have a bottleneck, whether shortcuts project
+SIZES = {
+    "20": ((3, 3, 3), (16, 32, 64), False, False),  # 0.27 M parameters
+    "18": ((2, 2, 2, 2), (64, 128, 256, 512), False, True),  # 11 M
+    "50": ((3, 4, 6, 3), (64, 128, 256, 512), True, True),  # 24 M
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNetConfig:
+    """The shape of a residual network, and how it is computed.
+
+    Attributes:
+        blocks: blocks of each stage; all stages but the first begin by halving height and width.
+        channels: channels of each stage's 3 x 3 convolutions.
+        bottleneck: whether blocks narrow to these by 1 x 1 convolutions, and widen to 4 times them;
+            else they are two 3 x 3 convolutions.
+        projection: whether shortcuts into more channels, or to fewer pixels, are convolutions; else
+            the pixels between are left out, and zeros are added as channels.
+        bfloat16: whether to compute in bfloat16, but for statistics, the mean over pixels, and what
+            follows it.
+    """
+
+    blocks: tuple[int, ...]
+    channels: tuple[int, ...]
+    bottleneck: bool
+    projection: bool
+    bfloat16: bool = False
+
+    @classmethod
+    def of_size(cls, size: str, **options: bool) -> "ResNetConfig":
+        """One of the sizes 20, 18 and 50; else a `ValueError`."""
+        if size not in SIZES:
+            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
+        return cls(*SIZES[size], **options)
+
+    @property
+    def dtype(self) -> Any:
+        """What images are convolved in."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
+
+
+class ConvNorm(nnx.Module):
+    """A convolution without biases, and a batch norm."""
+
+    def __init__(
+        self,
+        config: ResNetConfig,
+        inputs: int,
+        outputs: int,
+        rngs: nnx.Rngs,
+        *,
+        width: int = 3,
+        stride: int = 1,
+    ):
+        self.conv = nnx.Conv(
+            inputs,
+            outputs,
+            (width, width),
+            stride,
+            padding=width // 2,
+            use_bias=False,
+            dtype=config.dtype,
+            kernel_init=jax.nn.initializers.he_normal(),
+            rngs=rngs,
+        )
+        self.norm = nnx.BatchNorm(
+            outputs, momentum=MOMENTUM, epsilon=EPSILON, dtype=config.dtype, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
+        return self.norm(self.conv(x), use_running_average=not train)
+
+
+class Block(nnx.Module):
+    """Convolutions, added to what comes in."""
+
+    def __init__(
+        self, config: ResNetConfig, inputs: int, channels: int, stride: int, rngs: nnx.Rngs
+    ):
+        outputs = channels * (_EXPANSION if config.bottleneck else 1)
+        self.outputs, self.stride = outputs, stride
+        if config.bottleneck:
+            shapes = [(inputs, channels, 1, 1), (channels, channels, 3, stride)]
+            shapes.append((channels, outputs, 1, 1))
+        else:
+            shapes = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
+        self.convs = nnx.List(
+            ConvNorm(config, i, o, rngs, width=width, stride=step) for i, o, width, step in shapes
+        )
+        if config.projection and (stride > 1 or inputs != outputs):
+            self.projection = ConvNorm(config, inputs, outputs, rngs, width=1, stride=stride)
+        else:
+            self.projection = None
+
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
+        shortcut = self._shortcut(x, train)
+        for conv in self.convs[:-1]:
+            x = jax.nn.relu(conv(x, train))
+        return jax.nn.relu(shortcut + self.convs[-1](x, train))
+
+    def _shortcut(self, x: jax.Array, train: bool) -> jax.Array:
+        if self.projection is not None:
+            return self.projection(x, train)
+        added = self.outputs - x.shape[-1]
+        return jnp.pad(x[:, :: self.stride, :: self.stride], ((0, 0),) * 3 + ((0, added),))
+
+
+class ResNet(nnx.Module):
+    """The whole network."""
+
+    def __init__(self, config: ResNetConfig, rngs: nnx.Rngs):
+        self.config = config
+        features = config.channels[0]
+        self.stem = ConvNorm(config, 3, features, rngs)
+        blocks = []
+        for stage, (count, channels) in enumerate(zip(config.blocks, config.channels, strict=True)):
+            for place in range(count):
+                stride = 2 if stage and not place else 1
+                blocks.append(Block(config, features, channels, stride, rngs))
+                features = blocks[-1].outputs
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(features, CLASSES, rngs=rngs)
+
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        """uint8 `[B, 32, 32, 3]` to float32 logits `[B, 10]`.
+
+        With `train`, batch norms normalise by the batch's own statistics, and take them into their
+        running averages; else they normalise by those.
+        """
+        x = jax.nn.relu(self.stem(normalised(images).astype(self.config.dtype), train))
+        for block in self.blocks:
+            x = block(x, train)
+        return self.head(x.astype(jnp.float32).mean((1, 2)))
+
+
+def normalised(images: jax.Array) -> jax.Array:
+    """Pixels 0 to 255 `[..., 3]` to float32 of mean 0 and variance 1 over the training images."""
+    return (images / 255 - jnp.array(MEAN)) / jnp.array(STDDEV)
+
+
+def _parts(model: ResNet) -> tuple[Params, Statistics]:
+    return (
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
+    )
+
+
+def init_params(config: ResNetConfig, seed: int) -> Params:
+    """Parameters drawn from `seed`, a nested dict of float32 arrays."""
+    return _parts(ResNet(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+
+
+def init_statistics(config: ResNetConfig) -> Statistics:
+    """The batch norms' running means, 0, and variances, 1: a nested dict of float32 arrays."""
+    return _parts(ResNet(config, nnx.Rngs(0)))[1]
+
+
+def decay_mask(params: Params) -> Params:
+    """Which parameters weight decay acts on: the kernels, not biases and batch norms' scales."""
+    return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+
+def apply(
+    config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array, *, train: bool
+) -> tuple[jax.Array, Statistics]:
+    """The logits of a model with given parameters, see `ResNet`, and its statistics after it."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ResNet(config, nnx.Rngs(0))))
+    model = nnx.merge(graphdef, params, statistics)
+    logits = model(images, train)
+    return logits, _parts(model)[1]
+
+
+def classification_loss(
+    config: ResNetConfig,
+) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, dict[str, jax.Array], Statistics]]:
+    """The function `(params, batch, model_state) -> (loss, {"accuracy"}, model_state)` for a shape.
+
+    The loss is the mean cross entropy in nats. `batch` is a dict of `image`, uint8
+    `[B, 32, 32, 3]`, and `label`, int32 `[B]`; `model_state` are the batch norms' statistics.
+    """
+
+    def loss_fn(
+        params: Params, batch: Batch, model_state: Statistics
+    ) -> tuple[jax.Array, dict[str, jax.Array], Statistics]:
+        logits, model_state = apply(config, params, model_state, batch["image"], train=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        right = logits.argmax(-1) == batch["label"]
+        return losses.mean(), {"accuracy": right.mean()}, model_state
+
+    return loss_fn
