@@ -10,6 +10,7 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import PIL.Image
 import pyarrow
 import pytest
@@ -168,12 +169,12 @@ def test_batches_have_every_image_once_an_epoch_in_all_crops():
 
 
 def test_every_crop_is_drawn():
-    pixel = np.zeros((2, 32, 32, 3), np.uint8)
+    pixel = np.zeros((3000, 32, 32, 3), np.uint8)
     pixel[:, 10, 12] = 255
-    images = data.Images(pixel, LABELS[:2])
+    images = data.Images(pixel, np.zeros(3000, np.int32))
     found = {
         tuple(np.argwhere(image[..., 0])[0])
-        for batch in itertools.islice(data.batches(images, batch_size=2), 1500)
+        for batch in itertools.islice(data.batches(images, batch_size=100), 30)
         for image in batch["image"]
     }
     rows = set(range(10 - 4, 10 + 5))
@@ -226,7 +227,7 @@ def test_unknown_size():
 
 
 def test_kernels_alone_are_decayed():
-    params = init_params(CONFIG, 0)
+    params = jax.eval_shape(lambda: init_params(CONFIG, 0))
     decayed = jax.tree.map(
         lambda x, own: x.ndim > 1 if own else x.ndim == 1, params, decay_mask(params)
     )
@@ -237,10 +238,10 @@ def convolved(images, kernel):
     """The stem's convolution, sum by sum."""
     x = np.zeros((len(images), 34, 34, 3))
     x[:, 1:-1, 1:-1] = (images / 255.0 - np.array(model.MEAN)) / np.array(model.STDDEV)
-    return sum(
-        x[:, i : i + 32, j : j + 32] @ kernel[i, j]
-        for i, j in itertools.product(range(3), repeat=2)
-    )
+    made = np.zeros((len(images), 32, 32, kernel.shape[-1]))
+    for i, j in itertools.product(range(3), repeat=2):
+        made += x[:, i : i + 32, j : j + 32] @ kernel[i, j]
+    return made
 
 
 def test_statistics_are_averages_of_what_each_worker_had():
@@ -250,7 +251,7 @@ def test_statistics_are_averages_of_what_each_worker_had():
     )
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
     kernel = np.asarray(params["stem"]["conv"]["kernel"], np.float64)
-    tx = onebit_jax.onebit_adam(0.0, warmup=1, axis_name="data")
+    tx = optax.chain(onebit_jax.mean_gradients("data"), optax.sgd(0.0))
     opt_state = onebit_jax.init(tx, params, mesh)
     step = onebit_jax.train_step(classification_loss(CONFIG), tx, mesh, accumulation=2)
     mean, variance = np.zeros((2, 4)), np.ones((2, 4))
@@ -314,7 +315,6 @@ RUN = (
     f"--workers 2 --batch-size 8 --learning-rate 1e-2 --steps {STEPS} --warmup 4 "
     "--schedule-warmup 1 --checkpoint-every 3"
 ).split()
-NAMES = ("sgd", "onebit_adam")
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +329,7 @@ def folder(tmp_path_factory):
 def finished(folder, tmp_path_factory, compilation_cache):
     """A run that nothing interrupted: its folder."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", *NAMES, "--out", str(out)]
+    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
     assert main(command) == 0
     return out
 
@@ -344,11 +344,10 @@ def test_report(finished):
     assert report.startswith("# ResNet-20, 2 workers, ")
     assert "8 images a step, seed 0" in report
     assert "CIFAR-10. Held out: 10 images." in report
-    results = [json.loads((finished / name / "result.json").read_text()) for name in NAMES]
-    for result in results:
-        assert 0 <= result["heldout_accuracy"] <= 1
-        assert f"{100 * result['heldout_accuracy']:.2f} %" in report
-        assert f"{result['heldout_loss']:.4f}" in report
+    result = json.loads((finished / "onebit_adam" / "result.json").read_text())
+    assert 0 <= result["heldout_accuracy"] <= 1
+    assert f"{100 * result['heldout_accuracy']:.2f} %" in report
+    assert f"{result['heldout_loss']:.4f}" in report
     rows = metrics(finished / "onebit_adam")
     assert [row["phase"] for row in rows] == ["warmup"] * 4 + ["compression"] * 4
     assert min(row["loss"] for row in rows[-3:]) < rows[0]["loss"]
