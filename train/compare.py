@@ -27,7 +27,7 @@ from train.comparison import Curve, draw, table
 from train.optimizers import OPTIMIZERS
 from train.sweep import Folder, or_infinite, or_none, sweep
 from train.trainer import Task, Trainer, make_task
-from train.workers import AXIS, OnDevices, Simulated
+from train.workers import AXIS, OnDevices, Simulated, compile_anew_on_cpus
 
 
 def _first_rates(name: str, options: Options) -> list[float]:
@@ -116,12 +116,14 @@ def _make_mesh(options: Options) -> Mesh:
             f"({devices[0].platform}); take at most that many, or set JAX_PLATFORMS=cpu to "
             "simulate them"
         )
-    return jax.make_mesh(
+    mesh = jax.make_mesh(
         (options.workers,),
         (AXIS,),
         axis_types=(jax.sharding.AxisType.Auto,),
         devices=devices[: options.workers],
     )
+    compile_anew_on_cpus(mesh)
+    return mesh
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

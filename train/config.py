@@ -220,7 +220,6 @@ class RunConfig:
         return [
             ("optimizer", names is None, str(names)),
             *((option, is_count(getattr(self, option)), at_least_one) for option in _COUNTS),
-            ("sequence_length", is_count(self.sequence_length), at_least_one),
             ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
             (
                 "schedule_warmup",
@@ -275,6 +274,14 @@ class SequenceConfig(RunConfig):
 
     sequence_length: int = 64
     """Tokens in a sequence."""
+
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """As for every run, and the sequences'."""
+        at_least_one = "a whole number of at least 1, below 2**31"
+        return [
+            *super().requirements(),
+            ("sequence_length", is_count(self.sequence_length), at_least_one),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

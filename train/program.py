@@ -17,6 +17,7 @@ from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.stop import GaveUp, Stopped, StopRequest
 from train.training import AXIS, Task, make_optimizer, train
+from train.workers import compile_anew_on_cpus
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -161,9 +162,11 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh:
             f"({devices[0].platform}); take at most that many, or set JAX_PLATFORMS=cpu to "
             "simulate them"
         )
-    return jax.make_mesh(
+    mesh = jax.make_mesh(
         (config.workers,),
         (AXIS,),
         axis_types=(jax.sharding.AxisType.Auto,),
         devices=devices[: config.workers],
     )
+    compile_anew_on_cpus(mesh)
+    return mesh

@@ -91,6 +91,17 @@ class Simulated(NamedTuple):
 Workers = OnDevices | Simulated
 
 
+def compile_anew_on_cpus(mesh: Mesh) -> None:
+    """Turns off JAX's persistent compilation cache for programs of several workers on CPUs.
+
+    All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
+    loses it for those in loops where it reads a program from the cache: a worker's sum then meets
+    another worker's other sum, which gives wrong numbers or a crash.
+    """
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
 def _map_nodes(f: Callable[[bool, Any], Any], tree: Any) -> Any:
     """Maps `f` over all leaves, telling it which are a worker's own."""
 

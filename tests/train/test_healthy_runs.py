@@ -71,7 +71,7 @@ def test_a_run_that_learns_has_no_warnings(task_name, name):
     config, task = task_of(task_name)
     config = dataclasses.replace(config, learning_rate=OPTIMIZERS[name].learning_rate)
     mesh = jax.make_mesh((4,), (AXIS,), devices=jax.devices()[:4])
-    step, params, opt_state = start(name, config, task, mesh, lambda phase: None)
+    step, (params, opt_state, _) = start(name, config, task, mesh, lambda phase: None)
     batches, losses = task.batches(), []
     for done in range(1, STEPS + 1):
         params, opt_state, metrics = step(params, opt_state, to_mesh(next(batches), mesh))

@@ -17,7 +17,7 @@ from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache", "small_language_model")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
 
 STEPS = 12
 RUN = (
@@ -34,7 +34,7 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compilation_cache, small_language_model):
+def finished(tmp_path_factory, quick_compilation, small_language_model):
     """A run that nothing interrupted: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -165,7 +165,7 @@ BPE = (*RUN, "--tokenizer", "bpe", "--vocab-size", "300", "--optimizers", "adam"
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory, compilation_cache):
+def pairs(tmp_path_factory, quick_compilation):
     """A run with a tokenizer of its own, seen by the profiler: its folder."""
     out = tmp_path_factory.mktemp("pairs") / "run"
     assert pretrain.main([*BPE, "--profile", "--out", str(out)]) == 0

@@ -23,7 +23,7 @@ from train.bert.model import SIZES
 from train.optimizers import OPTIMIZERS
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -49,7 +49,7 @@ def small_model():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compilation_cache):
+def finished(tmp_path_factory, quick_compilation):
     """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
     bars = io.StringIO()

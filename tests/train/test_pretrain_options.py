@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from train import schedules
 from train.bert import pretrain
@@ -122,3 +123,32 @@ def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
     check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizer=("adam",)))
     with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
         check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))
+
+
+def test_several_workers_on_cpus_take_no_program_from_a_cache(tmp_path, capsys):
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_enable_compilation_cache": True,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    compiled = []
+
+    def compile_one(number):
+        jax.jit(lambda x: x + number)(1.0)
+        compiled.append(len(list(tmp_path.iterdir())))
+
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        compile_one(1.0)
+        compilation_cache.reset_cache()
+        assert pretrain.main([*RUN, "--corpus", str(tmp_path / "nowhere")]) == 2
+        compile_one(2.0)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert "nowhere" in capsys.readouterr().err
+    assert compiled[0] == compiled[1] > 0

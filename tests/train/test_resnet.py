@@ -30,7 +30,7 @@ from train.resnet.model import (
 )
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 # An identity with zeros for channels, and no block more than is needed for that.
 SMALL = ((1, 1), (4, 8), False, False)
@@ -326,7 +326,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory, compilation_cache):
+def finished(folder, tmp_path_factory, quick_compilation):
     """A run that nothing interrupted: its folder."""
     out = tmp_path_factory.mktemp("finished") / "run"
     command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
@@ -339,6 +339,7 @@ def metrics(folder):
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
+@pytest.mark.slow
 def test_report(finished):
     report = (finished / "report.md").read_text()
     assert report.startswith("# ResNet-20, 2 workers, ")
@@ -354,6 +355,7 @@ def test_report(finished):
     assert 0 <= rows[-1]["accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path, monkeypatch):
     """Without the batch norms' statistics in the checkpoint, the held-out loss would differ."""
     requested = StopRequest.requested

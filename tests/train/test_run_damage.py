@@ -14,7 +14,7 @@ from train.lm import pretrain
 from train.lm.config import Config
 from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("compilation_cache", "small_language_model")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
 
 NAME, STEPS = "onebit_adam", 4
 RUN = (
@@ -24,7 +24,7 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compilation_cache, small_language_model):
+def finished(tmp_path_factory, quick_compilation, small_language_model):
     out = tmp_path_factory.mktemp("finished") / "run"
     assert pretrain.main([*RUN, "--out", str(out)]) == 0
     return out

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from train import program
+from train import digest, program
 from train.resnet import data
 from train.resnet.config import Config
 from train.resnet.evaluation import Judge
@@ -58,6 +58,7 @@ def make_task(config: Config) -> Task:
         batches=functools.partial(data.batches, train, **share, seed=config.seed),
         heldout_batches=functools.partial(data.evaluation_batches, test, **share),
         judge=Judge(model),
+        identity={"data_digest": digest.of_arrays(*train, *test)},
         init_model_state=functools.partial(init_statistics, model),
     )
 
