@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
+MINUTES ?= 30
 ONEBIT_SHARED ?= ../shared
 GLUE ?= $(ONEBIT_SHARED)/data/glue
 
-.PHONY: pretrain lm compare cluster finetune test test-slow test-all lint docs
+.PHONY: pretrain lm compare cluster soak finetune test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -45,6 +46,10 @@ finetune: $(VENV)/installed-finetune
 # Two processes, as on two hosts.
 cluster: $(VENV)/installed
 	$(BIN)/python -m benchmarks.cluster --steps 100 --schedule-warmup 10 --warmup 25 --out runs/cluster
+
+# Two processes, broken in every way for so many minutes; the folder must not be there yet.
+soak: $(VENV)/installed
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out runs/soak
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)

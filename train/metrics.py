@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-import tensorboardX
 
 import onebit_jax
 from onebit_jax.transforms.phases import PHASES, Phase
 from train.checkpoint import Progress
 from train.config import RunConfig
+from train.events import Events
 from train.optimizers import OPTIMIZERS
 from train.progress import StepBar
 
@@ -47,7 +47,7 @@ class MetricsLog:
             folder = config.folder / name
             self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
             self._diagnoses = _open_truncated(folder / "diagnosis.jsonl", progress.step)
-            self._events = tensorboardX.SummaryWriter(str(folder), purge_step=progress.step + 1)
+            self._events = Events(folder, progress.step + 1)
         self._bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
     def __enter__(self) -> "MetricsLog":

@@ -106,6 +106,18 @@ class Network:
                 _call(*qdisc, "replace", "dev", device, "root", "tbf", *limits)
         self._bandwidth = bandwidth
 
+    def shaped(self) -> bool:
+        """Whether the kernel limits what the hosts send."""
+        return all(
+            "tbf" in _call("tc", "-n", host.namespace, "qdisc", "show", "dev", "eth0")
+            for host in self.hosts
+        )
+
+    def plug(self, rank: int, *, out: bool = False) -> None:
+        """Plugs a host's cable into the switch, or pulls it out."""
+        state = "down" if out else "up"
+        _call("ip", "-n", self._switch, "link", "set", f"port{rank}", state)
+
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[Network]:
@@ -140,7 +152,8 @@ def network(count: int) -> Iterator[Network]:
         yield Network(hosts, switch)
 
 
-def _call(*command: str) -> None:
+def _call(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout

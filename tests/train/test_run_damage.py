@@ -1,12 +1,14 @@
 """Damage to the folder of a run: an error of one line, or the checkpoint before is used."""
 
 import errno
+import itertools
 import json
 import os
 import pathlib
 import shutil
 
 import pytest
+from tensorboardX.record_writer import RecordWriter
 
 from onebit_jax.checkpoint import checkpoints
 from train.config import write_config
@@ -136,6 +138,19 @@ def test_a_full_disk(tmp_path, monkeypatch, capsys):
     assert code == 2
     assert "could not be written into" in error
     assert "No space left on device" in error
+
+
+def test_a_disk_that_is_full_for_the_log_alone(tmp_path, monkeypatch, capsys):
+    write, calls = RecordWriter.write, itertools.count()
+
+    def full(self, data):
+        if next(calls) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", full)
+    code, [error] = run(tmp_path / "run", capsys)
+    assert (code, error) == (2, "error: [Errno 28] No space left on device")
 
 
 def test_a_folder_where_none_can_be(tmp_path, capsys):

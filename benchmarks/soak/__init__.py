@@ -1,0 +1,1 @@
+"""A training under faults for a chosen time: see `__main__`."""
