@@ -154,6 +154,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
                         state = state._replace(params=synced(state.opt_state, state.params))
                     checkpoint.save(checkpoints, progress, state, batches)
                 if stopping:
+                    checkpoints.close()
                     raise Stopped(name, done, stop.signal)
     with _giving_up(name, first):
         train_step.skips.check(state.params, min(config.max_skipped, -(-config.steps // 2)))

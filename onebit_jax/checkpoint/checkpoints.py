@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -102,8 +103,20 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # Other processes may not have failed: to meet them would be to wait for ever.
+        try:
+            self._finish()
+        except OSError as failed:
+            error.add_note(str(failed))
 
     def close(self) -> None:
         """Waits until all is saved; raises ``OSError`` where that failed."""
@@ -240,15 +253,21 @@ class Checkpoints:
 
     def _wait(self) -> None:
         """Waits for the save that is under way, then drops what it makes superfluous."""
-        saving, self._saving = self._saving, None
-        if saving is None:
+        if not self._finish():
             return
-        with self._failing_as_os_error():
-            saving.result()
         if jax.process_index() == 0:
             for step in self._superfluous():
                 shutil.rmtree(self.folder / str(step))
         _meet("superfluous checkpoints are gone")
+
+    def _finish(self) -> bool:
+        """Waits for the save that is under way; whether there was one."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return False
+        with self._failing_as_os_error():
+            saving.result()
+        return True
 
     @contextlib.contextmanager
     def _failing_as_os_error(self) -> Iterator[None]:

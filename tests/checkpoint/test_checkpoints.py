@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints, checksums, manifest
+from onebit_jax.checkpoint import checkpoints as checkpoints_module
 from onebit_jax.markers import PerWorker
 
 # Where one array cannot be read, Orbax closes its event loop while reads of others still report.
@@ -335,6 +336,43 @@ def test_a_folder_that_went_away_is_an_error(tmp_path):
     (tmp_path / "run").write_text("a file where the folder was")
     with pytest.raises(OSError, match="run"):
         checkpoints.save(2, *make(2))
+
+
+def test_an_error_in_the_loop_waits_for_no_other_process(tmp_path, monkeypatch):
+    """Another process that has not failed would never come; what is being saved is saved."""
+
+    def meet(where):
+        pytest.fail(f"waits for the others until {where}")
+
+    def train():
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, *make(1))
+            monkeypatch.setattr(checkpoints_module, "_meet", meet)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    monkeypatch.undo()
+    assert_same(restore(tmp_path)[1:4], make(1))
+
+
+def test_an_error_in_the_loop_names_what_could_not_be_saved(tmp_path, monkeypatch):
+    class Failing:
+        def result(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints_module.ocp, "save_checkpointables_async", lambda *_: Failing())
+
+    def train():
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, *make(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        train()
+    [note] = raised.value.__notes__
+    assert "could not be written" in note
+    assert "No space left on device" in note
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_best": -1}])
