@@ -411,16 +411,17 @@ def train_step(
       NonFiniteError: from the step, for ``max_skipped`` steps in a row that were left out, the last
         of them the call before the last or an earlier one.
       ValueError: for ``accumulation``, ``max_grad_norm``, ``clip``, ``grad_norm_every`` or
-        ``max_skipped`` outside their range. From the step, before anything is compiled: for a batch
-        that does not divide into workers and microbatches; a state that is not the optimizer's for
-        these parameters and this mesh, has lost its :class:`~onebit_jax.PerWorker` nodes, or was
-        saved by a :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are
-        split between devices; an ``rng`` that is not one key, and keys in a batch that are the
-        same; a ``loss_fn`` that returns something else than it may; updates that would differ
-        between workers, naming the parameter; a collective under a condition that workers do not
-        share, on which they would wait for each other for ever. For a ``phase`` given to an earlier
-        call that was not the optimizer's own; and from this library's optimizers, for an axis that
-        the mesh has not, or one of it that they would not average over.
+        ``max_skipped`` outside their range, and a ``tx`` or a ``mesh`` that is none. From the step,
+        before anything is compiled: for a batch that does not divide into workers and microbatches;
+        a state that is not the optimizer's for these parameters and this mesh, has lost its
+        :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` that
+        exchanges at other times; parameters that are split between devices; an ``rng`` that is not
+        one key, and keys in a batch that are the same; a ``loss_fn`` that returns something else
+        than it may; updates that would differ between workers, naming the parameter; a collective
+        under a condition that workers do not share, on which they would wait for each other for
+        ever. For a ``phase`` given to an earlier call that was not the optimizer's own; and from
+        this library's optimizers, for an axis that the mesh has not, or one of it that they would
+        not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -438,6 +439,7 @@ def train_step(
       (1, True)
     """
     validation.check_transformation("tx", tx)
+    validation.check_mesh(mesh)
     validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
     if max_grad_norm is not None:
         validation.check_positive("max_grad_norm", max_grad_norm, usual=1.0)

@@ -164,6 +164,14 @@ def check_transformation(name: str, tx: Any) -> None:
         )
 
 
+def check_mesh(mesh: Any) -> None:
+    """Raises ``ValueError`` unless ``mesh`` is a mesh of devices, or an abstract one."""
+    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise ValueError(
+            f"mesh={mesh!r} must be a mesh of devices, such as jax.make_mesh((8,), ('data',))."
+        )
+
+
 def check_scale(scale: Any) -> None:
     """Raises ``ValueError`` unless ``scale`` is one that the compressor has."""
     check_name("scale", scale, "rms", "mean_abs")

@@ -51,6 +51,7 @@ def test_compression_sends_one_bit_a_parameter_each_way():
     assert bound <= wire.bytes_sent(sent) <= 1.02 * bound
 
 
+@pytest.mark.slow
 def test_of_a_program_of_both_phases_each_sends_its_own():
     """Of tiny BERT: the base's takes long to compile."""
     parameters, sent = collectives("tiny", None)

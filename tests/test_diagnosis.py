@@ -157,7 +157,11 @@ LOCAL = {
 
 
 @pytest.mark.parametrize(
-    ("name", "shared"), [("local_steps", "shared"), ("zero_one_adam", "v_then_y")]
+    ("name", "shared"),
+    [
+        ("local_steps", "shared"),
+        pytest.param("zero_one_adam", "v_then_y", marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_that_may_differ_between_exchanges_are_left_out(name, shared):
     step, (params, opt_state) = start(LOCAL[name])

@@ -30,6 +30,13 @@ OPTIMIZERS = {
 }
 DENSE_FIRST = {"onebit_adam", "onebit_lamb", "zero_one_adam"}
 of_every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+of_some_and_slowly_of_others = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("onebit_adam", "signum") else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 
 
 def squares(params, batch):
@@ -69,7 +76,7 @@ def trained(name, params, batch: Any = BATCH, loss_fn=squares, updates=4, **opti
     return losses, params
 
 
-@of_every_optimizer
+@of_some_and_slowly_of_others
 def test_a_tree_of_all_dtypes_at_once(name):
     """With leaves that are None, empty, and of one element."""
     with jax.enable_x64(True):
@@ -99,7 +106,7 @@ def test_a_model_of_one_dtype(dtype):
         assert losses[-1] < losses[0]
 
 
-@of_every_optimizer
+@of_some_and_slowly_of_others
 def test_an_embedding_of_a_million_rows(name):
     """Of which a batch sees a few: all others have gradients of 0."""
     rows = 1_000_000

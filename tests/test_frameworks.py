@@ -74,7 +74,10 @@ def assert_workers_differ_within_marks(tree):
 
 @pytest.mark.parametrize(
     ("framework", "kind"),
-    [(x, AxisType.Explicit) for x in FRAMEWORKS] + [("Flax NNX", AxisType.Auto)],
+    [
+        ("Flax NNX", AxisType.Auto),
+        *(pytest.param(x, AxisType.Explicit, marks=pytest.mark.slow) for x in FRAMEWORKS),
+    ],
     ids=str,
 )
 def test_one_bit_ends_at_the_accuracy_of_the_plain_loop(framework, kind):
@@ -99,6 +102,7 @@ def test_the_lines_that_differ_are_counted():
 # The containers of Flax
 
 
+@pytest.mark.slow
 def test_a_train_state_goes_through_a_shard_map():
     names = dict(trained("Flax Linen", "+"))
     params = jax.device_get(names["params"])

@@ -39,6 +39,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.clip_by_common_norm: AXIS | {"max_norm": 1.0},
     onebit_jax.local_steps: AXIS | {"inner": optax.adam(1e-3), "outer": optax.sgd(1.0), "every": 4},
     onebit_jax.per_worker: {"inner": optax.trace(0.9)},
+    onebit_jax.skip_nonfinite: AXIS | {"inner": optax.sgd(1.0)},
     onebit_jax.variance_stable: {},
     onebit_jax.zero_one_adam_phase: {"count": 3, "variance_freeze": 10},
     onebit_jax.train_step: {

@@ -33,8 +33,10 @@ from tests.workers import (
 SHAPES = {"matrix": (64, 5), "odd": (37,), "empty": (0, 2), "scalar": ()}
 STEPS = 6
 SIZES = [(8, 4), (4, 8), (4, 3), ((2, 4), (4, 2)), (8, (2, 4)), ((2, 4), 3), (4, 1)]
-LONG = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(4, 8), (4, 3), (8, (2, 4))]]
-FEW = [(8, 4), ((2, 4), (4, 2)), *LONG]
+LONG = [
+    pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(4, 8), (4, 3), ((2, 4), (4, 2))]
+]
+FEW = [(8, 4), *LONG]
 names = functools.partial(pytest.mark.parametrize, ("before", "after"))
 
 

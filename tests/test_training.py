@@ -82,7 +82,10 @@ def simulate(tx, params, batches, mapped):
 # What is computed
 
 
-@pytest.mark.parametrize("nodes", [False, True], ids=["flat", "nodes"])
+@pytest.mark.parametrize(
+    "nodes",
+    [pytest.param(False, id="flat"), pytest.param(True, id="nodes", marks=pytest.mark.slow)],
+)
 def test_every_worker_trains_on_its_own_gradient(nodes):
     batches = make_batches(WARMUP + 4)
     if nodes:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.health import Skips, examine, no_skips
 from onebit_jax.transforms.when import When, update_when
@@ -48,6 +49,10 @@ def skip_nonfinite(
       :class:`onebit_jax.NonFiniteError` once so many were left out in a row, with the step, the
       worker and the tensor; it waits for the update that returned the state.
 
+    Raises:
+      ValueError: ``inner`` is no gradient transformation; from its functions, ``axis_name`` is not
+        bound.
+
     Example:
       Of four workers, simulated on one device, one has a NaN:
 
@@ -61,6 +66,7 @@ def skip_nonfinite(
       >>> updates["w"][0], state.skips.worker[0], state.inner_state[0].progress.count[0]
       (Array([0., 0.], dtype=float32), Array(2, dtype=int32), Array(0, dtype=int32))
     """
+    validation.check_transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> SkipNonfiniteState:

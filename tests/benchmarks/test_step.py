@@ -116,7 +116,8 @@ def test_scaling_counts_what_is_sent():
     assert 0 < metrics <= 16
     scales_in_padded_rows = 2 * 3 * 128
     sent = figure["kinds"]["1-bit Adam"]["sent"] - bound - scales_in_padded_rows
-    assert 0 < sent <= 32
+    # Metrics, and what each worker tells of its gradient.
+    assert 0 < sent <= 96
 
 
 def test_compilation_is_timed_beside_the_dense_one_of_the_same_loop(monkeypatch, capsys):

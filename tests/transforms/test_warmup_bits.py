@@ -132,7 +132,7 @@ def test_programs_send_bfloat16_where_hardware_sums_it(name):
         sizes[dtype] += math.prod(map(int, shape))
     gradients = sum(x.size for x in jax.tree.leaves(make_params()))
     assert sizes["bf16"] >= gradients
-    assert sizes["f32"] <= 10  # metrics
+    assert sizes["f32"] <= 20  # metrics, and whether gradients are finite
 
 
 def test_eight_bits_are_close_to_full_precision():
