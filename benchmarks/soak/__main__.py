@@ -121,8 +121,9 @@ def _one_run(
 ) -> Any:
     """One run to its end, or to the end of the time; yields what was done to it."""
     resized_at: int | None = None
-    # The number of workers is changed late, since losses are then only nearly the same.
-    order = [*rng.sample(list(kinds), len(kinds)), faults.RESIZE]
+    order = rng.sample(list(kinds), len(kinds))
+    # Not at once, since losses are only nearly the same from then on; every run has its turn of it.
+    order.insert(rng.randrange(2, 5), faults.RESIZE)
     run.start()
     while not run.finished and time.monotonic() < until:
         kind = order.pop(0) if order else rng.choice([*kinds, faults.RESIZE])
