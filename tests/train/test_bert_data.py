@@ -270,7 +270,7 @@ def test_evaluation_is_fixed_and_ends_with_the_epoch(heldout):
         ({"batch_size": 10, "process_count": 4}, "batch_size is 10.* process_count, which is 4"),
         ({"process_count": 0}, "process_count is 0; it must be at least 1"),
         ({"process_index": 2, "process_count": 2}, "process_index is 2; it must be below 2"),
-        ({"batch_size": 100_000}, r"gives \d+ sequences of 64 tokens.* batch_size is 100000"),
+        ({"batch_size": 100_000}, r"there are \d+ sequences of 64 tokens.* batch_size is 100000"),
     ],
 )
 def test_bad_options(corpus, options, message):
@@ -293,7 +293,7 @@ def test_one_document_has_no_other_to_take_sentences_from():
 
 
 def test_corpus_without_a_token(tokenizer):
-    with pytest.raises(ValueError, match="gives 0 sequences"):
+    with pytest.raises(ValueError, match="there are 0 sequences"):
         data.batches(data.tokenize([["\u200b"]], tokenizer), batch_size=1, sequence_length=64)
 
 
