@@ -142,12 +142,12 @@ def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeyp
     """At the second look, so that a checkpoint from before is there to go back to."""
     diagnose = onebit_jax.diagnose
 
-    def off_by_one_bit(params, opt_state, mesh):
+    def off_by_one_bit(params, opt_state, mesh, **others):
         if len(metrics(tmp_path / "run" / "adam")) == 4:
             leaves, structure = jax.tree.flatten(params)
             leaves[0] = flipped(leaves[0], 1)
             params = structure.unflatten(leaves)
-        return diagnose(params, opt_state, mesh)
+        return diagnose(params, opt_state, mesh, **others)
 
     monkeypatch.setattr(onebit_jax, "diagnose", off_by_one_bit)
     options = "--optimizer adam --steps 6 --warmup 2 --checkpoint-every 2 --out"
