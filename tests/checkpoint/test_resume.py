@@ -42,18 +42,27 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2)
 
 
+FLAT_ONLY = ("signum", "distributed_lion")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stop"),
+    ("name", "stop", "axes"),
     [
-        *((name, 5) for name in OPTIMIZERS),
+        *((name, 5, "data") for name in OPTIMIZERS),
         # Before what these do differently at first has ended.
-        *((name, 3) for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "local_steps")),
+        *(
+            (name, 3, "data")
+            for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "local_steps")
+        ),
+        *((name, 5, ("node", "local")) for name in OPTIMIZERS if name not in FLAT_ONLY),
     ],
 )
-def test_stopped_and_resumed(name, stop, tmp_path):
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
-    tx = OPTIMIZERS[name]("data")
+def test_stopped_and_resumed(name, stop, axes, tmp_path):
+    names, shape = (("data",), (4,)) if axes == "data" else (axes, (2, 2))
+    types = (AxisType.Auto,) * len(names)
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[:4], axis_types=types)
+    tx = OPTIMIZERS[name](axes)
     step = onebit_jax.train_step(loss_fn, tx, mesh)
     rng = np.random.default_rng(0)
     batches = rng.standard_normal((STEPS, 16, 6), np.float32)
