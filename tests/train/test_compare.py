@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.bad_input import assert_refused
 from train import compare, comparison
 from train.bert import model
 from train.optimizers import OPTIMIZERS
@@ -288,15 +289,8 @@ def test_workers_on_one_device_give_the_same_losses(finished, tmp_path):
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
-    out = tmp_path / "out"
     options = options.replace("NOWHERE", str(tmp_path / "nowhere"))
-    assert compare.main([*RUN, *options.split(), "--out", str(out)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert complaint in printed.err
-    assert not out.exists()
+    assert_refused(compare.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
 
 
 def test_folder_of_another_comparison(finished, capsys):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.bad_input import assert_refused
 from train import compare
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
@@ -246,14 +247,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
     (tmp_path / "short" / "text.txt").write_text("Fewer bytes than a batch, and one sequence.\n")
     for name in ("NOWHERE", "SHORT"):
         options = options.replace(name, str(tmp_path / name.lower()))
-    out = tmp_path / "out"
-    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert complaint in printed.err
-    assert not out.exists()
+    assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
 
 
 def test_unknown_size_is_refused_with_those_there_are(tmp_path, capsys):

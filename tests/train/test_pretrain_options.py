@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from tests.train.bad_input import assert_refused
 from train import schedules
 from train.bert import pretrain
 from train.bert.config import Config
@@ -72,14 +73,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
     for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT"):
         path = str(tmp_path / name.lower())
         options, complaint = options.replace(name, path), complaint.replace(name, path)
-    out = tmp_path / "out"
-    assert pretrain.main([*RUN, *options.split(), "--out", str(out)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert complaint in printed.err
-    assert not out.exists()
+    assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
 
 
 def test_bad_input_from_the_shell(tmp_path):

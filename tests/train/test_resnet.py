@@ -17,6 +17,7 @@ import pytest
 from pyarrow import parquet
 
 import onebit_jax
+from tests.train.bad_input import assert_refused
 from train.resnet import data, model
 from train.resnet.__main__ import main
 from train.resnet.evaluation import Judge
@@ -398,11 +399,4 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder
     write(tmp_path / "unfit" / data.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
     for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", folder)):
         options = options.replace(name, str(path))
-    out = tmp_path / "out"
-    assert main([*RUN, *options.split(), "--out", str(out)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert printed.err.startswith("error: ")
-    assert complaint in printed.err
-    assert not out.exists()
+    assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
