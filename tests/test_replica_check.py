@@ -12,15 +12,15 @@ from jax import lax
 import onebit_jax
 from onebit_jax import placement
 from onebit_jax.replica_check import check_replicas
-from tests.small_task import MESH, NODES_MESH, dense, make_params, onebit
+from tests.small_task import MESH, NODES_MESH, dense, make_mesh, make_params, onebit
 from tests.workers import PAIR
 
 MESHES = {"data": MESH, PAIR: NODES_MESH}
 
 
-def check(tx, axis_name: Any = "data", params=None, extra_args=None):
+def check(tx, axis_name: Any = "data", params=None, extra_args=None, mesh=None):
     """By shapes alone: nothing is compiled."""
-    mesh = MESHES[axis_name]
+    mesh = MESHES[axis_name] if mesh is None else mesh
     params = make_params() if params is None else params
     shapes = placement.state_shapes(tx, params, mesh)
     specs = placement.state_specs(shapes, mesh.axis_names)
@@ -60,6 +60,13 @@ OPTIMIZERS = {
     "compressed_mean": lambda axis_name: optax.chain(
         onebit_jax.compressed_mean(axis_name), optax.sgd(LR)
     ),
+    "compressed_mean, 4 bits": lambda axis_name: optax.chain(
+        onebit_jax.compressed_mean(axis_name, 4), optax.sgd(LR)
+    ),
+    "onebit_muon": lambda axis_name: onebit_jax.onebit_muon(LR, axis_name=axis_name),
+    "local_steps": lambda axis_name: onebit_jax.local_steps(
+        optax.adam(LR), optax.sgd(1.0), every=2, axis_name=axis_name
+    ),
     "mean_gradients": dense,
 }
 FLAT_OPTIMIZERS = {
@@ -78,6 +85,12 @@ FLAT_OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_librarys_optimizers_pass(name, axis_name):
     check(OPTIMIZERS[name](axis_name), axis_name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_they_pass_on_a_single_node(name):
+    """Of several devices, which average at full precision."""
+    check(OPTIMIZERS[name](PAIR), PAIR, mesh=make_mesh((1, 4), PAIR))
 
 
 @pytest.mark.parametrize("name", FLAT_OPTIMIZERS)

@@ -29,6 +29,7 @@ from tests.small_task import (
     loss_and_metrics,
     loss_fn,
     make_batches,
+    make_mesh,
     make_params,
     onebit,
     onebit_start,
@@ -126,6 +127,24 @@ def test_dense_training_is_adamw_on_the_whole_batch(accumulation):
         if t % 2 == 0:
             scalars["grad_norm"] = jnp.float32(np.sqrt(np.mean(np.square(norms))))
         assert_close(metrics, scalars)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [onebit(PAIR), onebit_jax.birder(LEARNING_RATE, seed=0, axis_name=PAIR)],
+    ids=["onebit_adam", "birder"],
+)
+def test_on_a_single_node_replicas_stay_equal(tx):
+    step, (params, opt_state) = start(tx, make_mesh((1, WORKERS), PAIR))
+    before = make_params()
+    for batch in make_batches(WARMUP + 2):
+        params, opt_state, _ = step(params, opt_state, batch)
+    for leaf, was in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert np.all(first != was)
+        assert len(others) == WORKERS - 1
+        for other in others:
+            np.testing.assert_array_equal(first, other)
 
 
 def test_dense_training_on_nodes_averages_over_both_axes():

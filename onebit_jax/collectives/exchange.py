@@ -334,7 +334,7 @@ class BoundExchange(Parts):
     def mean_in_parts(self, state: ExchangeState) -> list[jax.Array]:
         """The same in parts, of all shards."""
         if self.axes.single_node:
-            return [x[0].astype(jnp.float32) for x in self.lent(state)]
+            return self.lent_alike(state)
         return self.decode(state.packed)
 
     def last_mean(self, state: ExchangeState) -> list[jax.Array]:

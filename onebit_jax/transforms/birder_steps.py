@@ -153,7 +153,9 @@ def update(
     if exchange.axes.single_node:
         active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
         m, a = keep(wanted, averages(h, m, a, g, active), (m, a))
-        u = [jnp.where(y > 0, x / y, 0.0)[0] for x, y in zip(m, a, strict=True)]
+        # On a node that has averaged gradients at full precision so are these.
+        alike = zip(*equal_on_all_workers((m, a)), strict=True)
+        u = [jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike]
     else:
         ask = was.count == 0 if phase is None else phase == "warmup"
         active = equal_on_all_workers(exchange.find_active(a, grads, key, ask))
