@@ -138,7 +138,6 @@ def kinds() -> dict[str, Kind]:
         "Signum": Kind(lambda: onebit_jax.signum(1e-4, axis_name=AXIS)),
         "Distributed Lion": Kind(lambda: onebit_jax.distributed_lion(1e-4, axis_name=AXIS)),
         "EF sign SGD": Kind(lambda: onebit_jax.ef_signsgd(1e-4, axis_name=AXIS)),
-        "1-bit Muon": Kind(lambda: onebit_jax.onebit_muon(1e-4, axis_name=AXIS)),
         "compressed_mean, Adam": Kind(
             lambda: optax.chain(onebit_jax.compressed_mean(AXIS), adam),
         ),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from onebit_jax.collectives.in_place import overwrite_if
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
@@ -76,21 +77,44 @@ def update(
     phase: Phase | None,
     extra_args: dict[str, Any],
     when: When | None = None,
+    *,
+    in_loop: bool = False,
 ) -> Updated:
     """Updates parameters and state; a phase that is not the state's own changes neither.
 
     Nor does an update that is left out, by ``when``.
+
+    Args:
+      tx: the optimizer.
+      grads: the worker's own.
+      opt_state: in the worker view, as all here.
+      params: the parameters.
+      phase: the only one that the program is for.
+      extra_args: what the optimizer's update takes besides.
+      when: whether the update is made; None for always.
+      in_loop: whether optimizers that do not take ``when`` run in a loop of one turn or none.
+        Elsewhere what they made is selected, element by element: XLA for CPUs copies the state for
+        that, others fuse it.
     """
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     given = extra_args | {"phase": phase}
-    if when is None:
-        updates, new_state = tx.update(grads, marked, params, **given)
+
+    def make(old: tuple[Any, Any], grads: Any, when: When | None = None) -> tuple[Any, Any]:
+        params, state = old
+        if when is None:
+            updates, state = tx.update(grads, state, params, **given)
+        else:
+            updates, state = update_when(when, tx, grads, state, params, given)
+        return worker_parameters(state, optax.apply_updates(params, updates)), state
+
+    old = params, marked
+    if when is not None and in_loop and _selects(make, old, grads):
+        new_params, new_state = overwrite_if(when.made, make, old, grads)
     else:
-        updates, new_state = update_when(when, tx, grads, marked, params, given)
-    new_params = worker_parameters(new_state, optax.apply_updates(params, updates))
-    if when is not None:
-        # A parameter of -0.0 plus an update of 0 would be another.
-        new_params = keep(when.made, new_params, params)
+        new_params, new_state = make(old, grads, when)
+        if when is not None:
+            # A parameter of -0.0 plus an update of 0 would be another.
+            new_params = keep(when.made, new_params, params)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:
         refused = jnp.any(jnp.stack(refusals))
@@ -112,6 +136,21 @@ def update(
     ]
     outlook = jnp.stack(rows) if rows else jnp.zeros((0, 2 + OUTLOOK), jnp.int32)
     return Updated(new_params, new_state, outlook)
+
+
+def _selects(make: Any, old: tuple[Any, Any], grads: Any) -> bool:
+    """Whether leaving an update out selects arrays of a state; False for what fits no loop."""
+    selected = []
+
+    def tried(old: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+        when = When(jnp.bool(True))
+        new = make(old, grads, when)
+        selected.append(when.selects(new[1]))
+        return new
+
+    before, after = jax.eval_shape(lambda x: x, old), jax.eval_shape(tried, old, grads)
+    fits = jax.tree.structure(before) == jax.tree.structure(after)
+    return selected[0] and fits and jax.tree.leaves(before) == jax.tree.leaves(after)
 
 
 class PhaseChoice:

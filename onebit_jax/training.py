@@ -301,7 +301,14 @@ class TrainStep:
                 bound = lax.pmean(bound, axes) if health is None else health.squared_norm
             grads = clipped(grads, bound, self._max_grad_norm)
         params, opt_state, outlook = phase_choice.update(
-            self._tx, grads, given.opt_state, given.params, phase, given.extra_args, when
+            self._tx,
+            grads,
+            given.opt_state,
+            given.params,
+            phase,
+            given.extra_args,
+            when,
+            in_loop=self._mesh.devices.flat[0].platform == "cpu",
         )
 
         own |= step_metrics.of_optimizers(opt_state)

@@ -90,9 +90,11 @@ BIRDER = Optimizer("Birder", "hierarchical", 1 / 8, "Birder", encoding_bytes=8)
 SIGNUM = Optimizer("Signum", "flat", 1 / 8, "Signum")
 DISTRIBUTED_LION = Optimizer("Distributed Lion", "flat", 1 / 8, "Distributed Lion")
 EF_SIGNSGD = Optimizer("EF sign SGD", "flat", 1 / 8, "EF sign SGD", encoding_bytes=13)
-# The exchange of EF sign SGD before Muon; orthogonalizing is Muon's own compute. The parameters
-# that are no matrices are taken for one bit, too.
-ONEBIT_MUON = Optimizer("1-bit Muon", "hierarchical", 1 / 8, "1-bit Muon", encoding_bytes=13)
+# The exchange of EF sign SGD before Muon; orthogonalizing is Muon's own compute, and so is measured
+# before Adam. The parameters that are no matrices are taken for one bit, too.
+ONEBIT_MUON = Optimizer(
+    "1-bit Muon", "hierarchical", 1 / 8, "compressed_mean, Adam", encoding_bytes=13
+)
 COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
     Optimizer(
         f"Adam on a mean at {bits} bits",
