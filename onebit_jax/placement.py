@@ -8,6 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -92,9 +93,17 @@ def state_shapes(tx: optax.GradientTransformation, params: optax.Params, mesh: M
 def _on_mesh(
     tx: optax.GradientTransformation, mesh: Mesh
 ) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
+    def initialise(params: optax.Params) -> optax.OptState:
+        # Weak types, which steps do not return: the second step would be compiled anew.
+        return jax.tree.map(_strong, tx.init(params))
+
     return lambda specs: jax.shard_map(
-        tx.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
+        initialise, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
     )
+
+
+def _strong(x: Any) -> Any:
+    return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +31,7 @@ from tests.small_task import (
     make_params,
     onebit,
     onebit_start,
+    start,
     train,
 )
 from tests.workers import PAIR, replicate
@@ -124,3 +126,17 @@ def test_a_restored_state_continues_bit_for_bit():
     params, opt_state = jax.device_get(middle)
     resumed = train(step, params, opt_state, batches[-3:])
     assert_equal(resumed, train(step, *middle, batches[-3:]))
+
+
+@pytest.mark.parametrize("bits", [1, 8])
+def test_a_step_is_compiled_once(bits, caplog):
+    """A state with weak types, which no step returns, would have the second compiled anew."""
+    scheduled = optax.inject_hyperparams(optax.adam)(1e-2)
+    tx = optax.chain(onebit_jax.compressed_mean("data", bits), scheduled)
+    step, (params, opt_state) = start(tx, MESH)
+    assert not any(x.weak_type for x in jax.tree.leaves(opt_state))
+    with jax.log_compiles():
+        for batch in make_batches(3):
+            params, opt_state, _ = step(params, opt_state, batch)
+    compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation of jit(step)")]
+    assert len(compiled) == 1

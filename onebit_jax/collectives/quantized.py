@@ -179,9 +179,9 @@ class BoundQuantizedExchange(BlockParts):
             worker_compensated=PerWorker(
                 [jnp.zeros((1, nodes, *self.chunk_shape(part))) for part in self.parts]
             ),
-            worker_scales=PerWorker(jnp.full((1, nodes, *scales), _LEAST)),
+            worker_scales=PerWorker(jnp.full((1, nodes, *scales), _LEAST, jnp.float32)),
             server_compensated=PerWorker(jnp.zeros((1, *scales, BLOCK))),
-            server_scales=PerWorker(jnp.full((1, *scales), _LEAST)),
+            server_scales=PerWorker(jnp.full((1, *scales), _LEAST, jnp.float32)),
             residual_ratio=PerWorker(ratio),
         )
 

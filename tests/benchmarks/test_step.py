@@ -16,6 +16,7 @@ ELEMENTS = 2**20
 TASK = tasks.trivial(tasks.matrices(ELEMENTS, 4))
 MEASURED = (
     "Adam with pmean",
+    "Adam with pmean, train_step",
     "1-bit Adam",
     "1-bit Adam, own loop",
     "Signum",
@@ -65,9 +66,10 @@ def test_live_buffers_are_what_the_state_says(figures):
         assert figures[kind]["state"] == pytest.approx(STATE[kind](2), abs=0.05)
 
 
-def test_a_compressed_step_needs_no_more_memory_than_a_dense_one(figures):
-    dense = figures["Adam with pmean"]["peak"]
-    for kind in ("1-bit Adam", "1-bit Adam, own loop", "Signum"):
+def test_no_step_needs_more_memory_than_adams_in_an_own_loop(figures):
+    """The looks at gradients for NaNs included."""
+    dense = figures["Adam with pmean"]["peak"] + 0.01
+    for kind in ("Adam with pmean, train_step", "1-bit Adam", "1-bit Adam, own loop", "Signum"):
         assert figures[kind]["peak"] <= dense, kind
 
 
