@@ -5,7 +5,8 @@
 
 Compared with Adam and dense Muon: 4, 2 and 1 bits; with one bit residuals that do not decay, that
 decay less or are left out altogether, a longer momentum, the embedding by Muon rather than by Adam;
-and the momentum in the gradients' place. All at the learning rate that suits dense Muon best.
+the momentum in the gradients' place; and with two bits residuals that do not decay, or less. All
+at the learning rate that suits dense Muon best.
 """
 
 import sys
@@ -93,21 +94,24 @@ def compressed_momentum(axis_name: str, beta: float = 0.95) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
-def one_bit(decay: float = 0.5) -> Callable[[str], optax.GradientTransformation]:
-    """A compressed mean of one bit, as 1-bit Muon has it, with residuals that decay by a factor."""
+def mean_at(bits: int, decay: float = 0.5) -> Callable[[str], optax.GradientTransformation]:
+    """A compressed mean, as `onebit_jax.onebit_muon` has it, with residuals that decay."""
+    scale = "mean_abs" if bits == 1 else "rms"
     return lambda axis_name: onebit_jax.compressed_mean(
-        axis_name, scale="mean_abs", residual_decay=decay
+        axis_name, bits, scale=scale, residual_decay=decay
     )
 
 
 VARIANTS: dict[str, Optimizer] = {
     name: compressed(label, 8e-3, make)._replace(rate_of="muon")
     for name, label, make in (
-        ("decay_1", "1 bit, all of the residuals", muon(one_bit(1.0))),
-        ("decay_0.9", "1 bit, 0.9 of the residuals", muon(one_bit(0.9))),
-        ("decay_0", "1 bit, no residuals", muon(one_bit(0.0))),
-        ("beta_0.98", "1 bit, momentum 0.98", muon(one_bit(), 0.98)),
-        ("embedding", "1 bit, embedding by Muon", muon(one_bit(), embedding=True)),
+        ("decay_1", "1 bit, all of the residuals", muon(mean_at(1, 1.0))),
+        ("decay_0.9", "1 bit, 0.9 of the residuals", muon(mean_at(1, 0.9))),
+        ("decay_0", "1 bit, no residuals", muon(mean_at(1, 0.0))),
+        ("beta_0.98", "1 bit, momentum 0.98", muon(mean_at(1), 0.98)),
+        ("embedding", "1 bit, embedding by Muon", muon(mean_at(1), embedding=True)),
+        ("2_decay_1", "2 bits, all of the residuals", muon(mean_at(2, 1.0))),
+        ("2_decay_0.9", "2 bits, 0.9 of the residuals", muon(mean_at(2, 0.9))),
         ("momentum", "1 bit of the momentum", muon(compressed_momentum, 0.0, nesterov=False)),
     )
 }
