@@ -61,7 +61,8 @@ def onebit_muon(
       beta: decay of the momentum, in [0, 1).
       weight_decay: decoupled, of the matrices, multiplied with the learning rate.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
-      bits: per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression.
+      bits: per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 do worse
+        than 1: their scale is the largest of 256 values, and most others become 0.
       residual_decay: of the matrices' residuals, as for :func:`onebit_jax.compressed_mean`.
       matrices: which parameters are matrices: a tree of booleans, or a function of the parameters
         that gives one. By default all with two axes, embeddings included.
