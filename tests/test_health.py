@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import wire
+from onebit_jax import phase_choice, wire
 from onebit_jax.health import LARGEST_SQUARED_NORM, examine
 from tests.small_task import (
     LEARNING_RATE,
@@ -106,6 +106,12 @@ def test_faulty_steps_on_nodes_of_two(name):
 
 
 @pytest.mark.slow
+def test_faulty_steps_where_what_was_made_is_selected(monkeypatch):
+    """As on accelerators; CPUs run an optimizer that does not take `when` in a loop."""
+    monkeypatch.setattr(phase_choice, "_selects", lambda *_: False)
+    check_steps_left_out(dense("data"), MESH)
+
+
 def test_faulty_steps_where_gradients_are_clipped():
     check_steps_left_out(onebit(), MESH, max_grad_norm=0.1, accumulation=2)
 

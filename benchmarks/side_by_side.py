@@ -1,0 +1,57 @@
+"""One table and one picture of what several runs of `train.compare` found, on the same task.
+
+    python -m benchmarks.side_by_side runs/adam/comparison.json runs/lion/comparison.json
+
+Percentages and factors are to the first optimizer of the first file. Of an optimizer that is in
+several files the last is taken.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from train.comparison import Curve, draw, table
+from train.sweep import or_infinite
+
+
+def read(path: pathlib.Path) -> list[Curve]:
+    """The optimizers of a `comparison.json`."""
+    found = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    for figure in found:
+        figure["heldout"] = {int(k): or_infinite(v) for k, v in figure["heldout"].items()}
+        figure["tried"] = {float(k): or_infinite(v) for k, v in figure["tried"].items()}
+    return [Curve(**figure) for figure in found]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table and the picture's path; returns 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.side_by_side", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("comparisons", nargs="+", type=pathlib.Path, help="comparison.json files")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/side-by-side.png"))
+    options = parser.parse_args(arguments)
+    curves: dict[str, Curve] = {}
+    for path in options.comparisons:
+        try:
+            curves |= {curve.label: curve for curve in read(path)}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"error: {path} is no comparison.json of train.compare: {error}", file=sys.stderr)
+            return 2
+    lengths = {len(curve.losses) for curve in curves.values()}
+    if len(lengths) > 1:
+        print(
+            f"error: runs of {sorted(lengths)} steps cannot be compared; give files of one length",
+            file=sys.stderr,
+        )
+        return 2
+    [steps] = lengths
+    draw(list(curves.values()), f"{steps:,} steps", options.out)
+    print(table(list(curves.values())), options.out, sep="\n\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
