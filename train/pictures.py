@@ -38,6 +38,7 @@ class LossCurve(NamedTuple):
         losses: the training loss of each of them, NaN where it was not finite; ``[points]``.
         sent: bytes that a worker had sent by then; ``[points]``.
         frozen_at: the number of dense steps of its warm-up; -1 without one.
+        measure: what `heldout` is, in words.
     """
 
     label: str
@@ -46,6 +47,7 @@ class LossCurve(NamedTuple):
     losses: np.ndarray
     sent: np.ndarray
     frozen_at: int = -1
+    measure: str = "held-out loss"
 
 
 def window(points: int) -> int:
@@ -110,9 +112,9 @@ def compared(curve: LossCurve, first: LossCurve) -> str:
     if not math.isfinite(change):
         cost = "diverged"
     elif abs(change) < 5e-4:
-        cost = "the same held-out loss"
+        cost = f"the same {curve.measure}"
     else:
-        cost = f"{100 * abs(change):.1f} % {'higher' if change > 0 else 'lower'} held-out loss"
+        cost = f"{100 * abs(change):.1f} % {'higher' if change > 0 else 'lower'} {curve.measure}"
     return f"{_saving(curve, first)} over the whole run, {cost}"
 
 
@@ -140,7 +142,7 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
         for index, curve in enumerate(row):
             style = {"color": COLOURS[index], "linewidth": 1.5 if index else 3.5}
             steps, sent, losses = _smoothed(curve)
-            label = f"{curve.label}: held-out loss {curve.heldout:.3f}"
+            label = f"{curve.label}: {curve.measure} {curve.heldout:.3f}"
             if index and not only_two:
                 label = f"{label}, {_saving(curve, curves[0])} in all"
             by_step.plot(steps, losses, label=label, **style)

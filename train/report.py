@@ -46,6 +46,7 @@ class Wording(NamedTuple):
         heldout_loss: the entry of `result.json` that optimizers are compared by.
         held_out: how much was held out, from `result.json`.
         rows: titles and cells of the rows on held-out data; a cell is told the run, and the first.
+        measure: what `heldout_loss` is, in words.
     """
 
     program: str
@@ -55,6 +56,7 @@ class Wording(NamedTuple):
     heldout_loss: str
     held_out: Callable[[dict[str, Any]], str]
     rows: dict[str, Callable[[Run, Run], str]]
+    measure: str = "held-out loss"
 
 
 def write_report(folder: pathlib.Path, wording: Wording) -> tuple[str, pathlib.Path]:
@@ -196,6 +198,7 @@ def _draw(runs: list[Run], config: dict[str, Any], wording: Wording, path: pathl
             run.column("loss"),
             run.column("bytes_sent"),
             run.result["frozen_at"],
+            wording.measure,
         )
         for run in runs
     ]

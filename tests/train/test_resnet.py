@@ -1,7 +1,6 @@
-"""Residual networks: files, augmentation, batch-norm statistics, a whole small run, bad input."""
+"""Residual networks: augmentation, batch-norm statistics, a whole small run, bad input."""
 
 import functools
-import io
 import itertools
 import json
 import os
@@ -11,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import PIL.Image
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 import onebit_jax
 from tests.train.bad_input import assert_refused
+from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
+from train import images
 from train.resnet import data, model
 from train.resnet.__main__ import main
 from train.resnet.evaluation import Judge
@@ -36,11 +34,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # An identity with zeros for channels, and no block more than is needed for that.
 SMALL = ((1, 1), (4, 8), False, False)
 CONFIG = ResNetConfig(*SMALL)
-LABELS = np.arange(16, dtype=np.int32) % 10
-# The lighter, the higher the label.
-PIXELS = np.random.default_rng(0).integers(76, size=(16, 32, 32, 3), dtype=np.uint8)
-PIXELS += np.uint8(20) * LABELS.astype(np.uint8)[:, None, None, None]
-IMAGES = data.Images(PIXELS, LABELS)
 
 applied = jax.jit(functools.partial(apply, CONFIG), static_argnames="train")
 
@@ -52,80 +45,6 @@ def small_model():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model.SIZES, "20", SMALL)
         yield
-
-
-def encoded(pixels):
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-def of_bytes(*images):
-    return [{"bytes": image} for image in images]
-
-
-def write(path, pixels=PIXELS, labels=LABELS):
-    images = of_bytes(*map(encoded, pixels))
-    parquet.write_table(pyarrow.table({"img": images, "label": labels}), path)
-    return path
-
-
-# Files.
-
-
-def test_a_file_is_read_in_its_order(tmp_path):
-    pixels, labels = data.read_images(write(tmp_path / "a.parquet"))
-    np.testing.assert_array_equal(pixels, PIXELS)
-    np.testing.assert_array_equal(labels, LABELS)
-    assert (pixels.dtype, labels.dtype) == (np.uint8, np.int32)
-
-
-@pytest.mark.parametrize(
-    ("columns", "complaint"),
-    [
-        ({"label": [0, 10]}, r"row 1 \(from 0\): label 10 is none of 0 to 9"),
-        ({"label": [-1, 0]}, r"row 0 \(from 0\): label -1 is none of 0 to 9"),
-        ({"label": [0, None]}, r"row 1 \(from 0\): label nan is none of 0 to 9"),
-        ({"label": ["a", "b"]}, r"label \(string\); expected img, a struct with bytes, and label,"),
-        ({"img": ["a", "b"]}, r"the columns img \(string\), label \(int64\); expected img,"),
-        (
-            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0, :28]))},
-            r"row 1 \(from 0\): 32 x 28 pixels, expected 32 x 32",
-        ),
-        (
-            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0])[:100])},
-            r"row 1 \(from 0\): no image that can be read",
-        ),
-        ({"img": of_bytes(encoded(PIXELS[0]), None)}, r"row 1 \(from 0\): no image that can"),
-    ],
-)
-def test_unfit_files_are_refused_with_their_row(columns, complaint, tmp_path):
-    path = tmp_path / "a.parquet"
-    columns = {"img": of_bytes(*map(encoded, PIXELS[:2])), "label": [0, 1]} | columns
-    parquet.write_table(pyarrow.table(columns), path)
-    with pytest.raises(ValueError, match=complaint) as error:
-        data.read_images(path)
-    assert str(path) in str(error.value)
-
-
-def test_what_is_no_parquet_or_empty_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    path.write_text("img,label\n")
-    with pytest.raises(ValueError, match="is no Parquet file that can be read"):
-        data.read_images(path)
-    table = pyarrow.table({"img": of_bytes(encoded(PIXELS[0])), "label": [0]})
-    parquet.write_table(table.slice(0, 0), path)
-    with pytest.raises(ValueError, match="has no rows"):
-        data.read_images(path)
-
-
-def test_the_real_files(shared_dir):
-    pixels, labels = data.read_images(shared_dir / "data/cifar10" / data.TEST)
-    assert pixels.shape == (10_000, 32, 32, 3)
-    np.testing.assert_array_equal(np.bincount(labels), np.full(10, 1000))
-    # Of the training images, but those are no others.
-    np.testing.assert_allclose((pixels / 255).mean((0, 1, 2)), model.MEAN, atol=0.01)
-    np.testing.assert_allclose((pixels / 255).std((0, 1, 2)), model.STDDEV, atol=0.01)
 
 
 # Batches.
@@ -151,16 +70,16 @@ def test_batches_have_every_image_once_an_epoch_in_all_crops():
     # An image says by its pixels which it is and where they come from; none of them is black.
     places = np.stack(np.meshgrid(range(1, 33), range(1, 33), indexing="ij"), -1)
     pixels = np.stack([np.dstack([places, np.full((32, 32), 1 + i)]) for i in range(16)])
-    images = data.Images(pixels.astype(np.uint8), LABELS)
+    real = images.Images(pixels.astype(np.uint8), LABELS)
     seen, drawn = [], []
-    for batch in itertools.islice(data.batches(images, batch_size=4), 16):
+    for batch in itertools.islice(data.batches(real, batch_size=4), 16):
         assert batch["image"].shape == (4, 32, 32, 3)
         for image, label in zip(batch["image"], batch["label"], strict=True):
             row, column, number = image[16, 16].astype(int)
             assert LABELS[number - 1] == label
             mirrored = image[16, 17, 1] < column
             drawn.append((row - 17 + 4, column - (16 if mirrored else 17) + 4, mirrored))
-            expected = cropped_pixel_by_pixel(images.pixels[number - 1], *drawn[-1])
+            expected = cropped_pixel_by_pixel(real.pixels[number - 1], *drawn[-1])
             np.testing.assert_array_equal(image, expected)
             seen.append(number - 1)
     epochs = np.array(seen).reshape(-1, 16)
@@ -172,31 +91,15 @@ def test_batches_have_every_image_once_an_epoch_in_all_crops():
 def test_every_crop_is_drawn():
     pixel = np.zeros((3000, 32, 32, 3), np.uint8)
     pixel[:, 10, 12] = 255
-    images = data.Images(pixel, np.zeros(3000, np.int32))
+    real = images.Images(pixel, np.zeros(3000, np.int32))
     found = {
         tuple(np.argwhere(image[..., 0])[0])
-        for batch in itertools.islice(data.batches(images, batch_size=100), 30)
+        for batch in itertools.islice(data.batches(real, batch_size=100), 30)
         for image in batch["image"]
     }
     rows = set(range(10 - 4, 10 + 5))
     columns = {*range(12 - 4, 12 + 5), *range(19 - 4, 19 + 5)}
     assert found == set(itertools.product(rows, columns))
-
-
-def test_every_test_image_is_judged_once():
-    batches = list(data.evaluation_batches(IMAGES, batch_size=6))
-    assert {batch["image"].shape for batch in batches} == {(6, 32, 32, 3)}
-    counts = np.concatenate([batch["counts"] for batch in batches])
-    assert counts.tolist() == [True] * 16 + [False] * 2
-    pixels = np.concatenate([batch["image"] for batch in batches])[counts]
-    np.testing.assert_array_equal(pixels, PIXELS)
-    halves = [
-        list(data.evaluation_batches(IMAGES, batch_size=6, process_index=i, process_count=2))
-        for i in range(2)
-    ]
-    for batch, *shares in zip(batches, *halves, strict=True):
-        for key, whole in batch.items():
-            np.testing.assert_array_equal(whole, np.concatenate([half[key] for half in shares]))
 
 
 # The model.
@@ -235,11 +138,11 @@ def test_kernels_alone_are_decayed():
     assert all(jax.tree.leaves(decayed))
 
 
-def convolved(images, kernel):
+def convolved(pixels, kernel):
     """The stem's convolution, sum by sum."""
-    x = np.zeros((len(images), 34, 34, 3))
-    x[:, 1:-1, 1:-1] = (images / 255.0 - np.array(model.MEAN)) / np.array(model.STDDEV)
-    made = np.zeros((len(images), 32, 32, kernel.shape[-1]))
+    x = np.zeros((len(pixels), 34, 34, 3))
+    x[:, 1:-1, 1:-1] = (pixels / 255.0 - np.array(model.MEAN)) / np.array(model.STDDEV)
+    made = np.zeros((len(pixels), 32, 32, kernel.shape[-1]))
     for i, j in itertools.product(range(3), repeat=2):
         made += x[:, i : i + 32, j : j + 32] @ kernel[i, j]
     return made
@@ -301,7 +204,9 @@ def test_bfloat16_changes_the_loss_little():
 
 def test_judged_by_hand():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    found = Judge(CONFIG)(params, data.evaluation_batches(IMAGES, batch_size=6), model_state=state)
+    found = Judge(CONFIG)(
+        params, images.evaluation_batches(IMAGES, batch_size=6), model_state=state
+    )
     logits = np.asarray(applied(params, state, PIXELS, train=False)[0], np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
     assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)
@@ -321,8 +226,8 @@ RUN = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("cifar10")
-    write(path / data.TRAIN)
-    write(path / data.TEST, PIXELS[:10], LABELS[:10])
+    write(path / images.TRAIN)
+    write(path / images.TEST, PIXELS[:10], LABELS[:10])
     return path
 
 
@@ -396,7 +301,7 @@ def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path, m
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
     (tmp_path / "unfit").mkdir()
-    write(tmp_path / "unfit" / data.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
+    write(tmp_path / "unfit" / images.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
     for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", folder)):
         options = options.replace(name, str(path))
     assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from train import digest, program
+from train import digest, images, program
 from train.resnet import data
 from train.resnet.config import Config
 from train.resnet.evaluation import Judge
@@ -44,7 +44,7 @@ def make_task(config: Config) -> Task:
         ValueError: a file of images is missing or unfit.
     """
     folder = pathlib.Path(config.data)
-    train, test = (data.read_images(folder / name) for name in (data.TRAIN, data.TEST))
+    train, test = (images.read_images(folder / name) for name in (images.TRAIN, images.TEST))
     model = ResNetConfig.of_size(config.size, bfloat16=config.bfloat16)
     share: Any = {
         "batch_size": config.batch_size,
@@ -56,7 +56,7 @@ def make_task(config: Config) -> Task:
         loss_fn=classification_loss(model),
         mask=decay_mask,
         batches=functools.partial(data.batches, train, **share, seed=config.seed),
-        heldout_batches=functools.partial(data.evaluation_batches, test, **share),
+        heldout_batches=functools.partial(images.evaluation_batches, test, **share),
         judge=Judge(model),
         identity={"data_digest": digest.of_arrays(*train, *test)},
         init_model_state=functools.partial(init_statistics, model),

@@ -20,11 +20,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from train.images import CLASSES
+
 Params = dict[str, Any]
 Statistics = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
-CLASSES = 10
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
 STDDEV = (0.2470, 0.2435, 0.2616)

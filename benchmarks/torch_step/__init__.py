@@ -1,0 +1,1 @@
+"""Times training steps of `train` beside the same models in PyTorch."""

@@ -1,0 +1,259 @@
+"""DCGAN: whose gradients are whose, shapes, the distance that it is judged by, a small run."""
+
+import base64
+import io
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import PIL.Image
+import pytest
+
+from tests.train.bad_input import assert_refused
+from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
+from train import images
+from train.dcgan import data, evaluation, model
+from train.dcgan.__main__ import main
+from train.dcgan.model import (
+    DCGAN,
+    DCGANConfig,
+    adversarial_loss,
+    decay_mask,
+    init_params,
+    init_statistics,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CONFIG = DCGANConfig(4)
+BATCH = {"image": PIXELS, "noise_seed": np.full(16, 7, np.uint32)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """A model that compiles fast, in the place of the default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.SIZES, "small", 4)
+        yield
+
+
+# The model.
+
+
+@pytest.mark.parametrize(
+    ("channels", "generator", "discriminator"),
+    # By hand, of the paper's widths: 128, 256 and 512 channels.
+    [
+        (
+            128,
+            100 * 16 * 512 + 16 * (512 * 256 + 256 * 128 + 128 * 3) + 3 + 2 * (512 + 256 + 128),
+            16 * (3 * 128 + 128 * 256 + 256 * 512) + 128 + 2 * (256 + 512) + 16 * 512 + 1,
+        ),
+        (
+            4,
+            100 * 16 * 16 + 16 * (16 * 8 + 8 * 4 + 4 * 3) + 3 + 2 * (16 + 8 + 4),
+            16 * (3 * 4 + 4 * 8 + 8 * 16) + 4 + 2 * (8 + 16) + 16 * 16 + 1,
+        ),
+    ],
+)
+def test_sizes(channels, generator, discriminator):
+    params = jax.eval_shape(lambda: init_params(DCGANConfig(channels), 0))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    found = {name: sum(x.size for x in jax.tree.leaves(of)) for name, of in params.items()}
+    assert found == {"generator": generator, "discriminator": discriminator}
+    decayed = jax.tree.map(
+        lambda x, own: x.ndim > 1 if own else x.ndim == 1, params, decay_mask(params)
+    )
+    assert all(jax.tree.leaves(decayed))
+
+
+def test_unknown_size():
+    with pytest.raises(ValueError, match="size = 'tiny': expected one of small, large"):
+        DCGANConfig.of_size("tiny")
+
+
+def test_each_network_has_the_gradient_of_its_own_loss():
+    """Held to two losses apart, the other network's parameters no argument of them."""
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    (loss, metrics), grads = jax.jit(
+        jax.value_and_grad(lambda p: adversarial_loss(CONFIG)(p, BATCH, state)[:2], has_aux=True)
+    )(params)
+
+    def logits(generator, discriminator):
+        both = {"generator": generator, "discriminator": discriminator}
+        made = model._merged(CONFIG, both, state)
+        noise = jax.random.normal(jax.random.key(7), (16, 100))
+        judged = made.discriminator
+        real = jnp.asarray(PIXELS, jnp.float32) / 127.5 - 1
+        return judged(real), judged(made.generator(noise, train=True))
+
+    def discriminator_loss(own):
+        real, made = logits(params["generator"], own)
+        return -jnp.mean(jnp.log(jax.nn.sigmoid(real)) + jnp.log(1 - jax.nn.sigmoid(made)))
+
+    def generator_loss(own):
+        return -jnp.mean(jnp.log(jax.nn.sigmoid(logits(own, params["discriminator"])[1])))
+
+    for name, of in (("discriminator", discriminator_loss), ("generator", generator_loss)):
+        expected, gradient = jax.jit(jax.value_and_grad(of))(params[name])
+        assert metrics[f"{name}_loss"] == pytest.approx(float(expected), rel=1e-4)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-5),
+            grads[name],
+            gradient,
+        )
+        assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-3
+    assert loss == pytest.approx(float(sum(metrics.values())), rel=1e-6)
+
+
+def test_noise_is_the_batchs_own():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    loss = jax.jit(
+        lambda seed: adversarial_loss(CONFIG)(params, BATCH | {"noise_seed": seed}, state)[0]
+    )
+    assert loss(BATCH["noise_seed"]) == loss(BATCH["noise_seed"])
+    assert loss(BATCH["noise_seed"]) != loss(BATCH["noise_seed"] + 1)
+
+
+def test_images_are_made_by_running_averages():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    noise = jax.random.normal(jax.random.key(0), (5, 100))
+    made = model.generate(CONFIG, params, state, noise)
+    assert (made.shape, made.dtype) == ((5, 32, 32, 3), jnp.uint8)
+    # So each image is its own, whatever it is made beside.
+    np.testing.assert_array_equal(model.generate(CONFIG, params, state, noise[:2]), made[:2])
+    assert isinstance(model._merged(CONFIG, params, state), DCGAN)
+
+
+# Batches.
+
+
+def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
+    seen, mirrored, seeds = [], 0, set()
+    for batch in itertools.islice(data.batches(IMAGES, batch_size=4), 16):
+        seeds |= set(batch["noise_seed"].tolist())
+        for image in batch["image"]:
+            [(number, swapped)] = [
+                (number, swapped)
+                for number, own in enumerate(PIXELS)
+                for swapped in (False, True)
+                if np.array_equal(own[:, ::-1] if swapped else own, image)
+            ]
+            seen.append(number)
+            mirrored += swapped
+    np.testing.assert_array_equal(
+        np.sort(np.array(seen).reshape(-1, 16)), np.tile(np.arange(16), (4, 1))
+    )
+    assert 20 < mirrored < 44
+    assert len(seeds) == 64
+
+
+# The distance.
+
+
+def test_the_pyramid_adds_up_to_the_image():
+    whole = PIXELS.astype(np.float32)
+    fine, coarse = evaluation.laplacian_pyramid(whole)
+    assert (fine.shape, coarse.shape) == ((16, 32, 32, 3), (16, 16, 16, 3))
+    spread = np.zeros_like(whole)
+    spread[:, ::2, ::2] = coarse
+    # The weights of Burt and Adelson, sum by sum.
+    kernel = np.outer(*[np.array([1, 4, 6, 4, 1]) / 8] * 2)
+    padded = np.pad(spread, ((0, 0), (2, 2), (2, 2), (0, 0)), mode="reflect")
+    wider = sum(
+        kernel[i, j] * padded[:, i : i + 32, j : j + 32]
+        for i, j in itertools.product(range(5), repeat=2)
+    )
+    np.testing.assert_allclose(fine + wider, whole, atol=1e-3)
+    # Of one colour, nothing is left on the fine level.
+    flat, _ = evaluation.laplacian_pyramid(np.full((1, 32, 32, 3), 9.0, np.float32))
+    np.testing.assert_allclose(flat, 0, atol=1e-4)
+
+
+def test_the_distance_of_points_on_a_line_and_of_a_shift():
+    rng = np.random.default_rng(0)
+    points = rng.standard_normal((500, 1)).astype(np.float32)
+    far = evaluation.distance(points, points[::-1] + np.float32(3), np.random.default_rng(0))
+    assert far == pytest.approx(3, rel=1e-5)
+    cloud = rng.standard_normal((500, 40)).astype(np.float32)
+    shift = np.zeros(40, np.float32)
+    shift[0] = 2
+    # Along a random direction it is twice the mean of one coordinate's size.
+    directions = rng.standard_normal((100_000, 40))
+    expected = 2 * np.abs(directions[:, 0] / np.linalg.norm(directions, axis=1)).mean()
+    found = evaluation.distance(cloud, cloud + shift, np.random.default_rng(1))
+    assert found == pytest.approx(expected, rel=0.15)
+
+
+def test_unlike_images_are_farther_than_like_ones():
+    rng = np.random.default_rng(0)
+    # Smooth on all scales, and noise.
+    smooth = rng.standard_normal((3, 64, 32, 32, 3)).cumsum(2).cumsum(3)
+    smooth = (128 + 8 * smooth / smooth.std()).astype(np.uint8)
+    noise = rng.integers(120, 136, size=(64, 32, 32, 3), dtype=np.uint8)
+    like = evaluation.sliced_wasserstein(smooth[0], smooth[1])
+    unlike = evaluation.sliced_wasserstein(smooth[0], noise)
+    assert len(like) == len(unlike) == 2
+    assert all(1.5 * a < b for a, b in zip(like, unlike, strict=True))
+    assert evaluation.sliced_wasserstein(smooth[0], smooth[0]) != [0, 0]
+
+
+def test_samples_stand_in_rows_of_eight():
+    made = np.random.default_rng(0).integers(256, size=(10, 32, 32, 3), dtype=np.uint8)
+    grid = np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(evaluation.png(made)))))
+    assert grid.shape == (256, 256, 3)
+    np.testing.assert_array_equal(grid[:32, 32:64], made[1])
+    np.testing.assert_array_equal(grid[32:64, :32], made[8])
+    assert not grid[64:].any()
+
+
+# A whole run.
+
+RUN = ["--workers=2", "--batch-size=8", "--steps=6", "--warmup=3", "--checkpoint-every=3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cifar10")
+    write(path / images.TRAIN)
+    write(path / images.TEST, PIXELS[:10], LABELS[:10])
+    return path
+
+
+@pytest.mark.slow
+def test_report_and_samples(folder, tmp_path):
+    out = tmp_path / "run"
+    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    assert main(command) == 0
+    report = (out / "report.md").read_text()
+    assert report.startswith("# DCGAN small, 2 workers, ")
+    assert "Held out: 10 images." in report
+    result = json.loads((out / "onebit_adam/result.json").read_text())
+    assert f"{result['sliced_wasserstein']:.4f}" in report
+    assert result["sliced_wasserstein"] == np.mean(result["sliced_wasserstein_levels"])
+    with PIL.Image.open(out / "onebit_adam/samples.png") as samples:
+        assert samples.size == (256, 256)
+    rows = [json.loads(x) for x in (out / "onebit_adam/metrics.jsonl").read_text().splitlines()]
+    assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["compression"] * 3
+    for row in rows:
+        assert row["discriminator_loss"] + row["generator_loss"] == pytest.approx(
+            row["loss"], rel=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("", "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"),
+        ("--data NOWHERE", "train.parquet is not there: --data must have CIFAR-10's train.parquet"),
+        (
+            "--data FOLDER --batch-size 32",
+            "training data: there are 16 images, less than one batch",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
+    options = options.replace("NOWHERE", "nowhere").replace("FOLDER", str(folder))
+    assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)

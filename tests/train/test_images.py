@@ -1,0 +1,81 @@
+"""CIFAR-10 from files: in their order, whole, and what is unfit refused."""
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.train.cifar10 import IMAGES, LABELS, PIXELS, encoded, of_bytes, write
+from train import images
+from train.resnet.model import MEAN, STDDEV
+
+
+def test_a_file_is_read_in_its_order(tmp_path):
+    pixels, labels = images.read_images(write(tmp_path / "a.parquet"))
+    np.testing.assert_array_equal(pixels, PIXELS)
+    np.testing.assert_array_equal(labels, LABELS)
+    assert (pixels.dtype, labels.dtype) == (np.uint8, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"label": [0, 10]}, r"row 1 \(from 0\): label 10 is none of 0 to 9"),
+        ({"label": [-1, 0]}, r"row 0 \(from 0\): label -1 is none of 0 to 9"),
+        ({"label": [0, None]}, r"row 1 \(from 0\): label nan is none of 0 to 9"),
+        ({"label": ["a", "b"]}, r"label \(string\); expected img, a struct with bytes, and label,"),
+        ({"img": ["a", "b"]}, r"the columns img \(string\), label \(int64\); expected img,"),
+        (
+            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0, :28]))},
+            r"row 1 \(from 0\): 32 x 28 pixels, expected 32 x 32",
+        ),
+        (
+            {"img": of_bytes(encoded(PIXELS[0]), encoded(PIXELS[0])[:100])},
+            r"row 1 \(from 0\): no image that can be read",
+        ),
+        ({"img": of_bytes(encoded(PIXELS[0]), None)}, r"row 1 \(from 0\): no image that can"),
+    ],
+)
+def test_unfit_files_are_refused_with_their_row(columns, complaint, tmp_path):
+    path = tmp_path / "a.parquet"
+    columns = {"img": of_bytes(*map(encoded, PIXELS[:2])), "label": [0, 1]} | columns
+    parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(ValueError, match=complaint) as error:
+        images.read_images(path)
+    assert str(path) in str(error.value)
+
+
+def test_what_is_no_parquet_or_empty_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_text("img,label\n")
+    with pytest.raises(ValueError, match="is no Parquet file that can be read"):
+        images.read_images(path)
+    table = pyarrow.table({"img": of_bytes(encoded(PIXELS[0])), "label": [0]})
+    parquet.write_table(table.slice(0, 0), path)
+    with pytest.raises(ValueError, match="has no rows"):
+        images.read_images(path)
+
+
+def test_the_real_files(shared_dir):
+    pixels, labels = images.read_images(shared_dir / "data/cifar10" / images.TEST)
+    assert pixels.shape == (10_000, 32, 32, 3)
+    np.testing.assert_array_equal(np.bincount(labels), np.full(10, 1000))
+    # Of the training images, but those are no others.
+    np.testing.assert_allclose((pixels / 255).mean((0, 1, 2)), MEAN, atol=0.01)
+    np.testing.assert_allclose((pixels / 255).std((0, 1, 2)), STDDEV, atol=0.01)
+
+
+def test_every_test_image_is_judged_once():
+    batches = list(images.evaluation_batches(IMAGES, batch_size=6))
+    assert {batch["image"].shape for batch in batches} == {(6, 32, 32, 3)}
+    counts = np.concatenate([batch["counts"] for batch in batches])
+    assert counts.tolist() == [True] * 16 + [False] * 2
+    pixels = np.concatenate([batch["image"] for batch in batches])[counts]
+    np.testing.assert_array_equal(pixels, PIXELS)
+    halves = [
+        list(images.evaluation_batches(IMAGES, batch_size=6, process_index=i, process_count=2))
+        for i in range(2)
+    ]
+    for batch, *shares in zip(batches, *halves, strict=True):
+        for key, whole in batch.items():
+            np.testing.assert_array_equal(whole, np.concatenate([half[key] for half in shares]))

@@ -1,0 +1,1 @@
+"""Training a DCGAN on CIFAR-10."""

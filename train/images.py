@@ -1,0 +1,105 @@
+"""CIFAR-10 from Parquet files, and the test images in order.
+
+A file has the columns `img`, a struct whose field `bytes` is an encoded image of 32 x 32 pixels
+(JPEG, PNG), and `label`, 0 to 9. All of them are decoded at the start: 150 MB for the training
+images.
+"""
+
+import io
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+import pyarrow
+from pyarrow import parquet
+
+from train.stream import Arrays
+
+TRAIN, TEST = "train.parquet", "test.parquet"
+SIDE = 32
+CLASSES = 10
+
+
+class Images(NamedTuple):
+    """The images of a file, in its order.
+
+    Attributes:
+        pixels: red, green, blue; uint8 `[images, 32, 32, 3]`.
+        labels: int32 `[images]`, 0 to 9.
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+
+
+def read_images(path: pathlib.Path) -> Images:
+    """Reads a file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ValueError: there is no such file, it is no Parquet file, or has other columns; an image
+            is unreadable or of another size, or a label is none of 0 to 9: the row is named.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: --data must have CIFAR-10's {TRAIN} and {TEST}")
+    try:
+        table = parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is no Parquet file that can be read: {error}") from error
+    _check_columns(path, table.schema)
+    labels = table["label"].to_numpy()
+    wrong = np.flatnonzero(~((labels >= 0) & (labels < CLASSES)))
+    if len(wrong):
+        raise ValueError(
+            f"{path}, row {wrong[0]} (from 0): label {labels[wrong[0]]} is none of 0 to "
+            f"{CLASSES - 1}"
+        )
+    encoded = (image["bytes"] if image else None for image in table["img"].to_pylist())
+    pixels = [_decoded(path, row, image) for row, image in enumerate(encoded)]
+    if not pixels:
+        raise ValueError(f"{path} has no rows")
+    return Images(np.stack(pixels), labels.astype(np.int32))
+
+
+def _check_columns(path: pathlib.Path, schema: Any) -> None:
+    types = {field.name: field.type for field in schema}
+    image, label = (types.get(name, pyarrow.null()) for name in ("img", "label"))
+    fields = {field.name for field in image} if pyarrow.types.is_struct(image) else set()
+    if "bytes" not in fields or not pyarrow.types.is_integer(label):
+        found = ", ".join(f"{name} ({kind})" for name, kind in types.items()) or "none"
+        raise ValueError(
+            f"{path} has the columns {found}; expected img, a struct with bytes, and label, "
+            "integers"
+        )
+
+
+def _decoded(path: pathlib.Path, row: int, encoded: bytes | None) -> np.ndarray:
+    where = f"{path}, row {row} (from 0)"
+    try:
+        image = PIL.Image.open(io.BytesIO(encoded or b"")).convert("RGB")
+    except OSError as error:
+        raise ValueError(f"{where}: no image that can be read: {error}") from error
+    if image.size != (SIDE, SIDE):
+        width, height = image.size
+        raise ValueError(f"{where}: {width} x {height} pixels, expected {SIDE} x {SIDE}")
+    return np.asarray(image)
+
+
+def evaluation_batches(
+    images: Images, *, batch_size: int, process_index: int = 0, process_count: int = 1
+) -> Iterator[Arrays]:
+    """Yields all images once, in order and as they are.
+
+    What fills the last batch is marked: besides the entries of `batches` there is `counts`, bool
+    `[B]`, false for what does not count.
+    """
+    share = batch_size // process_count
+    for start in range(0, len(images.labels), batch_size):
+        places = start + process_index * share + np.arange(share)
+        counts = places < len(images.labels)
+        rows = np.where(counts, places, 0)
+        yield {"image": images.pixels[rows], "label": images.labels[rows], "counts": counts}
