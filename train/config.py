@@ -150,6 +150,10 @@ class RunConfig:
     before a checkpoint, which always has them."""
     eval_batches: int = 64
     """Held-out batches to evaluate on, at most."""
+    bfloat16: bool = False
+    """Computes in bfloat16; parameters, statistics and optimizer state stay float32."""
+    remat: bool = False
+    """Computes each block again for its gradients, which takes less memory and more time."""
     profile: bool = False
     """Writes what JAX's profiler saw of a few steps of each phase, once it is compiled, into the
     folder profile beside the optimizer's metrics."""
@@ -274,6 +278,8 @@ class SequenceConfig(RunConfig):
 
     sequence_length: int = 64
     """Tokens in a sequence."""
+    dropout: float = 0.1
+    """Dropout rate."""
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As for every run, and the sequences'."""
@@ -281,6 +287,7 @@ class SequenceConfig(RunConfig):
         return [
             *super().requirements(),
             ("sequence_length", is_count(self.sequence_length), at_least_one),
+            ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
         ]
 
 

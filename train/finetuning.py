@@ -11,7 +11,7 @@ import numpy as np
 import tyro
 
 from train import digest
-from train.bert.model import MAX_POSITIONS
+from train.bert.model import MAX_POSITIONS, BertConfig
 from train.bert.weights import Pretrained
 from train.config import SequenceConfig
 
@@ -59,8 +59,6 @@ class FineTuneConfig(SequenceConfig):
     """Share of the steps in which the learning rate rises to its peak."""
     warmup_share: float = 0.15
     """Share of the steps that are dense, of the optimizers that begin with such."""
-    dropout: float = 0.1
-    """Dropout rate."""
     # Each run's own, found out from those above.
     size: Hidden[str] = ""
     steps: Hidden[int] = 1
@@ -89,13 +87,18 @@ class FineTuneConfig(SequenceConfig):
             ("epochs", 0 < self.epochs < float("inf"), "a finite number above 0"),
             ("learning_rate_warmup", 0 <= self.learning_rate_warmup < 1, share),
             ("warmup_share", 0 < self.warmup_share <= 1, "a number above 0, at most 1"),
-            ("dropout", 0 <= self.dropout < 1, share),
             (
                 "sequence_length",
                 8 <= self.sequence_length <= MAX_POSITIONS,
                 f"8 to {MAX_POSITIONS}, the model's positions",
             ),
         ]
+
+    def model(self, pretrained: Pretrained) -> BertConfig:
+        """The shape of pretrained weights, computed as the options say."""
+        return dataclasses.replace(
+            pretrained.config, dropout=self.dropout, bfloat16=self.bfloat16, remat=self.remat
+        )
 
     def run(self, name: str, examples: int, seed: int, **own: object) -> Self:
         """The options of one run.

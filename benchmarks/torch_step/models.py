@@ -62,7 +62,7 @@ def _bert(options: Any, steps: int) -> Timed:
     [config] = config.runs()
     config = dataclasses.replace(config, warmup=1, steps=max(config.steps, steps))
     [name] = config.task
-    shape = dataclasses.replace(weights.load(config.weights).config, dropout=config.dropout)
+    shape = config.model(weights.load(config.weights))
     return Timed(config, glue_task(config), _in_torch("bert", shape, len(TASKS[name].classes)))
 
 

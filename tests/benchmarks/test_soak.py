@@ -42,7 +42,7 @@ def test_resumed_they_are_the_same():
     second.set_state(json.loads(json.dumps(first.get_state())))
     for _ in range(STEPS):
         ours, theirs = next(second), next(first)
-        assert ours.keys() == theirs.keys() == {"inputs", "targets", "bad"}
+        assert ours.keys() == theirs.keys() == {"inputs", "targets", "example_seed", "bad"}
         for name, array in ours.items():
             np.testing.assert_array_equal(array, theirs[name])
 

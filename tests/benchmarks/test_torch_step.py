@@ -37,7 +37,8 @@ def lm_case() -> Case:
     config = LMConfig(layers=2, hidden=32, heads=4, feed_forward=48)
 
     def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {name: rng.integers(256, size=(3, 20), dtype="i4") for name in ("inputs", "targets")}
+        tokens = rng.integers(256, size=(2, 3, 20), dtype="i4")
+        return {"inputs": tokens[0], "targets": tokens[1], "example_seed": np.zeros(3, "u4")}
 
     loss = next_token_loss(config)
     return Case(

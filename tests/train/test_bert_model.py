@@ -1,5 +1,7 @@
 """The BERT model against what the original is known to be, and against NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -189,6 +191,35 @@ def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and
     assert loss_of(rest) == loss
     first = batch | {"example_seed": batch["example_seed"] + np.uint32(1)}
     assert loss_of(first) != loss
+
+
+def test_options_of_how_it_is_computed_change_the_loss_little(
+    params, batch, training_loss_and_gradients
+):
+    (loss, _), gradients = training_loss_and_gradients(params, batch)
+
+    def otherwise(**options):
+        loss_fn = pretraining_loss(dataclasses.replace(SMALL, **options))
+        (loss, _), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+        return float(loss), gradients
+
+    # The masks of dropout are the same, too.
+    again, rematerialised = otherwise(remat=True)
+    assert again == pytest.approx(float(loss), rel=1e-6)
+    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(rematerialised), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+    rounded, gradients = otherwise(bfloat16=True)
+    assert 0 < abs(rounded - loss) < 0.02 * loss
+    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+def test_what_is_recomputed_is_not_held(params, batch):
+    def held(remat):
+        loss_fn = pretraining_loss(dataclasses.replace(SMALL, dropout=0.0, remat=remat))
+        _, pullback = jax.eval_shape(lambda p: jax.vjp(lambda q: loss_fn(q, batch)[0], p), params)
+        return sum(x.size for x in jax.tree.leaves(pullback))
+
+    assert held(remat=True) < 0.8 * held(remat=False)
 
 
 def test_decay_spares_biases_and_layer_norms(params):

@@ -1,6 +1,7 @@
 """DCGAN: whose gradients are whose, shapes, the distance that it is judged by, a small run."""
 
 import base64
+import dataclasses
 import io
 import itertools
 import json
@@ -106,6 +107,23 @@ def test_each_network_has_the_gradient_of_its_own_loss():
         )
         assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-3
     assert loss == pytest.approx(float(sum(metrics.values())), rel=1e-6)
+
+
+def test_options_of_how_it_is_computed_change_little():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+
+    def found(**options):
+        def loss(params):
+            config = dataclasses.replace(CONFIG, **options)
+            value, _, changed = adversarial_loss(config)(params, BATCH, state)
+            return value, changed
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    plain, again, rounded = found(), found(remat=True), found(bfloat16=True)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), plain, again)
+    assert 0 < abs(rounded[0][0] - plain[0][0]) < 0.02 * plain[0][0]
+    assert {x.dtype for x in jax.tree.leaves(rounded)} == {jnp.dtype("float32")}
 
 
 def test_noise_is_the_batchs_own():

@@ -35,8 +35,10 @@ def test_held_out_text_is_not_trained_on():
 
 def test_targets_are_the_inputs_shifted():
     for batch in itertools.islice(data.batches(TEXT, **SHAPE), 3):
-        assert {x.shape for x in batch.values()} == {(4, 50)}
-        assert {x.dtype for x in batch.values()} == {np.dtype(np.int32)}
+        found = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        tokens = ((4, 50), np.dtype(np.int32))
+        seed = ((4,), np.dtype(np.uint32))
+        assert found == {"inputs": tokens, "targets": tokens, "example_seed": seed}
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
         for inputs, targets in zip(batch["inputs"], batch["targets"], strict=True):
             start = TEXT.tobytes().index(inputs.astype(np.uint8).tobytes())

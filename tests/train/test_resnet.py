@@ -202,6 +202,20 @@ def test_bfloat16_changes_the_loss_little():
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * losses[0]
 
 
+def test_rematerialised_it_is_the_same():
+    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
+    batch = {"image": PIXELS, "label": LABELS}
+    found = []
+    for config in (CONFIG, ResNetConfig(*SMALL, remat=True)):
+
+        def loss(params, config=config):
+            value, _, changed = classification_loss(config)(params, batch, state)
+            return value, changed
+
+        found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), *found)
+
+
 def test_judged_by_hand():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
     found = Judge(CONFIG)(

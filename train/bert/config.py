@@ -23,8 +23,6 @@ class Config(TextConfig):
     """WordPiece vocab.txt; without it, one is trained on the corpus."""
     vocab_size: int = 4096
     """Size of the vocabulary, where one is trained."""
-    dropout: float = 0.1
-    """Dropout rate."""
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As those of all runs, and BERT's own."""
@@ -36,5 +34,4 @@ class Config(TextConfig):
                 self.sequence_length <= MAX_POSITIONS,
                 f"at most {MAX_POSITIONS}, the model's positions",
             ),
-            ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
         ]

@@ -2,7 +2,8 @@
 
 The architecture of Devlin et al. (2018): learned positions and token types, exact GELU, LayerNorm
 after every residual, a masked-language-model head that shares the token embedding, and a pooled
-first token for the next-sentence prediction. All arithmetic is float32.
+first token for the next-sentence prediction. Parameters are float32, and so are softmax, logits and
+losses, in whatever the rest is computed.
 
 Parameters travel as a plain nested dict of arrays, as Optax and onebit_jax expect them:
 
@@ -41,7 +42,18 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """The shape of a BERT: widths, depth, vocabulary and dropout rate."""
+    """The shape of a BERT, and how it is computed.
+
+    Attributes:
+        vocab_size: number of tokens.
+        layers: layers of attention and feed-forward.
+        hidden: width of the hidden states.
+        heads: attention heads.
+        feed_forward: width between a layer's last two matrices.
+        dropout: rate.
+        bfloat16: whether to compute in bfloat16, but for norms' statistics, softmax and heads.
+        remat: whether to compute each layer again for its gradients, which takes less memory.
+    """
 
     vocab_size: int
     layers: int
@@ -49,27 +61,34 @@ class BertConfig:
     heads: int
     feed_forward: int
     dropout: float = 0.1
+    bfloat16: bool = False
+    remat: bool = False
 
     @classmethod
-    def of_size(cls, size: str, vocab_size: int, dropout: float = 0.1) -> "BertConfig":
+    def of_size(cls, size: str, vocab_size: int, **options: Any) -> "BertConfig":
         """One of the published sizes: tiny, mini, small, base or large."""
         if size not in SIZES:
             raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(vocab_size, *SIZES[size], dropout=dropout)
+        return cls(vocab_size, *SIZES[size], **options)
+
+    @property
+    def dtype(self) -> Any:
+        """What matrices are multiplied in."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> nnx.Linear:
     init = jax.nn.initializers.truncated_normal(INIT_STDDEV)
-    return nnx.Linear(inputs, outputs, kernel_init=init, rngs=rngs)
+    return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
 
 
-def _embed(rows: int, hidden: int, rngs: nnx.Rngs) -> nnx.Embed:
+def _embed(rows: int, config: BertConfig, rngs: nnx.Rngs) -> nnx.Embed:
     init = jax.nn.initializers.truncated_normal(INIT_STDDEV)
-    return nnx.Embed(rows, hidden, embedding_init=init, rngs=rngs)
+    return nnx.Embed(rows, config.hidden, embedding_init=init, dtype=config.dtype, rngs=rngs)
 
 
-def _layer_norm(hidden: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(hidden, epsilon=LAYER_NORM_EPSILON, rngs=rngs)
+def _layer_norm(config: BertConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.hidden, epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, rngs=rngs)
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -80,10 +99,10 @@ class Embeddings(nnx.Module):
     """Sum of token, position and token-type embeddings, normalised."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
-        self.token = _embed(config.vocab_size, config.hidden, rngs)
-        self.position = _embed(MAX_POSITIONS, config.hidden, rngs)
-        self.token_type = _embed(TOKEN_TYPES, config.hidden, rngs)
-        self.norm = _layer_norm(config.hidden, rngs)
+        self.token = _embed(config.vocab_size, config, rngs)
+        self.position = _embed(MAX_POSITIONS, config, rngs)
+        self.token_type = _embed(TOKEN_TYPES, config, rngs)
+        self.norm = _layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
@@ -100,10 +119,9 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         self.heads = config.heads
-        self.query = _linear(config.hidden, config.hidden, rngs)
-        self.key = _linear(config.hidden, config.hidden, rngs)
-        self.value = _linear(config.hidden, config.hidden, rngs)
-        self.output = _linear(config.hidden, config.hidden, rngs)
+        self.query, self.key, self.value, self.output = (
+            _linear(config.hidden, config.hidden, rngs, config.dtype) for _ in range(4)
+        )
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, visible: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
@@ -111,8 +129,10 @@ class SelfAttention(nnx.Module):
         batch, length, hidden = x.shape
         split = (batch, length, self.heads, hidden // self.heads)
         query, key, value = (f(x).reshape(split) for f in (self.query, self.key, self.value))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * split[-1] ** -0.5
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+        scores *= split[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
+        weights = weights.astype(value.dtype)
         weights = self.dropout(weights, deterministic=rngs is None, rngs=rngs)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.output(mixed.reshape(batch, length, hidden))
@@ -123,10 +143,10 @@ class Layer(nnx.Module):
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         self.attention = SelfAttention(config, rngs)
-        self.attention_norm = _layer_norm(config.hidden, rngs)
-        self.expand = _linear(config.hidden, config.feed_forward, rngs)
-        self.contract = _linear(config.feed_forward, config.hidden, rngs)
-        self.feed_forward_norm = _layer_norm(config.hidden, rngs)
+        self.attention_norm = _layer_norm(config, rngs)
+        self.expand = _linear(config.hidden, config.feed_forward, rngs, config.dtype)
+        self.contract = _linear(config.feed_forward, config.hidden, rngs, config.dtype)
+        self.feed_forward_norm = _layer_norm(config, rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, visible: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
@@ -143,19 +163,23 @@ class MlmHead(nnx.Module):
     """Vocabulary logits from hidden states; the output matrix is the token embedding itself."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
-        self.transform = _linear(config.hidden, config.hidden, rngs)
-        self.norm = _layer_norm(config.hidden, rngs)
+        self.transform = _linear(config.hidden, config.hidden, rngs, config.dtype)
+        self.norm = _layer_norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size))
 
     def __call__(self, x: jax.Array, token_embedding: nnx.Embed) -> jax.Array:
         """`[..., hidden]` to logits `[..., vocab_size]`."""
-        return token_embedding.attend(self.norm(_gelu(self.transform(x)))) + self.bias[...]
+        x = self.norm(_gelu(self.transform(x)))
+        embedding = token_embedding.embedding[...].astype(x.dtype)
+        logits = jnp.matmul(x, embedding.T, preferred_element_type=jnp.float32)
+        return logits + self.bias[...]
 
 
 class Encoder(nnx.Module):
     """What all of BERT's tasks share: embeddings, layers and the pooled first token."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
+        self.remat = config.remat
         self.embeddings = Embeddings(config, rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
         self.pooler = _linear(config.hidden, config.hidden, rngs)
@@ -170,8 +194,9 @@ class Encoder(nnx.Module):
         """Hidden states `[B, S, hidden]` of `[B, S]` ids; dropout is on where `rngs` is given."""
         visible = attention_mask[:, None, None, :] != 0
         x = self.embeddings(input_ids, token_type_ids, rngs)
+        call = nnx.remat(Layer.__call__) if self.remat else Layer.__call__
         for layer in self.layers:
-            x = layer(x, visible, rngs)
+            x = call(layer, x, visible, rngs)
         return x
 
     def pool(self, hidden: jax.Array) -> jax.Array:

@@ -39,7 +39,13 @@ def make_task(config: Config) -> Task:
     corpus, heldout = data.load(
         config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
     )
-    model = BertConfig.of_size(config.size, corpus.tokenizer.vocab_size, config.dropout)
+    model = BertConfig.of_size(
+        config.size,
+        corpus.tokenizer.vocab_size,
+        dropout=config.dropout,
+        bfloat16=config.bfloat16,
+        remat=config.remat,
+    )
     shape: Any = {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,

@@ -42,16 +42,25 @@ class DCGANConfig:
 
     Attributes:
         channels: of the layers beside the image; with every halving of the side they double.
+        bfloat16: whether to compute in bfloat16, but for statistics, images and logits.
+        remat: whether to compute each network again for its gradients, which takes less memory.
     """
 
     channels: int
+    bfloat16: bool = False
+    remat: bool = False
 
     @classmethod
-    def of_size(cls, size: str) -> "DCGANConfig":
+    def of_size(cls, size: str, **options: bool) -> "DCGANConfig":
         """One of the sizes small and large; else a `ValueError`."""
         if size not in SIZES:
             raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(SIZES[size])
+        return cls(SIZES[size], **options)
+
+    @property
+    def dtype(self) -> Any:
+        """What is convolved in."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
     @property
     def widths(self) -> list[int]:
@@ -62,8 +71,8 @@ class DCGANConfig:
 _init = jax.nn.initializers.normal(INIT_STDDEV)
 
 
-def _norm(channels: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
-    return nnx.BatchNorm(channels, momentum=MOMENTUM, rngs=rngs)
+def _norm(config: DCGANConfig, channels: int, rngs: nnx.Rngs) -> nnx.BatchNorm:
+    return nnx.BatchNorm(channels, momentum=MOMENTUM, dtype=config.dtype, rngs=rngs)
 
 
 class Generator(nnx.Module):
@@ -72,12 +81,11 @@ class Generator(nnx.Module):
     def __init__(self, config: DCGANConfig, rngs: nnx.Rngs):
         *widths, first = config.widths
         outputs = [*reversed(widths), 3]
-        self.first = nnx.Linear(
-            NOISE, _SMALLEST**2 * first, use_bias=False, kernel_init=_init, rngs=rngs
-        )
-        self.norms = nnx.List(_norm(width, rngs) for width in (first, *outputs[:-1]))
+        shared: Any = {"dtype": config.dtype, "kernel_init": _init, "rngs": rngs}
+        self.first = nnx.Linear(NOISE, _SMALLEST**2 * first, use_bias=False, **shared)
+        self.norms = nnx.List(_norm(config, width, rngs) for width in (first, *outputs[:-1]))
         self.convs = nnx.List(
-            nnx.ConvTranspose(i, o, _KERNEL, (2, 2), use_bias=o == 3, kernel_init=_init, rngs=rngs)
+            nnx.ConvTranspose(i, o, _KERNEL, (2, 2), use_bias=o == 3, **shared)
             for i, o in zip((first, *outputs[:-1]), outputs, strict=True)
         )
 
@@ -86,7 +94,7 @@ class Generator(nnx.Module):
         x = self.first(noise).reshape(len(noise), _SMALLEST, _SMALLEST, -1)
         for norm, conv in zip(self.norms, self.convs, strict=True):
             x = conv(jax.nn.relu(norm(x, use_running_average=not train)))
-        return jnp.tanh(x)
+        return jnp.tanh(x.astype(jnp.float32))
 
 
 class Discriminator(nnx.Module):
@@ -94,12 +102,13 @@ class Discriminator(nnx.Module):
 
     def __init__(self, config: DCGANConfig, rngs: nnx.Rngs):
         widths = config.widths
+        shared: Any = {"dtype": config.dtype, "kernel_init": _init, "rngs": rngs}
         self.convs = nnx.List(
-            nnx.Conv(i, o, _KERNEL, (2, 2), use_bias=i == 3, kernel_init=_init, rngs=rngs)
+            nnx.Conv(i, o, _KERNEL, (2, 2), use_bias=i == 3, **shared)
             for i, o in zip((3, *widths[:-1]), widths, strict=True)
         )
         # None beside the image, which would make its samples unstable.
-        self.norms = nnx.List(_norm(width, rngs) for width in widths[1:])
+        self.norms = nnx.List(_norm(config, width, rngs) for width in widths[1:])
         self.last = nnx.Linear(_SMALLEST**2 * widths[-1], 1, kernel_init=_init, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -107,7 +116,7 @@ class Discriminator(nnx.Module):
         x = jax.nn.leaky_relu(self.convs[0](images), LEAK)
         for norm, conv in zip(self.norms, self.convs[1:], strict=True):
             x = jax.nn.leaky_relu(norm(conv(x), use_running_average=False), LEAK)
-        return self.last(x.reshape(len(x), -1))[:, 0]
+        return self.last(x.reshape(len(x), -1).astype(jnp.float32))[:, 0]
 
 
 class DCGAN(nnx.Module):
@@ -179,16 +188,20 @@ def adversarial_loss(
     def loss_fn(
         params: Params, batch: Batch, model_state: Statistics
     ) -> tuple[jax.Array, dict[str, jax.Array], Statistics]:
+        generator, discriminator = Generator.__call__, Discriminator.__call__
+        if config.remat:
+            generator = nnx.remat(generator, static_argnums=2)
+            discriminator = nnx.remat(discriminator)
         model = _merged(config, params, model_state)
         noise = jax.random.normal(
             jax.random.key(batch["noise_seed"][0]), (len(batch["image"]), NOISE)
         )
-        made = model.generator(noise, train=True)
-        real_logits = model.discriminator(scaled(batch["image"]))
-        made_logits = model.discriminator(jax.lax.stop_gradient(made))
+        made = generator(model.generator, noise, True)
+        real_logits = discriminator(model.discriminator, scaled(batch["image"]))
+        made_logits = discriminator(model.discriminator, jax.lax.stop_gradient(made))
         fixed = _merged(config, jax.lax.stop_gradient(params), model_state).discriminator
         discriminator_loss = jnp.mean(jax.nn.softplus(-real_logits) + jax.nn.softplus(made_logits))
-        generator_loss = jnp.mean(jax.nn.softplus(-fixed(made)))
+        generator_loss = jnp.mean(jax.nn.softplus(-discriminator(fixed, made)))
         metrics = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
         return discriminator_loss + generator_loss, metrics, _parts(model)[1]
 

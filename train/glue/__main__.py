@@ -8,7 +8,6 @@ The same command again goes on where it stopped. Of several processes, each runs
 `--coordinator`, `--processes` and its own `--process-id`.
 """
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -47,8 +46,7 @@ def make_task(config: Config) -> Task:
     pretrained = weights.load(config.weights)
     folder = task_folder(config.data, name)
     train, dev = data.load(task, folder, pretrained.tokenizer)
-    shape = dataclasses.replace(pretrained.config, dropout=config.dropout)
-    model = FineTuned(functools.partial(SequenceClassifier, shape, task.outputs))
+    model = FineTuned(functools.partial(SequenceClassifier, config.model(pretrained), task.outputs))
     share: Any = {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,

@@ -30,6 +30,8 @@ class Config(TextConfig):
     """Optimizers to train with, one after another: names of train/optimizers.py."""
     sequence_length: int = 128
     """Tokens in a sequence."""
+    dropout: float = 0.0
+    """Dropout rate."""
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     """Tokens: bytes, or byte pairs as in GPT-2, which are trained on the corpus."""
     vocab_size: int = 1024
@@ -43,10 +45,6 @@ class Config(TextConfig):
     warmup: int | Literal["auto"] = "auto"
     """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
     no sooner than the learning rate's warm-up ends."""
-    bfloat16: bool = False
-    """Computes in bfloat16; parameters and optimizer state stay float32."""
-    remat: bool = False
-    """Computes each block again for its gradients, which takes less memory and more time."""
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As those of all runs, and the language model's own."""

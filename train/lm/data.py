@@ -76,7 +76,8 @@ def batches(
         **options: of `train.stream.stream`.
 
     Returns:
-        An iterator over dicts of int32 `[B, S]`: `inputs`, and `targets`, the token after each.
+        An iterator over dicts: `inputs`, and `targets`, the token after each, int32 `[B, S]`; and
+        `example_seed`, uint32 `[B]`.
 
     Raises:
         ValueError: an option is out of range, or the text does not fill one batch.
@@ -99,11 +100,12 @@ def evaluation_batches(
 def _examples(text: np.ndarray, sequence_length: int) -> Examples:
     check(sequence_length >= 2, "sequence_length", sequence_length, "at least 2")
 
-    def make(index: int, _: np.random.Generator) -> Arrays:
+    def make(index: int, rng: np.random.Generator) -> Arrays:
         start = index * sequence_length
         # The last target is the next sequence's first input.
         sequence = text[start : start + sequence_length + 1].astype(np.int32)
-        return {"inputs": sequence[:-1], "targets": sequence[1:]}
+        seed = np.array(rng.integers(2**32), np.uint32)
+        return {"inputs": sequence[:-1], "targets": sequence[1:], "example_seed": seed}
 
     return Examples(
         make, (len(text) - 1) // sequence_length, f"sequences of {sequence_length} tokens"

@@ -20,7 +20,7 @@ def heldout_losses(
     Losses of a byte can be compared between tokenizers, those of a token cannot.
 
     Args:
-        loss_fn: from `next_token_loss`, jitted.
+        loss_fn: from `next_token_loss`, without dropout, jitted.
         token_bytes: how many bytes each token stands for.
         params: the model's parameters.
         batches: from `data.evaluation_batches`.

@@ -10,6 +10,7 @@ and onebit_jax expect them:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,6 +49,7 @@ class LMConfig:
         vocab_size: number of tokens.
         bfloat16: whether to compute in bfloat16, but for norms, rotations and the loss.
         remat: whether to compute each block again for its gradients, which takes less memory.
+        dropout: rate: of embeddings, attention's weights, and what each branch adds.
     """
 
     layers: int
@@ -57,9 +59,10 @@ class LMConfig:
     vocab_size: int = BYTES
     bfloat16: bool = False
     remat: bool = False
+    dropout: float = 0.0
 
     @classmethod
-    def of_size(cls, size: str, vocab_size: int = BYTES, **options: bool) -> "LMConfig":
+    def of_size(cls, size: str, vocab_size: int = BYTES, **options: Any) -> "LMConfig":
         """One of the sizes nano, micro, small and medium; else a `ValueError`."""
         if size not in SIZES:
             raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
@@ -97,7 +100,23 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+class Dropout(nnx.Module):
+    """Dropout where there are generators of random numbers."""
+
+    def __init__(self, config: LMConfig):
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
+        """Any shape, to the same."""
+        return self.dropout(x, deterministic=rngs is None, rngs=rngs)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    dropout: Callable[[jax.Array], jax.Array] = lambda weights: weights,
+) -> jax.Array:
     """Causal attention of `[B, S, heads, D]` each, to the same shape; softmax in float32.
 
     What `jax.nn.dot_product_attention(is_causal=True)` computes, in a third of its time on CPUs:
@@ -107,7 +126,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     query *= query.shape[-1] ** -0.5
     logits = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     seen = jnp.tri(logits.shape[-1], dtype=bool)
-    weights = jax.nn.softmax(logits, where=seen).astype(value.dtype)
+    weights = dropout(jax.nn.softmax(logits, where=seen).astype(value.dtype))
     return jnp.einsum("bhqk,bhkd->bhqd", weights, value).swapaxes(1, 2)
 
 
@@ -120,12 +139,14 @@ class Attention(nnx.Module):
             _linear(config, config.hidden, config.hidden, rngs) for _ in range(3)
         )
         self.output = _linear(config, config.hidden, config.hidden, rngs, last=True)
+        self.dropout = Dropout(config)
 
-    def __call__(self, x: jax.Array, length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, length: int, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B * S, hidden]` to the same shape; `length` is S."""
         split = (-1, length, self.heads, x.shape[-1] // self.heads)
         query, key, value = (f(x).reshape(split) for f in (self.query, self.key, self.value))
-        return self.output(attend(rotate(query), rotate(key), value).reshape(x.shape))
+        dropout = functools.partial(self.dropout, rngs=rngs)
+        return self.output(attend(rotate(query), rotate(key), value, dropout).reshape(x.shape))
 
 
 class SwiGLU(nnx.Module):
@@ -149,11 +170,12 @@ class Block(nnx.Module):
         self.attention_norm, self.feed_forward_norm = (_norm(config, rngs) for _ in range(2))
         self.attention = Attention(config, rngs)
         self.feed_forward = SwiGLU(config, rngs)
+        self.dropout = Dropout(config)
 
-    def __call__(self, x: jax.Array, length: int) -> jax.Array:
+    def __call__(self, x: jax.Array, length: int, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B * S, hidden]` to the same shape; `length` is S."""
-        x = x + self.attention(self.attention_norm(x), length)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.dropout(self.attention(self.attention_norm(x), length, rngs), rngs)
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)), rngs)
 
 
 class LanguageModel(nnx.Module):
@@ -167,17 +189,18 @@ class LanguageModel(nnx.Module):
         )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = _norm(config, rngs)
+        self.dropout = Dropout(config)
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array, rngs: nnx.Rngs | None = None) -> jax.Array:
         """`[B, S]` tokens to float32 logits `[B, S, vocab_size]` of the token after each."""
         call = Block.__call__
         if self.config.remat:
             call = nnx.remat(call, static_argnums=2)
         # With an axis for all tokens: with two, XLA for CPUs copies every gradient, transposed,
         # before its product with what a matrix was given.
-        x = self.token(inputs.reshape(-1))
+        x = self.dropout(self.token(inputs.reshape(-1)), rngs)
         for block in self.blocks:
-            x = call(block, x, inputs.shape[-1])
+            x = call(block, x, inputs.shape[-1], rngs)
         embedding = self.token.embedding[...].astype(self.config.dtype)
         logits = jnp.matmul(self.norm(x), embedding.T, preferred_element_type=jnp.float32)
         return logits.reshape(*inputs.shape, -1)
@@ -194,23 +217,34 @@ def decay_mask(params: Params) -> Params:
     return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
 
 
-def apply(config: LMConfig, params: Params, inputs: jax.Array) -> jax.Array:
+def apply(
+    config: LMConfig, params: Params, inputs: jax.Array, rngs: nnx.Rngs | None = None
+) -> jax.Array:
     """The logits of a model with given parameters: see `LanguageModel`."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0))))
-    return nnx.merge(graphdef, params)(inputs)
+    return nnx.merge(graphdef, params)(inputs, rngs)
 
 
 def next_token_loss(
-    config: LMConfig,
+    config: LMConfig, *, train: bool = True
 ) -> Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """The function `(params, batch) -> (loss, {"bits"})` for a model's shape.
 
     The loss is the mean cross entropy of the tokens, in nats; `bits` is the same in bits. `batch`
-    is a dict of integers `[B, S]`: `inputs`, and `targets`, the token after each.
+    is a dict of integers `[B, S]`: `inputs`, and `targets`, the token after each; and, for dropout,
+    `example_seed`, uint32 `[B]`.
+
+    Args:
+        config: the model's shape.
+        train: whether dropout is on. Its masks follow from the batch's first `example_seed`, so
+            they are the same however the run is cut into processes or resumed.
     """
 
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = apply(config, params, batch["inputs"])
+        rngs = None
+        if train and config.dropout:
+            rngs = nnx.Rngs(dropout=jax.random.key(batch["example_seed"][0]))
+        logits = apply(config, params, batch["inputs"], rngs)
         chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
         loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
         return loss, {"bits": loss / math.log(2)}

@@ -42,9 +42,12 @@ def make_task(config: Config) -> Task:
         config.corpus, config.heldout, functools.partial(make_tokenizer, config)
     )
     model = LMConfig.of_size(
-        config.size, len(tokenizer.token_bytes), bfloat16=config.bfloat16, remat=config.remat
+        config.size,
+        len(tokenizer.token_bytes),
+        bfloat16=config.bfloat16,
+        remat=config.remat,
+        dropout=config.dropout,
     )
-    loss_fn = next_token_loss(model)
     shape: Any = {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,
@@ -54,13 +57,15 @@ def make_task(config: Config) -> Task:
     }
     return Task(
         init=functools.partial(init_params, model, config.seed),
-        loss_fn=loss_fn,
+        loss_fn=next_token_loss(model),
         mask=decay_mask,
         batches=functools.partial(data.batches, text, **shape),
         heldout_batches=functools.partial(
             data.evaluation_batches, heldout, **shape, max_batches=config.eval_batches
         ),
-        judge=functools.partial(heldout_losses, jax.jit(loss_fn), tokenizer.token_bytes),
+        judge=functools.partial(
+            heldout_losses, jax.jit(next_token_loss(model, train=False)), tokenizer.token_bytes
+        ),
         write_files=tokenizer.save,
         identity={
             "tokenizer_digest": tokenizer.digest,

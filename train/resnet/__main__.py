@@ -45,7 +45,7 @@ def make_task(config: Config) -> Task:
     """
     folder = pathlib.Path(config.data)
     train, test = (images.read_images(folder / name) for name in (images.TRAIN, images.TEST))
-    model = ResNetConfig.of_size(config.size, bfloat16=config.bfloat16)
+    model = ResNetConfig.of_size(config.size, bfloat16=config.bfloat16, remat=config.remat)
     share: Any = {
         "batch_size": config.batch_size,
         "process_index": jax.process_index(),

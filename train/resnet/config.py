@@ -43,8 +43,6 @@ class Config(RunConfig):
     logged; None: neither."""
     checkpoint_every: int = 391
     """Steps between two checkpoints."""
-    bfloat16: bool = False
-    """Computes in bfloat16; parameters, statistics and optimizer state stay float32."""
     # All test images are judged on.
     eval_batches: tyro.conf.Suppress[int] = 1
 

@@ -54,6 +54,7 @@ class ResNetConfig:
             the pixels between are left out, and zeros are added as channels.
         bfloat16: whether to compute in bfloat16, but for statistics, the mean over pixels, and what
             follows it.
+        remat: whether to compute each block again for its gradients, which takes less memory.
     """
 
     blocks: tuple[int, ...]
@@ -61,6 +62,7 @@ class ResNetConfig:
     bottleneck: bool
     projection: bool
     bfloat16: bool = False
+    remat: bool = False
 
     @classmethod
     def of_size(cls, size: str, **options: bool) -> "ResNetConfig":
@@ -166,8 +168,11 @@ class ResNet(nnx.Module):
         running averages; else they normalise by those.
         """
         x = jax.nn.relu(self.stem(normalised(images).astype(self.config.dtype), train))
+        call = Block.__call__
+        if self.config.remat:
+            call = nnx.remat(call, static_argnums=2)
         for block in self.blocks:
-            x = block(x, train)
+            x = call(block, x, train)
         return self.head(x.astype(jnp.float32).mean((1, 2)))
 
 

@@ -8,7 +8,6 @@ The same command again goes on where it stopped. Of several processes, each runs
 `--coordinator`, `--processes` and its own `--process-id`.
 """
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -59,8 +58,7 @@ def make_task(config: Config) -> Task:
     train = data.windows(data.read_questions(root / TRAIN), tokenizer, **cut)
     questions = data.read_questions(root / DEV)
     dev = data.windows(questions, tokenizer, **cut)
-    shape = dataclasses.replace(pretrained.config, dropout=config.dropout)
-    model = FineTuned(functools.partial(SpanFinder, shape))
+    model = FineTuned(functools.partial(SpanFinder, config.model(pretrained)))
     share: Any = {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,
