@@ -114,7 +114,8 @@ class Judge:
         noise = np.random.default_rng(self._seed).standard_normal((len(real), NOISE), np.float32)
         # By the hundred: all at once their layers would take gigabytes.
         parts = np.array_split(noise, -(-len(noise) // 128))
-        made = np.concatenate([self._generate(params, model_state, part) for part in parts])
+        generated = (self._generate(params, model_state, part) for part in parts)
+        made = np.concatenate([multihost_utils.process_allgather(x, tiled=True) for x in generated])
         levels = sliced_wasserstein(real, made)
         return {
             "sliced_wasserstein": float(np.mean(levels)),
