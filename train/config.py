@@ -301,6 +301,28 @@ class TextConfig(SequenceConfig):
     """Folder of the held-out text; without it, a part of the corpus is held out."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ImageConfig(RunConfig):
+    """Options of a run on CIFAR-10's images."""
+
+    data: str = ""
+    """Folder of CIFAR-10's train.parquet and test.parquet."""
+    batch_size: int = 128
+    """Images in a step, over all workers."""
+    max_grad_norm: float | None = None
+    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
+    logged; None: neither."""
+    # All test images are judged on.
+    eval_batches: tyro.conf.Suppress[int] = 1
+
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """As for every run, and the images'."""
+        return [
+            *super().requirements(),
+            ("data", bool(self.data), "the folder of CIFAR-10's train.parquet and test.parquet"),
+        ]
+
+
 def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
     """Checks that the output folder, where there is one, holds a run of the same trajectory.
 

@@ -15,13 +15,12 @@ import pytest
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from train import images
+from train.batch_norms import decay_mask
 from train.dcgan import data, evaluation, model
 from train.dcgan.__main__ import main
 from train.dcgan.model import (
-    DCGAN,
     DCGANConfig,
     adversarial_loss,
-    decay_mask,
     init_params,
     init_statistics,
 )
@@ -84,7 +83,7 @@ def test_each_network_has_the_gradient_of_its_own_loss():
 
     def logits(generator, discriminator):
         both = {"generator": generator, "discriminator": discriminator}
-        made = model._merged(CONFIG, both, state)
+        made = model.merged(CONFIG, both, state)
         noise = jax.random.normal(jax.random.key(7), (16, 100))
         judged = made.discriminator
         real = jnp.asarray(PIXELS, jnp.float32) / 127.5 - 1
@@ -142,7 +141,6 @@ def test_images_are_made_by_running_averages():
     assert (made.shape, made.dtype) == ((5, 32, 32, 3), jnp.uint8)
     # So each image is its own, whatever it is made beside.
     np.testing.assert_array_equal(model.generate(CONFIG, params, state, noise[:2]), made[:2])
-    assert isinstance(model._merged(CONFIG, params, state), DCGAN)
 
 
 # Batches.
@@ -215,7 +213,15 @@ def test_unlike_images_are_farther_than_like_ones():
     unlike = evaluation.sliced_wasserstein(smooth[0], noise)
     assert len(like) == len(unlike) == 2
     assert all(1.5 * a < b for a, b in zip(like, unlike, strict=True))
-    assert evaluation.sliced_wasserstein(smooth[0], smooth[0]) != [0, 0]
+
+
+def test_the_distances_that_the_docs_compare_with(shared_dir):
+    """Two sets of real images, and one against copies of a single image."""
+    real = images.read_images(shared_dir / "data/cifar10" / images.TEST).pixels[:4096]
+    first, second = real[:2048], real[2048:]
+    assert np.mean(evaluation.sliced_wasserstein(first, second)) == pytest.approx(10.3, abs=0.1)
+    copies = np.repeat(second[:1], 2048, axis=0)
+    assert np.mean(evaluation.sliced_wasserstein(first, copies)) == pytest.approx(218, abs=1)
 
 
 def test_samples_stand_in_rows_of_eight():

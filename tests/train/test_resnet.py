@@ -16,6 +16,7 @@ import onebit_jax
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from train import images
+from train.batch_norms import decay_mask
 from train.resnet import data, model
 from train.resnet.__main__ import main
 from train.resnet.evaluation import Judge
@@ -23,7 +24,6 @@ from train.resnet.model import (
     ResNetConfig,
     apply,
     classification_loss,
-    decay_mask,
     init_params,
     init_statistics,
 )

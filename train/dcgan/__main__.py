@@ -17,13 +17,13 @@ from typing import Any
 import jax
 
 from train import digest, images, program
+from train.batch_norms import decay_mask
 from train.dcgan import data
 from train.dcgan.config import Config
 from train.dcgan.evaluation import Judge
 from train.dcgan.model import (
     DCGANConfig,
     adversarial_loss,
-    decay_mask,
     init_params,
     init_statistics,
 )

@@ -3,14 +3,12 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-import tyro
-
-from train.config import RunConfig
+from train.config import ImageConfig
 from train.dcgan.model import SIZES
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RunConfig):
+class Config(ImageConfig):
     """Trains a DCGAN on CIFAR-10 with each of several optimizers, from one seed.
 
     All see the same batches and the same noise. The same command again goes on where it stopped. At
@@ -20,12 +18,8 @@ class Config(RunConfig):
 
     MODEL: ClassVar[str] = "dcgan"
 
-    data: str = ""
-    """Folder of CIFAR-10's train.parquet and test.parquet."""
     size: Literal["small", "large"] = "small"
     """Channels beside the image: 32 or 128, as in the paper."""
-    batch_size: int = 128
-    """Images in a step, over all workers; as many are made."""
     steps: int = 2000
     """Optimizer steps; 391 of batches of 128 are an epoch."""
     learning_rate: float = 2e-4
@@ -44,16 +38,10 @@ class Config(RunConfig):
     """Decay of the momentum."""
     weight_decay: float = 0.0
     """Decoupled weight decay, on all but biases and norms."""
-    max_grad_norm: float | None = None
-    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
-    logged; None: neither."""
-    # All that are judged are made at once.
-    eval_batches: tyro.conf.Suppress[int] = 1
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As those of all runs, and the DCGAN's own."""
         return [
             ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
             *super().requirements(),
-            ("data", bool(self.data), "the folder of CIFAR-10's train.parquet and test.parquet"),
         ]

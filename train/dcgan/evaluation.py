@@ -112,7 +112,7 @@ class Judge:
         """
         real = np.concatenate(list(_real(batches)))[:IMAGES]
         noise = np.random.default_rng(self._seed).standard_normal((len(real), NOISE), np.float32)
-        # By the hundred: all at once their layers would take gigabytes.
+        # In parts: all at once their layers would take gigabytes.
         parts = np.array_split(noise, -(-len(noise) // 128))
         generated = (self._generate(params, model_state, part) for part in parts)
         made = np.concatenate([multihost_utils.process_allgather(x, tiled=True) for x in generated])

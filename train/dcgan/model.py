@@ -11,6 +11,7 @@ and batch-norm statistics are float32, and travel as plain nested dicts of array
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.batch_norms import Params, Statistics, merge, split
 from train.images import SIDE
 
-Params = dict[str, Any]
-Statistics = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
 NOISE = 100
@@ -127,31 +127,19 @@ class DCGAN(nnx.Module):
         self.discriminator = Discriminator(config, rngs)
 
 
-def _parts(model: nnx.Module) -> tuple[Params, Statistics]:
-    return (
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
-    )
-
-
 def init_params(config: DCGANConfig, seed: int) -> Params:
     """Parameters drawn from `seed`: `generator` and `discriminator`, nested dicts of float32."""
-    return _parts(DCGAN(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+    return split(DCGAN(config, nnx.Rngs(params=jax.random.key(seed))))[0]
 
 
 def init_statistics(config: DCGANConfig) -> Statistics:
     """The batch norms' running means, 0, and variances, 1: as `init_params`."""
-    return _parts(DCGAN(config, nnx.Rngs(0)))[1]
+    return split(DCGAN(config, nnx.Rngs(0)))[1]
 
 
-def decay_mask(params: Params) -> Params:
-    """Which parameters weight decay acts on: the kernels, not biases and batch norms' scales."""
-    return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
-
-
-def _merged(config: DCGANConfig, params: Params, statistics: Statistics) -> DCGAN:
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: DCGAN(config, nnx.Rngs(0))))
-    return nnx.merge(graphdef, params, statistics)
+def merged(config: DCGANConfig, params: Params, statistics: Statistics) -> DCGAN:
+    """Both networks, with these parameters and statistics."""
+    return merge(functools.partial(DCGAN, config), params, statistics)
 
 
 def scaled(images: jax.Array) -> jax.Array:
@@ -163,7 +151,7 @@ def generate(
     config: DCGANConfig, params: Params, statistics: Statistics, noise: jax.Array
 ) -> jax.Array:
     """The images, uint8 `[B, 32, 32, 3]`, of noise `[B, 100]`, normalised by running averages."""
-    made = _merged(config, params, statistics).generator(noise, train=False)
+    made = merged(config, params, statistics).generator(noise, train=False)
     return jnp.round((made + 1) * 127.5).astype(jnp.uint8)
 
 
@@ -192,17 +180,17 @@ def adversarial_loss(
         if config.remat:
             generator = nnx.remat(generator, static_argnums=2)
             discriminator = nnx.remat(discriminator)
-        model = _merged(config, params, model_state)
+        model = merged(config, params, model_state)
         noise = jax.random.normal(
             jax.random.key(batch["noise_seed"][0]), (len(batch["image"]), NOISE)
         )
         made = generator(model.generator, noise, True)
         real_logits = discriminator(model.discriminator, scaled(batch["image"]))
         made_logits = discriminator(model.discriminator, jax.lax.stop_gradient(made))
-        fixed = _merged(config, jax.lax.stop_gradient(params), model_state).discriminator
+        fixed = merged(config, jax.lax.stop_gradient(params), model_state).discriminator
         discriminator_loss = jnp.mean(jax.nn.softplus(-real_logits) + jax.nn.softplus(made_logits))
         generator_loss = jnp.mean(jax.nn.softplus(-discriminator(fixed, made)))
         metrics = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
-        return discriminator_loss + generator_loss, metrics, _parts(model)[1]
+        return discriminator_loss + generator_loss, metrics, split(model)[1]
 
     return loss_fn

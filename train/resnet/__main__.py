@@ -18,13 +18,13 @@ from typing import Any
 import jax
 
 from train import digest, images, program
+from train.batch_norms import decay_mask
 from train.resnet import data
 from train.resnet.config import Config
 from train.resnet.evaluation import Judge
 from train.resnet.model import (
     ResNetConfig,
     classification_loss,
-    decay_mask,
     init_params,
     init_statistics,
 )

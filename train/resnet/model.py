@@ -12,6 +12,7 @@ dicts of arrays, as Optax and onebit_jax expect them:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,10 +21,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from train.batch_norms import Params, Statistics, merge, split
 from train.images import CLASSES
 
-Params = dict[str, Any]
-Statistics = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
@@ -181,36 +181,23 @@ def normalised(images: jax.Array) -> jax.Array:
     return (images / 255 - jnp.array(MEAN)) / jnp.array(STDDEV)
 
 
-def _parts(model: ResNet) -> tuple[Params, Statistics]:
-    return (
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
-    )
-
-
 def init_params(config: ResNetConfig, seed: int) -> Params:
     """Parameters drawn from `seed`, a nested dict of float32 arrays."""
-    return _parts(ResNet(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+    return split(ResNet(config, nnx.Rngs(params=jax.random.key(seed))))[0]
 
 
 def init_statistics(config: ResNetConfig) -> Statistics:
     """The batch norms' running means, 0, and variances, 1: a nested dict of float32 arrays."""
-    return _parts(ResNet(config, nnx.Rngs(0)))[1]
-
-
-def decay_mask(params: Params) -> Params:
-    """Which parameters weight decay acts on: the kernels, not biases and batch norms' scales."""
-    return jax.tree.map_with_path(lambda path, _: path[-1].key == "kernel", params)
+    return split(ResNet(config, nnx.Rngs(0)))[1]
 
 
 def apply(
     config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array, *, train: bool
 ) -> tuple[jax.Array, Statistics]:
     """The logits of a model with given parameters, see `ResNet`, and its statistics after it."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ResNet(config, nnx.Rngs(0))))
-    model = nnx.merge(graphdef, params, statistics)
+    model = merge(functools.partial(ResNet, config), params, statistics)
     logits = model(images, train)
-    return logits, _parts(model)[1]
+    return logits, split(model)[1]
 
 
 def classification_loss(
