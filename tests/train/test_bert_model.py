@@ -193,6 +193,7 @@ def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and
     assert loss_of(first) != loss
 
 
+@pytest.mark.slow
 def test_options_of_how_it_is_computed_change_the_loss_little(
     params, batch, training_loss_and_gradients
 ):

@@ -108,6 +108,7 @@ def test_each_network_has_the_gradient_of_its_own_loss():
     assert loss == pytest.approx(float(sum(metrics.values())), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_options_of_how_it_is_computed_change_little():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
 
@@ -215,6 +216,7 @@ def test_unlike_images_are_farther_than_like_ones():
     assert all(1.5 * a < b for a, b in zip(like, unlike, strict=True))
 
 
+@pytest.mark.slow
 def test_the_distances_that_the_docs_compare_with(shared_dir):
     """Two sets of real images, and one against copies of a single image."""
     real = images.read_images(shared_dir / "data/cifar10" / images.TEST).pixels[:4096]
