@@ -135,6 +135,7 @@ def assert_whole(tree):
             np.testing.assert_array_equal(shard, shards[0])
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx_goes_through_a_shard_map():
     names = dict(trained("Flax NNX", "+"))
     with pytest.raises(ValueError, match=r"^axis_name='data' is not bound.*onebit_jax.init"):

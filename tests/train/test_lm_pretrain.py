@@ -110,6 +110,7 @@ def test_report(finished):
     assert dense / 4 < warmup < dense / 2.5
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
     """Workers share the same batches: Adam's losses agree to rounding, those of signs nearly."""
     out = tmp_path / "run"

@@ -120,6 +120,7 @@ def stop_at(step, act):
     return then
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_removed_while_it_runs(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     remove = stop_at(3, lambda: shutil.rmtree(out))
