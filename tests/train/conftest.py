@@ -6,6 +6,12 @@ import pytest
 from train.lm import model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def started():
+    """The programs set the number of CPU devices, unless JAX runs already, on conftest's eight."""
+    assert jax.device_count() == 8
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """Each start of a run compiles its programs, which takes longer than these tests' few steps."""

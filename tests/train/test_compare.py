@@ -25,7 +25,6 @@ NAMES = ("adam", "onebit_adam", "signum")
 @pytest.fixture(scope="module", autouse=True)
 def small_model():
     """A model that compiles fast, in the place of the smallest there is."""
-    assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model.SIZES, "tiny", (1, 16, 2, 32))
         yield

@@ -35,12 +35,6 @@ RUN = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def started():
-    """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
-    assert jax.device_count() == 8
-
-
-@pytest.fixture(scope="module", autouse=True)
 def small_model():
     """A model that compiles fast, in the place of the smallest there is."""
     with pytest.MonkeyPatch.context() as patch:

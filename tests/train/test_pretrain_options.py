@@ -23,12 +23,6 @@ RUN = (
 ).split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def started():
-    """The program sets the number of CPU devices, unless JAX runs already, on conftest's eight."""
-    assert jax.device_count() == 8
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

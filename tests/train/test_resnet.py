@@ -41,7 +41,6 @@ applied = jax.jit(functools.partial(apply, CONFIG), static_argnames="train")
 @pytest.fixture(scope="module", autouse=True)
 def small_model():
     """A model that compiles fast, in the place of the default."""
-    assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model.SIZES, "20", SMALL)
         yield
