@@ -134,9 +134,11 @@ class TrainStep:
             skips = placement.place(self._skips[-1], replicated)
         every = self._grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
-        with use_abstract_mesh(self._mesh.abstract_mesh):
+        # With the mesh itself, not its abstract form, this and `lower` share what is compiled.
+        mesh = use_abstract_mesh(self._mesh.abstract_mesh) if traced else jax.set_mesh(self._mesh)
+        with mesh:
             placed = self._placed(given)
-            program = self._program(placed, phase)
+            program = self._program(placed, phase, skips)
             results, metrics, outlook, skips = program(
                 *_by_donation(placed), np.bool(measured), skips
             )
@@ -169,18 +171,21 @@ class TrainStep:
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it.
 
+        A call with arguments of these shapes, and this ``phase``, shares what is compiled.
+
         Without ``phase`` it is the program that has all phases and chooses on the devices, which is
         not what a call without ``phase`` runs.
         """
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with use_abstract_mesh(self._mesh.abstract_mesh):
-            shapes = jax.eval_shape(lambda x: x, given)
+        with jax.set_mesh(self._mesh):
+            shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
             )
-            program = self._program(placed, phase)
-            return program.lower(*_by_donation(placed), np.bool(True), no_skips())
+            skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
+            program = self._program(placed, phase, skips)
+            return program.lower(*_by_donation(placed), np.bool(True), skips)
 
     def _placement(self, given: _Arguments) -> _Arguments:
         """Where arguments belong: shardings in a tree like theirs."""
@@ -227,7 +232,7 @@ class TrainStep:
         specs = placement.state_specs(shapes, self._mesh.axis_names)
         check_replicas(self._tx, params, shapes, specs, self._mesh, given.extra_args)
 
-    def _program(self, placed: _Arguments, phase: Phase | None) -> Any:
+    def _program(self, placed: _Arguments, phase: Phase | None, skips: Skips) -> Any:
         """The jitted step for arguments of this structure, which lie where they belong."""
         key = (jax.tree.structure(placed), phase)
         if key not in self._programs:
@@ -248,7 +253,7 @@ class TrainStep:
                 check_vma=False,
             )
             program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
-            traced = program.trace(*_by_donation(placed), np.bool(True), no_skips())
+            traced = program.trace(*_by_donation(placed), np.bool(True), skips)
             varies = check_collectives(traced.jaxpr.jaxpr)
             (_, _, model_state), *_ = jax.tree.unflatten(
                 jax.tree.structure(traced.out_info), varies

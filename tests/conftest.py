@@ -25,6 +25,15 @@ def fresh_trace_counts() -> None:
     chex.clear_trace_counter()
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that compile far longer than they compute, long tests among them."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> pathlib.Path:
     """Recorded trajectories and data: `../shared`, or where `ONEBIT_SHARED` points."""

@@ -16,6 +16,8 @@ from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.phases import PHASES
 from tests.small_task import MESH, WORKERS, onebit, start
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LR = 1e-2
 # Each goes on from dense updates, if it has any, to compressed ones with its second update.
 OPTIMIZERS = {

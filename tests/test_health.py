@@ -28,6 +28,8 @@ from tests.small_task import loss_fn as plain_loss
 from tests.transforms.test_skip_nonfinite import FAULTS, assert_same_bits
 from tests.workers import AXIS, PAIR, on_workers
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def loss_fn(params, batch):
     """The small task's; where a row has a fault, so has the gradient of one bias."""

@@ -29,6 +29,8 @@ from tests.workers import (
     replicate,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Tensors that are padded, and one that is not; an empty one.
 SHAPES = {"matrix": (64, 5), "odd": (37,), "empty": (0, 2), "scalar": ()}
 STEPS = 6

@@ -296,6 +296,17 @@ def test_nothing_is_compiled_twice(caplog):
     assert not caplog.text
 
 
+def test_a_call_and_lower_share_what_is_traced_and_compiled(caplog):
+    step, state = start(onebit())
+    [batch] = make_batches(1)
+    shapes = jax.eval_shape(lambda *args: args, *state, batch)
+    with jax.log_compiles():
+        step(*state, batch)
+        step.lower(*shapes, phase="warmup").compile()
+    for said in ("Finished tracing step for jit", "Finished XLA compilation of jit(step)"):
+        assert sum(message.startswith(said) for message in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("phase", [None, "compression"])
 def test_lowers_for_shapes(phase):
     step, state = onebit_start()

@@ -31,6 +31,8 @@ from tests.small_task import (
 )
 from train.checkpoint import abstract
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "wrappers.md"
 STEPS, SAVED_AFTER = 12, 6
 

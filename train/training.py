@@ -111,10 +111,7 @@ def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopReques
 
     @functools.cache
     def collectives(phase: Phase) -> list[wire.Collective]:
-        of_step = phase if phased else None
-        # To be read, a program is compiled once more.
-        log.compiling(of_step)
-        return wire.collectives(lower(phase=of_step).compile(), mesh)
+        return wire.collectives(lower(phase=phase if phased else None).compile(), mesh)
 
     def bytes_sent(phase: Phase) -> int:
         return wire.bytes_sent(collectives(phase))

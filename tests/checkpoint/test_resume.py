@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RATE = optax.linear_schedule(0.05, 0.0, 20)
 STEPS = 9
 OPTIMIZERS = {

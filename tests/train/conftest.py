@@ -13,14 +13,6 @@ def started():
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """Each start of a run compiles its programs, which takes longer than these tests' few steps."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(scope="module")
 def small_language_model():
     """A model that compiles fast, in the place of the smallest there is."""
     with pytest.MonkeyPatch.context() as patch:

@@ -21,6 +21,8 @@ from train.lm.config import Config as LMConfig
 from train.optimizers import OPTIMIZERS
 from train.training import AXIS, start, to_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STEPS, WARMUP = 200, 40
 RUN: dict[str, Any] = {
     "steps": STEPS,

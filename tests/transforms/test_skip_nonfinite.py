@@ -12,6 +12,8 @@ import onebit_jax
 from tests.workers import AXIS, Binding, assert_workers_agree, on_workers, replicate
 from train.optimizers import OPTIMIZERS, Setting
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WORKERS, STEPS = 4, 12
 FAULTS = [np.nan, np.inf, -np.inf, 1e38, 3e25]
 PARAMS = {"layer": {"kernel": (9, 5), "bias": (5,)}, "embedding": (6, 8)}
