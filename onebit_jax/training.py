@@ -134,10 +134,11 @@ class TrainStep:
             skips = placement.place(self._skips[-1], replicated)
         every = self._grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
-        # With the mesh itself, not its abstract form, this and `lower` share what is compiled.
-        mesh = use_abstract_mesh(self._mesh.abstract_mesh) if traced else jax.set_mesh(self._mesh)
-        with mesh:
+        abstract = use_abstract_mesh(self._mesh.abstract_mesh)
+        with abstract:
             placed = self._placed(given)
+        # With the mesh itself, not its abstract form, this and `lower` share what is compiled.
+        with abstract if traced else jax.set_mesh(self._mesh):
             program = self._program(placed, phase, skips)
             results, metrics, outlook, skips = program(
                 *_by_donation(placed), np.bool(measured), skips
@@ -178,12 +179,13 @@ class TrainStep:
         """
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with jax.set_mesh(self._mesh):
+        with use_abstract_mesh(self._mesh.abstract_mesh):
             shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
             )
-            skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
+        skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
+        with jax.set_mesh(self._mesh):
             program = self._program(placed, phase, skips)
             return program.lower(*_by_donation(placed), np.bool(True), skips)
 
