@@ -39,9 +39,9 @@ lm: $(VENV)/installed
 compare: $(VENV)/installed
 	$(BIN)/python -m train.compare
 
-# GLUE is the folder of the official files.
+# GLUE is the folder of the official files. One epoch and two workers, for minutes on two cores.
 finetune: $(VENV)/installed-finetune
-	$(BIN)/python -m train.glue --data $(GLUE) --out runs/finetune
+	$(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --out runs/finetune
 
 # Two processes, as on two hosts.
 cluster: $(VENV)/installed
