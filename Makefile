@@ -56,7 +56,7 @@ test: $(VENV)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(TESTS)
 
 test-all: test test-slow
 
