@@ -71,9 +71,10 @@ def _of(runs: Iterable[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
 
 
 def _title(run: dict[str, Any]) -> str:
+    epochs = "1 epoch" if run["epochs"] == 1 else f"{run['epochs']:g} epochs"
     return (
         f"Fine-tuning of {run['parameters']:,} parameters, {run['workers']} workers, batches of "
-        f"{run['batch_size']}, {run['sequence_length']} tokens, {run['epochs']:g} epochs"
+        f"{run['batch_size']}, {run['sequence_length']} tokens, {epochs}"
     )
 
 

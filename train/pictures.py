@@ -228,7 +228,7 @@ def draw_spread(
         path: the picture.
     """
     figure = Figure(figsize=(4 * len(values), 4), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(textwrap.fill(title, 50 * len(values)), fontsize=11)
     panels = figure.subplots(1, len(values), squeeze=False)[0]
     for axes, (task, by_optimizer) in zip(panels, values.items(), strict=True):
         for place, found in enumerate(by_optimizer.values()):
