@@ -52,7 +52,7 @@ class FineTuneConfig(SequenceConfig):
     epochs: float = 3.0
     """Passes through the training examples."""
     learning_rate: float = 5e-5
-    """Peak learning rate, of all optimizers; see docs/finetuning.md for what suits each."""
+    """Peak learning rate, of all optimizers; docs/finetuning.md has what others were given."""
     schedule: Literal["exponential", "cosine", "linear"] = "linear"
     """What follows the learning rate's warm-up."""
     learning_rate_warmup: float = 0.1
