@@ -17,7 +17,7 @@ from train.sweep import sweep
 STEPS, WARMUP, WORKERS = 8, 3, 2
 RUN = (
     f"--workers {WORKERS} --batch-size 4 --sequence-length 16 --vocab-size 300 --steps {STEPS} "
-    f"--warmup {WARMUP} --schedule-warmup 2 --eval-batches 2 --learning-rates 1e-3 4e-3 1e-2"
+    f"--warmup {WARMUP} --schedule-warmup 2 --eval-batches 2 --learning-rates 1e-3 1e-2"
 ).split()
 NAMES = ("adam", "onebit_adam", "signum")
 
@@ -97,7 +97,7 @@ def test_all_begin_alike_and_the_best_is_taken(finished):
         assert figure["losses"][0] == pytest.approx(compared["adam"]["losses"][0], rel=1e-5)
         assert len(figure["losses"]) == len(figure["sent"]) == STEPS
         assert figure["losses"][-1] < figure["losses"][0]
-        assert [float(rate) for rate in figure["tried"]] == [1e-3, 4e-3, 1e-2]
+        assert [float(rate) for rate in figure["tried"]] == [1e-3, 1e-2]
         assert figure["heldout"] == {"0": min(figure["tried"].values())}
         assert figure["tried"][str(figure["learning_rate"])] == figure["heldout"]["0"]
     # Until 1-bit Adam compresses it is Adam; 1-bit Adam's best may be another learning rate.
@@ -173,13 +173,11 @@ def test_going_on_makes_only_what_is_missing(finished, capsys):
     trainings = out / "trainings"
     before = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
     more = [*RUN, "--optimizers", "adam", "distributed_lion", "--out", str(out)]
-    more[more.index("--learning-rates") + 1 : more.index("--optimizers")] = ["0.01", "0.1"]
+    more[more.index("--learning-rates") + 1 : more.index("--optimizers")] = ["0.01"]
     assert compare.main(more) == 0
     made = [line for line in capsys.readouterr().out.splitlines() if " in " in line]
     assert [line.split(":")[0] for line in made] == [
-        "adam, 8 steps, learning rate 0.1, seed 0",
-        "distributed_lion, 8 steps, learning rate 0.01, seed 0",
-        "distributed_lion, 8 steps, learning rate 0.1, seed 0",
+        "distributed_lion, 8 steps, learning rate 0.01, seed 0"
     ]
     after = {path.name: path.stat().st_mtime_ns for path in trainings.iterdir()}
     assert before.items() < after.items()
@@ -208,7 +206,7 @@ def test_seeds_and_a_shorter_sweep(tmp_path, capsys):
     made = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " in " in line]
     compared = figures(tmp_path / "run")
     best = {name: f"{figure['learning_rate']:g}" for name, figure in compared.items()}
-    rates = ("0.001", "0.004", "0.01")
+    rates = ("0.001", "0.01")
 
     def of_both_seeds(name):
         return [f"{name}, 8 steps, learning rate {best[name]}, seed {seed}" for seed in (0, 7)]
