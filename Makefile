@@ -40,8 +40,10 @@ compare: $(VENV)/installed
 	$(BIN)/python -m train.compare
 
 # GLUE is the folder of the official files. One epoch and two workers, for minutes on two cores.
+# glibc would give large arrays back to the system after each step, and fault them in again.
 finetune: $(VENV)/installed-finetune
-	$(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --out runs/finetune
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184 \
+	  $(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --out runs/finetune
 
 # Two processes, as on two hosts.
 cluster: $(VENV)/installed
