@@ -121,6 +121,7 @@ def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
         np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch):
     """Stopped in the warm-up at 8 bits, between two checkpoints."""
     requested = StopRequest.requested
