@@ -230,6 +230,7 @@ def restore_or_pass_over(folder):
     return restored.step, [str(warning.message) for warning in caught]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [truncated, flipped, removed])
 def test_no_damage_to_a_file_goes_unnoticed(copied, damage):
     """Each file once: what comes back is what was saved, or the checkpoint before."""
@@ -262,6 +263,7 @@ def flip_and_restore(folder, tries):
     return passed_over
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_arrays(copied):
     assert flip_and_restore(copied, 90) > 75
 

@@ -81,6 +81,7 @@ def goes_on_past(copied, finished, damage, capsys):
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_a_broken_result_and_a_torn_log(copied, finished, capsys):
     """What was trained from the checkpoint before ends with the same held-out loss."""
     goes_on_past(copied, finished, flipped, capsys)

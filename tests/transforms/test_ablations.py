@@ -162,6 +162,7 @@ def best_loss(form: Form) -> float:
     return min(finite, default=math.inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", [ONEBIT_ADAM, FROZEN_VARIANCE], ids=["onebit_adam", "frozen_variance"]
 )

@@ -9,6 +9,7 @@ from tests.data import record_last_version
 TOLERANCE = 1e-6  # relative to each tensor's largest value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", record_last_version.CASES)
 def test_twenty_steps_after_warmup_are_those_of_the_last_version(case):
     with np.load(record_last_version.PATH) as recorded:

@@ -264,7 +264,6 @@ class Programs:
         return {name: g[t] for name, g in self.gradients.items()}
 
 
-@pytest.mark.slow
 def test_every_program_gives_the_same_bits_and_a_wrong_phase_changes_none(shared_dir):
     """By way of the host, since every binding places the same numbers elsewhere.
 

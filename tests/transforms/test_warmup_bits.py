@@ -94,6 +94,7 @@ def bfloat16_mean(grads):
     return rounded.sum(0).astype(jnp.bfloat16).astype(np.float32) / len(grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_bfloat16_is_summed_as_such_and_adds_no_state(name):
     """Workers' gradients are such that their sum is the same in any order."""
