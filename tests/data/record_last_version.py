@@ -1,4 +1,4 @@
-"""Records what version 0.1.0 (commit 778713d) made of some steps with every optimizer.
+"""Records what the previous version (commit c0941f5) made of some steps with every optimizer.
 
     PYTHONPATH=CHECKOUT python tests/data/record_last_version.py
 
@@ -38,7 +38,24 @@ LAMB = {
 }
 STEPS = {"var_update_scaler": 2, "local_step_scaler": 5, "local_step_clipper": 4}
 
-CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+BIRDER = {"b": 0.95, "weight_decay": 0.01, "seed": 3, "amsgrad": False}
+LION: dict[str, Any] = {"b1": 0.9, "b2": 0.99, "weight_decay": 0.01}
+
+
+def compressed_sgd(learning_rate: Any, *, axis_name: Any, **options: Any) -> Any:
+    """SGD with momentum behind a compressed mean."""
+    return optax.chain(
+        onebit_jax.compressed_mean(axis_name, **options), optax.sgd(learning_rate, momentum=0.9)
+    )
+
+
+def local_adam(learning_rate: Any, *, axis_name: Any, **options: Any) -> Any:
+    """DiLoCo of Adam."""
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return onebit_jax.local_steps(optax.adam(learning_rate), outer, axis_name=axis_name, **options)
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "onebit_adam": (
         "onebit_adam",
         FLAT,
@@ -49,27 +66,33 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         PAIR,
         ADAM | {"warmup": WARMUP, "bias_correction": False, "scale": "mean_abs"},
     ),
+    "onebit_adam, 8 bits, refreshes": (
+        "onebit_adam",
+        FLAT,
+        ADAM | {"warmup": WARMUP, "warmup_bits": 8, "variance_refreshes": 5},
+    ),
     "onebit_lamb": ("onebit_lamb", FLAT, ADAM | LAMB | {"warmup": WARMUP}),
+    "onebit_lamb, nodes": ("onebit_lamb", PAIR, ADAM | LAMB | {"warmup": WARMUP}),
     "zero_one_adam": ("zero_one_adam", FLAT, ADAM | STEPS | {"variance_freeze": 2 * WARMUP}),
-    "birder": (
-        "birder",
-        FLAT,
-        {
-            "b": 0.95,
-            "weight_decay": 0.01,
-            "seed": 3,
-            "transport": "bits",
-            "requantize": True,
-            "amsgrad": False,
-        },
-    ),
-    "distributed_lion": (
-        "distributed_lion",
-        FLAT,
-        {"b1": 0.9, "b2": 0.99, "weight_decay": 0.01, "aggregation": "majority"},
-    ),
+    "zero_one_adam, nodes": ("zero_one_adam", PAIR, ADAM | STEPS | {"variance_freeze": 2 * WARMUP}),
+    "birder": ("birder", FLAT, BIRDER | {"transport": "bits", "requantize": True}),
+    "birder, votes": ("birder", FLAT, BIRDER | {"transport": "votes", "requantize": True}),
+    "birder, means": ("birder", FLAT, BIRDER | {"transport": "bits", "requantize": False}),
+    "birder, nodes": ("birder", PAIR, BIRDER | {"transport": "bits", "requantize": True}),
+    "distributed_lion": ("distributed_lion", FLAT, LION | {"aggregation": "majority"}),
+    "distributed_lion, means": ("distributed_lion", FLAT, LION | {"aggregation": "mean"}),
     "signum": ("signum", FLAT, {"b1": 0.9, "weight_decay": 0.01}),
     "ef_signsgd": ("ef_signsgd", FLAT, {"momentum": 0.9, "weight_decay": 0.01}),
+    "ef_signsgd, nodes": ("ef_signsgd", PAIR, {"momentum": 0.9, "weight_decay": 0.01}),
+    "onebit_muon": ("onebit_muon", FLAT, {"bits": 1, "weight_decay": 0.01}),
+    "onebit_muon, 4 bits": ("onebit_muon", FLAT, {"bits": 4, "weight_decay": 0.01}),
+    "compressed_mean, 1 bit": (compressed_sgd, FLAT, {"bits": 1, "residual_decay": 0.9}),
+    "compressed_mean, 2 bits": (compressed_sgd, FLAT, {"bits": 2}),
+    "compressed_mean, 4 bits, nodes": (compressed_sgd, PAIR, {"bits": 4}),
+    "compressed_mean, 8 bits": (compressed_sgd, FLAT, {"bits": 8}),
+    "local_steps, 1 bit": (local_adam, FLAT, {"every": 4, "bits": 1}),
+    "local_steps, 4 bits, fragments": (local_adam, FLAT, {"every": 4, "bits": 4, "fragments": 2}),
+    "local_steps, 32 bits": (local_adam, FLAT, {"every": 4, "bits": 32}),
 }
 
 
@@ -92,7 +115,7 @@ def gradients(seed: int) -> dict[str, np.ndarray]:
 def trajectory(case: str) -> Callable[[Any], dict[str, Any]]:
     """Makes of gradients the parameters that are recorded, `[workers, 2, ...]`."""
     name, axis_name, options = CASES[case]
-    make = getattr(onebit_jax, name)
+    make = getattr(onebit_jax, name) if isinstance(name, str) else name
     tx = make(learning_rate, axis_name=axis_name, **options)
     rng = np.random.default_rng(0)
     start = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}

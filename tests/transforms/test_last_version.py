@@ -1,4 +1,4 @@
-"""Every optimizer makes of the same gradients what version 0.1.0 made of them."""
+"""Every optimizer makes of the same gradients what the previous version made of them."""
 
 import jax
 import numpy as np
