@@ -25,11 +25,7 @@ _NO_CODE = {
 
 
 def code_lines(source: str) -> int:
-    """The number of lines with code on them.
-
-    >>> code_lines("'''Doc.'''\\n\\nx = 1  # why\\n# comment\\ndef f():\\n    'Doc.'\\n    return 1\\n")
-    3
-    """
+    """The number of lines with code on them."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,7 +55,8 @@ def sources(revision: str | None) -> dict[str, str]:
     """The Python files git tracks in the folders, in the working tree or in a revision."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
+        done = subprocess.run(["git", *arguments], check=True, capture_output=True, text=True)
+        return done.stdout
 
     if revision is None:
         paths = git("ls-files", *FOLDERS).split("\n")

@@ -3,7 +3,7 @@
 import itertools
 from typing import NamedTuple
 
-from onebit_jax import hlo
+from onebit_jax.programs import hlo
 
 # What takes no time on the device, or is done before the program runs.
 _BOOKKEEPING = frozenset(

@@ -1,14 +1,12 @@
 """Optax optimizers that send one bit per parameter, and the collectives beneath them."""
 
-from onebit_jax import plan, wire
-from onebit_jax.adam_states import from_adam, to_adam
-from onebit_jax.diagnosis import Diagnosis, diagnose
-from onebit_jax.health import NonFiniteError
+from onebit_jax import plan
 from onebit_jax.markers import PerWorker
-from onebit_jax.placement import init, state_specs
-from onebit_jax.replica_checksums import Divergence, ReplicaDivergenceError
-from onebit_jax.resizing import resize
-from onebit_jax.training import TrainStep, train_step
+from onebit_jax.programs import wire
+from onebit_jax.states.adam_conversion import from_adam, to_adam
+from onebit_jax.states.placement import init, state_specs
+from onebit_jax.states.resizing import resize
+from onebit_jax.training.train_step import TrainStep, train_step
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
 from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
@@ -20,6 +18,7 @@ from onebit_jax.transforms.distributed_lion import (
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
 from onebit_jax.transforms.local_steps import LocalStepsState, local_steps
 from onebit_jax.transforms.mean_gradients import mean_gradients
+from onebit_jax.transforms.nonfinite import NonFiniteError
 from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
 from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
@@ -32,6 +31,8 @@ from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
 from onebit_jax.transforms.zero_one_adam_steps import ZeroOneAdamState
+from onebit_jax.watching.diagnosis import Diagnosis, diagnose
+from onebit_jax.watching.replica_checksums import Divergence, ReplicaDivergenceError
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,9 @@
-"""The marker that tells a worker's own state from state that all workers share."""
+"""What leaves of a state are: one worker's alone, or random keys."""
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class PerWorker(NamedTuple):
@@ -44,3 +45,8 @@ def own(node: PerWorker) -> Any:
 def is_per_worker(node: Any) -> bool:
     """True for a :class:`PerWorker` node: the ``is_leaf`` of tree maps that look for the marker."""
     return isinstance(node, PerWorker)
+
+
+def is_key(x: Any) -> bool:
+    """True for an array of typed random keys."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.collective_check import check_collectives
+from onebit_jax.programs.collective_check import check_collectives
 
 
 def check(f):

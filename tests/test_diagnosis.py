@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import healthy_ranges
-from onebit_jax.replica_checksums import checksum, find_divergences
+from onebit_jax.watching import healthy_ranges
+from onebit_jax.watching.replica_checksums import checksum, find_divergences
 from tests.small_task import (
     MESH,
     NODES_MESH,

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import phase_choice, wire
-from onebit_jax.health import LARGEST_SQUARED_NORM, examine
+from onebit_jax import wire
+from onebit_jax.training import phase_choice
+from onebit_jax.transforms.nonfinite import LARGEST_SQUARED_NORM, examine
 from tests.small_task import (
     LEARNING_RATE,
     MESH,

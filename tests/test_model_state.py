@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax.gradients import loss_and_gradients
+from onebit_jax.training.gradients import loss_and_gradients
 from tests.small_task import (
     MESH,
     ROWS,

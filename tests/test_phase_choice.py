@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax.phase_choice import PhaseChoice
+from onebit_jax.training.phase_choice import PhaseChoice
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
 
 WARMUP, COMPRESSION, UNKNOWN = 0, 1, -1

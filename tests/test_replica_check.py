@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import onebit_jax
-from onebit_jax import placement
-from onebit_jax.replica_check import check_replicas
+from onebit_jax.programs.replica_check import check_replicas
+from onebit_jax.states import placement
 from tests.small_task import MESH, NODES_MESH, dense, make_mesh, make_params, onebit
 from tests.workers import PAIR
 

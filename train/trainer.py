@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from onebit_jax import wire
 from onebit_jax.markers import is_per_worker
-from onebit_jax.phase_choice import progress_of
+from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.phases import PHASES, Phase
 from train import schedules
 from train.bert import pretrain as bert

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
-from onebit_jax.phase_choice import progress_of
+from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
 from train import checkpoint
 from train.checkpoint import Progress, State, abstract

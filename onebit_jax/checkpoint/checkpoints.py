@@ -28,7 +28,7 @@ from onebit_jax.checkpoint.loading import (
     read,
 )
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.resizing import resize
+from onebit_jax.states.resizing import resize
 
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"

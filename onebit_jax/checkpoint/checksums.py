@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onebit_jax.model_state import is_key
+from onebit_jax.markers import is_key
 
 Box = tuple[tuple[int, int], ...]
 

@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 from onebit_jax.checkpoint import manifest
 from onebit_jax.checkpoint.checksums import differing
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.placement import state_shapes
+from onebit_jax.states.placement import state_shapes
 
 MANIFEST = "manifest.json"
 

@@ -42,7 +42,7 @@ def equal_on_all_workers(tree: Any) -> Any:
     """Returns the arrays as they are, and tells checks that they are the same on all workers.
 
     For what each worker keeps for itself and yet, by what workers told each other, is the same on
-    all, which is not to be seen from the program (:mod:`onebit_jax.collective_check`).
+    all, which is not to be seen from the program (:mod:`onebit_jax.programs.collective_check`).
     """
     return tree
 

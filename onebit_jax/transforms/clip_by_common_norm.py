@@ -7,7 +7,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.health import squared_norms
+from onebit_jax.transforms.nonfinite import squared_norms
 
 
 def squared_norm(grads: optax.Updates) -> jax.Array:

@@ -11,10 +11,10 @@ import optax
 from jax.extend.core import Jaxpr
 
 from onebit_jax import validation
-from onebit_jax.collective_check import collectives
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.in_place import overwrite_one
 from onebit_jax.markers import PerWorker, own
+from onebit_jax.programs.collective_check import collectives
 from onebit_jax.transforms.fragments import Fragments
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin, keep
 from onebit_jax.transforms.when import When, made

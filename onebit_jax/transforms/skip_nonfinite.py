@@ -8,7 +8,7 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.health import Skips, examine, no_skips
+from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
 from onebit_jax.transforms.when import When, update_when
 
 

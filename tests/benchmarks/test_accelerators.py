@@ -8,7 +8,7 @@ from benchmarks import accelerators, tasks
 from benchmarks.kernels import Launches, launches
 from benchmarks.kinds import for_compilers
 from benchmarks.loops import Run
-from onebit_jax.wire import Collective
+from onebit_jax.programs.wire import Collective
 
 SMALL = accelerators.Options(elements=accelerators.LEAST_ELEMENTS)
 

@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import placement, wire
+from onebit_jax import wire
 from onebit_jax.collectives.quantized import QuantizedExchange
+from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.small_task import MESH, WORKERS, make_batches, make_params, start

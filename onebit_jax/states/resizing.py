@@ -9,12 +9,12 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from onebit_jax import placement, worker_view
 from onebit_jax.collectives import owed
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.layouts import Layout
 from onebit_jax.collectives.quantized import QuantizedState
 from onebit_jax.markers import PerWorker, is_per_worker
+from onebit_jax.states import placement, simulated_workers
 from onebit_jax.transforms.birder import ScaleByBirderState
 from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
 
@@ -27,7 +27,7 @@ def resize(
     params: optax.Params,
     mesh: Mesh,
     *,
-    from_axes: worker_view.Axes,
+    from_axes: simulated_workers.Axes,
     from_tx: optax.GradientTransformation | None = None,
 ) -> StateT:
     r"""Takes an optimizer state to another number of workers, or to other options of its exchange.
@@ -73,22 +73,27 @@ def resize(
     """
     from_tx = tx if from_tx is None else from_tx
     shapes = jax.eval_shape(lambda x: x, params)
-    before, after = worker_view.abstract_mesh(from_axes), worker_view.abstract_mesh(mesh)
+    before, after = (
+        simulated_workers.abstract_mesh(from_axes),
+        simulated_workers.abstract_mesh(mesh),
+    )
     expected = placement.state_shapes(from_tx, shapes, cast(Any, before))
-    held = jax.tree.map(worker_view.on_host, opt_state)
+    held = jax.tree.map(simulated_workers.on_host, opt_state)
     placement.check_state(held, expected, cast(Any, before))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         moved = _moved(
             held,
-            worker_view.layouts_of(from_tx, shapes, before),
-            worker_view.layouts_of(tx, shapes, after),
+            simulated_workers.layouts_of(from_tx, shapes, before),
+            simulated_workers.layouts_of(tx, shapes, after),
             before,
             after,
         )
     wanted = placement.state_shapes(tx, shapes, cast(Any, after))
     placement.check_state(moved, wanted, cast(Any, after))
     specs = placement.state_specs(wanted, mesh.axis_names)
-    return jax.tree.map(lambda x, spec: worker_view.put(x, NamedSharding(mesh, spec)), moved, specs)
+    return jax.tree.map(
+        lambda x, spec: simulated_workers.put(x, NamedSharding(mesh, spec)), moved, specs
+    )
 
 
 def _moved(
@@ -109,7 +114,7 @@ def _moved(
     def move(node: Any) -> Any:
         if isinstance(node, ScaleByBirderState):
             return _moved_birder(node, *next(pairs), from_mesh, to_mesh)
-        if worker_view.exchanges(node):
+        if simulated_workers.exchanges(node):
             return _moved_exchange(node, *next(pairs), from_mesh, to_mesh)
         if isinstance(node, (ExchangeState, QuantizedState)):
             raise ValueError(
@@ -118,7 +123,7 @@ def _moved(
             )
         return _dealt(node, to_mesh.size) if is_per_worker(node) else node
 
-    return jax.tree.map(move, state, is_leaf=worker_view.is_unit)
+    return jax.tree.map(move, state, is_leaf=simulated_workers.is_unit)
 
 
 def _dealt(node: PerWorker, workers: int) -> PerWorker:
@@ -140,17 +145,17 @@ def _moved_exchange(
     use = node.use_of_exchange(before.tree)
     alive, use = use[1:], use._replace(alive=(), decay=())
     lamb = isinstance(node, ScaleByOnebitLambState)
-    rows, shared = worker_view.split(node.exchange)
+    rows, shared = simulated_workers.split(node.exchange)
     fresh = node.fresh_variance if lamb else ()
 
     def give(rows: Any, shared: Any) -> Any:
         exchange = before.bound()
         cut = exchange.fused.cut(shared[1]) if lamb else ()
-        state = worker_view.joined(node.exchange, rows, shared[0])
+        state = simulated_workers.joined(node.exchange, rows, shared[0])
         return owed.owed(exchange, state, use), cut
 
     given = jax.tree.map(
-        lambda x: x[0], worker_view.in_worker_view(give, from_mesh, rows, (shared, fresh))
+        lambda x: x[0], simulated_workers.in_worker_view(give, from_mesh, rows, (shared, fresh))
     )
 
     def take(_: Any, shared: Any) -> Any:
@@ -159,14 +164,14 @@ def _moved_exchange(
         now = use._replace(alive=living[0], decay=living[1])
         return owed.taken_up(exchange, held, now), joined
 
-    kept, fresh = worker_view.in_worker_view(take, to_mesh, (), (given, alive))
-    kept = jax.tree.map(worker_view.from_rows, kept, is_leaf=is_per_worker)
+    kept, fresh = simulated_workers.in_worker_view(take, to_mesh, (), (given, alive))
+    kept = jax.tree.map(simulated_workers.from_rows, kept, is_leaf=is_per_worker)
     moved = jax.tree.map(
         lambda x: _dealt(x, to_mesh.size) if is_per_worker(x) else x,
         node._replace(exchange=()),
         is_leaf=is_per_worker,
     )._replace(exchange=kept)
-    return moved._replace(fresh_variance=worker_view.from_rows(fresh)) if lamb else moved
+    return moved._replace(fresh_variance=simulated_workers.from_rows(fresh)) if lamb else moved
 
 
 def _moved_birder(
@@ -184,7 +189,9 @@ def _moved_birder(
         # However they are rounded, no m may exceed its a.
         return m, [jnp.maximum(y, jnp.abs(x)) for x, y in zip(m, a, strict=True)]
 
-    means = jax.tree.map(lambda x: x[0], worker_view.in_worker_view(give, from_mesh, [m, a], ()))
+    means = jax.tree.map(
+        lambda x: x[0], simulated_workers.in_worker_view(give, from_mesh, [m, a], ())
+    )
 
     def take(_: Any, means: Any) -> Any:
         return [after.bound().own_parts(values) for values in means]
@@ -192,6 +199,6 @@ def _moved_birder(
     tree = jax.tree.structure(node.m.value)
     m, a = (
         PerWorker(tree.unflatten([x[:, 0] for x in values]))
-        for values in worker_view.in_worker_view(take, to_mesh, (), means)
+        for values in simulated_workers.in_worker_view(take, to_mesh, (), means)
     )
     return node._replace(m=m, a=a)

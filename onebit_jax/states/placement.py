@@ -12,9 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import replica_check
-from onebit_jax.markers import is_per_worker
-from onebit_jax.model_state import is_key
+from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.programs import replica_check
 
 
 def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:

@@ -1,8 +1,8 @@
 """Whether replicas hold the same bits: checksums that each device makes of its own copies.
 
-:mod:`onebit_jax.replica_check` refuses, before anything runs, optimizers under which replicas would
-diverge. What no program shows, a faulty device, a loop that placed arrays wrongly, a kernel whose
-results depend on the machine, is found here, while a run goes on.
+:mod:`onebit_jax.programs.replica_check` refuses, before anything runs, optimizers under which
+replicas would diverge. Other causes are found here while a run goes on: a faulty device, a loop
+that placed arrays wrongly, a kernel whose results depend on the machine.
 """
 
 import collections
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from onebit_jax.model_state import is_key
+from onebit_jax.markers import is_key
 
 
 class Divergence(NamedTuple):

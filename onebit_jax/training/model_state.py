@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-
-def is_key(x: Any) -> bool:
-    """True for an array of typed random keys."""
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+from onebit_jax.markers import is_key
 
 
 def with_own_keys(model_state: Any, axes: tuple[str, ...]) -> Any:

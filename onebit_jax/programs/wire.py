@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from onebit_jax import hlo
+from onebit_jax.programs import hlo
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import healthy_ranges, placement, step_metrics
-from onebit_jax.replica_checksums import ReplicaDivergenceError, checksum, find_divergences
+from onebit_jax.states import placement
+from onebit_jax.watching import healthy_ranges, metrics
+from onebit_jax.watching.replica_checksums import ReplicaDivergenceError, checksum, find_divergences
 
 
 class Diagnosis(NamedTuple):
@@ -148,7 +149,7 @@ def _program(mesh: Mesh, structure: Any, specs: tuple[Any, ...], shared: tuple[i
     def worker(state: Any) -> Any:
         leaves = jax.tree.leaves(state)
         checksums = [checksum(leaves[place]) for place in shared]
-        figures = step_metrics.of_optimizers(state["opt_state"], diagnostics=True)
+        figures = metrics.of_optimizers(state["opt_state"], diagnostics=True)
         own = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
         return lax.all_gather((own, figures), mesh.axis_names)

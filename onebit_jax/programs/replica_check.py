@@ -2,7 +2,7 @@
 
 An update is traced, not run, with gradients that differ between workers. What it makes of them must
 be the same on all, but for state in a :class:`~onebit_jax.PerWorker`; whether it is, is read from
-the program (:mod:`onebit_jax.collective_check`).
+the program (:mod:`onebit_jax.programs.collective_check`).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.collective_check import check_collectives
+from onebit_jax.programs.collective_check import check_collectives
 
 # What to do in place of some wrappers of Optax, by the name of their state.
 _ADVICE = {

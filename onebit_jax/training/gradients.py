@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax.model_state import check_same_state
-from onebit_jax.step_metrics import Metrics
+from onebit_jax.training.model_state import check_same_state
+from onebit_jax.watching.metrics import Metrics
 
 LossFn = Callable[..., Any]
 

@@ -14,8 +14,7 @@ from onebit_jax.collectives import layouts
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.layouts import Layout
 from onebit_jax.collectives.quantized import QuantizedState
-from onebit_jax.markers import is_per_worker
-from onebit_jax.model_state import is_key
+from onebit_jax.markers import is_key, is_per_worker
 from onebit_jax.transforms.birder import ScaleByBirderState
 
 Axes = Mesh | AbstractMesh | Mapping[str, int]

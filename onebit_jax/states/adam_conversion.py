@@ -9,10 +9,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import placement, worker_view
 from onebit_jax.collectives import owed
 from onebit_jax.collectives.owed import Owed, Use
 from onebit_jax.markers import is_per_worker
+from onebit_jax.states import placement, simulated_workers
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
 from onebit_jax.transforms.phases import PHASES
 
@@ -48,7 +48,7 @@ def from_adam(
       >>> tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
-    adam = jax.tree.map(worker_view.on_host, _only(optax.ScaleByAdamState, adam_state))
+    adam = jax.tree.map(simulated_workers.on_host, _only(optax.ScaleByAdamState, adam_state))
     state = placement.init(tx, params, mesh)
     node = _only(ScaleByOnebitAdamState, state)
     moments = [jax.tree.map(lambda x: x.astype(np.float32), x) for x in (adam.mu, adam.nu)]
@@ -58,10 +58,10 @@ def from_adam(
             f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
             f"the parameters that it belongs to."
         )
-    axes = worker_view.abstract_mesh(mesh)
-    units = jax.tree.leaves(state, is_leaf=worker_view.is_unit)
-    place = [x is node for x in units if worker_view.exchanges(x)].index(True)
-    layout = worker_view.layouts_of(tx, jax.eval_shape(lambda x: x, params), axes)[place]
+    axes = simulated_workers.abstract_mesh(mesh)
+    units = jax.tree.leaves(state, is_leaf=simulated_workers.is_unit)
+    place = [x is node for x in units if simulated_workers.exchanges(x)].index(True)
+    layout = simulated_workers.layouts_of(tx, jax.eval_shape(lambda x: x, params), axes)[place]
     zeros = jax.tree.map(np.zeros_like, moments[0])
 
     def take(_: Any, mu: Any) -> Any:
@@ -69,13 +69,13 @@ def from_adam(
         return owed.taken_up(layout.bound(), held, Use(True, None, 0.0))
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        kept = worker_view.in_worker_view(take, axes, (), moments[0])
+        kept = simulated_workers.in_worker_view(take, axes, (), moments[0])
     count = np.int32(adam.count)
     upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
     begun = node._replace(
         progress=node.progress._replace(count=count, upcoming=upcoming),
         v_then_inverse_root=moments[1],
-        exchange=jax.tree.map(worker_view.from_rows, kept, is_leaf=is_per_worker),
+        exchange=jax.tree.map(simulated_workers.from_rows, kept, is_leaf=is_per_worker),
     )
 
     def fill(x: Any) -> Any:
@@ -90,7 +90,7 @@ def from_adam(
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if placement.is_placed(x, sharding) else worker_view.put(x, sharding)
+    return x if placement.is_placed(x, sharding) else simulated_workers.put(x, sharding)
 
 
 def to_adam(
@@ -123,22 +123,22 @@ def to_adam(
     Raises:
       ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh.
     """
-    shapes, axes = jax.eval_shape(lambda x: x, params), worker_view.abstract_mesh(mesh)
+    shapes, axes = jax.eval_shape(lambda x: x, params), simulated_workers.abstract_mesh(mesh)
     placement.check_state(opt_state, placement.state_shapes(tx, shapes, cast(Any, axes)), mesh)
     node = _only(ScaleByOnebitAdamState, opt_state)
-    units = jax.tree.leaves(opt_state, is_leaf=worker_view.is_unit)
-    place = [x is node for x in units if worker_view.exchanges(x)].index(True)
-    layout = worker_view.layouts_of(tx, shapes, axes)[place]
-    host: Any = jax.tree.map(worker_view.on_host, node)
+    units = jax.tree.leaves(opt_state, is_leaf=simulated_workers.is_unit)
+    place = [x is node for x in units if simulated_workers.exchanges(x)].index(True)
+    layout = simulated_workers.layouts_of(tx, shapes, axes)[place]
+    host: Any = jax.tree.map(simulated_workers.on_host, node)
     use, count = host.use_of_exchange(layout.tree), host.progress.count
-    rows, shared = worker_view.split(host.exchange)
+    rows, shared = simulated_workers.split(host.exchange)
 
     def give(rows: Any, shared: Any) -> Any:
-        state = worker_view.joined(host.exchange, rows, shared)
+        state = simulated_workers.joined(host.exchange, rows, shared)
         return owed.owed(layout.bound(), state, use._replace(alive=(), decay=()))
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held = worker_view.in_worker_view(give, axes, rows, shared)
+        held = simulated_workers.in_worker_view(give, axes, rows, shared)
     b1, nu = float(use.decay), host.v_then_inverse_root
     mu = jax.tree.map(
         lambda x, r: np.asarray(x[0] + (r[0] / b1 if b1 else 0)), held.mean, held.residual
@@ -153,7 +153,7 @@ def to_adam(
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
     state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-    return jax.tree.map(lambda x: worker_view.put(x, NamedSharding(mesh, P())), state)
+    return jax.tree.map(lambda x: simulated_workers.put(x, NamedSharding(mesh, P())), state)
 
 
 def _only(kind: type, state: Any) -> Any:

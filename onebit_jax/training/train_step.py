@@ -12,21 +12,23 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import phase_choice, placement, step_metrics, validation
-from onebit_jax.collective_check import check_collectives
-from onebit_jax.gradients import LossFn, loss_and_gradients
-from onebit_jax.health import Skips, examine, no_skips
-from onebit_jax.model_state import (
+from onebit_jax import validation
+from onebit_jax.programs.collective_check import check_collectives
+from onebit_jax.programs.replica_check import check_replicas
+from onebit_jax.states import placement
+from onebit_jax.training import phase_choice
+from onebit_jax.training.gradients import LossFn, loss_and_gradients
+from onebit_jax.training.model_state import (
     check_random_keys,
     check_shared_model_state,
     with_keys_of,
     with_own_keys,
 )
-from onebit_jax.replica_check import check_replicas
-from onebit_jax.step_metrics import Metrics
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
+from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
 from onebit_jax.transforms.when import When
+from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
 
 Phase = phases.Phase
 ParamsT = TypeVar("ParamsT")
@@ -318,7 +320,7 @@ class TrainStep:
             in_loop=self._mesh.devices.flat[0].platform == "cpu",
         )
 
-        own |= step_metrics.of_optimizers(opt_state)
+        own |= of_optimizers(opt_state)
         if health is not None:
             own |= skips.metrics()
         if taken := own.keys() & metrics.keys():
@@ -326,7 +328,7 @@ class TrainStep:
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics, model_state = step_metrics.mean_over_workers((metrics | own, model_state), axes)
+        metrics, model_state = mean_over_workers((metrics | own, model_state), axes)
         if self._grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)

@@ -1,0 +1,1 @@
+"""Optimizer states: placing, resizing and converting them."""
