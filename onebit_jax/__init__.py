@@ -1,6 +1,7 @@
 """Optax optimizers that send one bit per parameter, and the collectives beneath them."""
 
 from onebit_jax import plan
+from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.markers import PerWorker
 from onebit_jax.programs import wire
 from onebit_jax.states.adam_conversion import from_adam, to_adam
@@ -19,18 +20,23 @@ from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
 from onebit_jax.transforms.local_steps import LocalStepsState, local_steps
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.nonfinite import NonFiniteError
-from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
-from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
-from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
-from onebit_jax.transforms.onebit_lamb_steps import ScaleByOnebitLambState
+from onebit_jax.transforms.onebit_adam import (
+    ScaleByOnebitAdamState,
+    onebit_adam,
+    scale_by_onebit_adam,
+)
+from onebit_jax.transforms.onebit_lamb import (
+    ScaleByOnebitLambState,
+    onebit_lamb,
+    scale_by_onebit_lamb,
+)
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.per_worker import per_worker
 from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.skip_nonfinite import SkipNonfiniteState, skip_nonfinite
 from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import VarianceStable, variance_stable
-from onebit_jax.transforms.zero_one_adam import zero_one_adam
-from onebit_jax.transforms.zero_one_adam_steps import ZeroOneAdamState
+from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 from onebit_jax.watching.diagnosis import Diagnosis, diagnose
 from onebit_jax.watching.replica_checksums import Divergence, ReplicaDivergenceError
 
@@ -41,6 +47,7 @@ __all__ = [
     "Diagnosis",
     "Divergence",
     "EfSignsgdState",
+    "ExchangeOptions",
     "LocalStepsState",
     "NonFiniteError",
     "PerWorker",

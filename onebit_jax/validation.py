@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from onebit_jax.collectives.layout import ROW_MULTIPLE
+from onebit_jax.collectives.packing import ROW_MULTIPLE
 
 
 def _is_traced(value: Any) -> bool:

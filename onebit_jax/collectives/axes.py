@@ -47,13 +47,6 @@ def equal_on_all_workers(tree: Any) -> Any:
     return tree
 
 
-def bound_axis_size(axis_name: Any) -> int:
-    """The number of workers along a bound axis; ``ValueError`` where the name is not bound."""
-    if not isinstance(axis_name, str):
-        raise ValueError(f"axis_name={axis_name!r} must be the name of one axis, a str.")
-    return bound_axes(axis_name).workers
-
-
 def bound_axes(axis_name: Any) -> Axes:
     """The axes of an exchange.
 

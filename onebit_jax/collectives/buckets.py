@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from onebit_jax.collectives.in_place import materialize
+from onebit_jax.collectives.xla_workarounds import materialize
 
 # What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
 _CPU_BUCKET_BYTES = 2**18

@@ -34,23 +34,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Block, Shape, join_sections, padded, split_sections
+from onebit_jax.collectives.layout import padded
+from onebit_jax.collectives.packing import Shape
 
 LocalDtype = Literal["float32", "bfloat16"]
-
-
-def shard_shapes(shapes: Sequence[Shape], axes: Axes) -> list[Shape]:
-    """The shapes of the tensors' shards, padded to whole bytes per chunk; those of equal size.
-
-    Where the first axis of a tensor can be cut into ``8 n`` pieces, the others are left alone.
-
-    >>> shard_shapes([(64, 5), (9,), (0,)], Axes("node", "local", 2, 2))
-    [(32, 5), (16,), (0,)]
-    """
-    if axes.local is None:
-        return list(shapes)
-    planes = [Block(shape, axes.workers).plane for shape in shapes]
-    return [(8 * axes.nodes * plane[0], *plane[1:]) for plane in planes]
 
 
 def reduce_scatter(
@@ -95,17 +82,3 @@ def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
       ``[L, N, ...]``, whose order is that of whole tensors; in the flat form ``[N, ...]``.
     """
     return x if axes.local is None else lax.all_gather(x, axes.local)
-
-
-def all_gather_sections(sections: Sequence[jax.Array], axes: Axes) -> list[jax.Array]:
-    """Brings together arrays that the devices of a node have for their own shards.
-
-    Args:
-      sections: uint8 ``[N, ...]``; they travel in one collective.
-      axes: the axes, of the hierarchical form.
-
-    Returns:
-      uint8 ``[L, N, ...]``, those of whole tensors.
-    """
-    rows = join_sections(sections, (axes.nodes,))
-    return split_sections(all_gather(rows, axes), [x.shape[1:] for x in sections])

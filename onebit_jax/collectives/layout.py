@@ -1,193 +1,401 @@
-"""Where each tensor of a pytree sits in the one buffer that travels.
+"""Where each tensor of a tree sits in the one buffer that travels.
 
-A block (one tensor) of ``d`` elements is padded to ``n * 8 * L`` and viewed as ``[n, 8, L]``:
-chunk, bit, byte. Worker ``j`` serves chunk ``j``, so row ``j`` of the packed ``[n, L]`` is what
-goes to worker ``j``, and nothing has to be moved about before an ``all_to_all``. The rows of all
-blocks, and after them whatever else travels, are laid side by side::
+A tensor of ``d`` elements is padded to ``n`` chunks, one for each server, and viewed as ``[n, k,
+*plane]``: chunk, plane, byte, with ``k`` numbers to a byte (:mod:`.packing`). Row ``j`` of the
+packed ``[n, *plane]`` is what goes to server ``j``, and nothing has to be moved about before an
+``all_to_all``. The rows of all tensors, and behind them the scales, are laid side by side::
 
-    row j:   | block 0: L_0 bytes | block 1: L_1 bytes | ... | scales, 4 bytes each | padding |
+    row j:   | tensor 0 | tensor 1 | ... | scales, 4 bytes each | padding |
 
-Blocks whose chunks have one shape make a :class:`Stack`: they are neighbours in the row, and what a
-server does for them it does at once. The small ones among them share passes on the worker, too
-(:class:`Piece`): a program's size and the time to compile it grow with the number of pieces, not of
-tensors.
+Tensors are laid out one by one (*separate*), end to end as one (*fused*), or in whole blocks of 256
+values, small ones end to end (*blocks*). Those whose chunks have one shape are neighbours in the
+row and make a :class:`Stack`, which a server treats at once. A worker treats small ones at once,
+too (:class:`Piece`): a program's size and the time to compile it grow with the number of pieces.
+
+In the hierarchical form a device has its own shard of every piece, a worker is a node, and the
+chunks are those of all ``n = L N`` devices, ``N`` of them in each of ``L`` shards.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.signs import pack_bits
+from onebit_jax.collectives.packing import Shape, join_sections, pack
+from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
-Shape = tuple[int, ...]
-# Where to read from, by the place: :func:`~onebit_jax.collectives.in_place.unfolded`.
-At = Mapping[int, jax.Array]
+Grouping = Literal["separate", "fused", "blocks"]
+# Where to read from, by the place: see `hide_constants`.
+Places = Mapping[int, jax.Array]
 
-# XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows are of other lengths.
-ROW_MULTIPLE = 128
+# Values that share a scale where a layout is in blocks.
+BLOCK = 256
 
-# Tensors of up to this many elements are brought together, which costs one more pass over each.
+# Tensors of up to this many elements are treated together, which costs one more pass over each.
 SMALL = 2**16
 
-
-class Block(NamedTuple):
-    """A tensor as ``n`` chunks.
-
-    Attributes:
-      shape: the tensor's shape.
-      workers: number of chunks, ``n``.
-    """
-
-    shape: Shape
-    workers: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements, ``d``."""
-        return math.prod(self.shape)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of bits in a chunk, ``L``; 0 for an empty tensor."""
-        return -(-self.size // (8 * self.workers))
-
-    @property
-    def plane(self) -> Shape:
-        """The shape in which a chunk's ``L`` bytes are computed: ``(L,)``, or better.
-
-        Where the first axis can be cut into ``8 n`` pieces the others are left alone. The order is
-        the same, but on TPUs, where arrays are tiled, only then is a view free.
-
-        >>> Block((32, 5), 2).plane, Block((33, 5), 2).plane
-        ((2, 5), (11,))
-        """
-        if self.shape and not self.shape[0] % (8 * self.workers):
-            return (self.shape[0] // (8 * self.workers), *self.shape[1:])
-        return (self.chunk_bytes,)
-
-    def chunks(self, x: jax.Array) -> jax.Array:
-        """Views a tensor as its padded chunks, ``[n, 8, *plane]``; the padding is zero."""
-        return padded(x, (self.workers, 8, *self.plane))
-
-    def tensor(self, chunks: jax.Array) -> jax.Array:
-        """Undoes :meth:`chunks`, dropping the padding."""
-        return unpadded(chunks, self.shape)
+# In blocks, a tensor that padding would make longer by more than 1 in so many is treated together
+# with other small ones.
+_PADDING = 16
 
 
 class Piece(NamedTuple):
-    """Tensors that a worker holds, scales and packs as one array: one large tensor or small ones.
+    """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
 
     Attributes:
-      block: of one of them; all have chunks of one shape.
-      tensors: their places among the tree's leaves.
-      first: the place of the first of them among all that have a scale.
+      tensors: their places among the layout's tensors.
+      shape: of the array that holds them, in the hierarchical form of one shard.
+      chunks: number of chunks, one for each server.
+      planes: numbers to a byte.
+      plane: the shape of one tensor's bytes in a chunk.
+      joined: whether the array is ``[tensors, ...]``; else it is the one tensor's.
       start: the first of their bytes in a row.
-      joined: whether they are held side by side, ``[k, n * 8 * L]``; else there is one, which is
-        held in its own shape.
+      first: the place of the first of their scales.
+      scales: how many scales they have, in the last axis of those.
     """
 
-    block: Block
     tensors: tuple[int, ...]
-    first: int
-    start: int
+    shape: Shape
+    chunks: int
+    planes: int
+    plane: Shape
     joined: bool
+    start: int
+    first: int
+    scales: int
 
-    @property
-    def shape(self) -> Shape:
-        """Of the array that holds them."""
-        if not self.joined:
-            return self.block.shape
-        return (len(self.tensors), 8 * self.block.workers * self.block.chunk_bytes)
-
-    def own_scales(self, scales: jax.Array, at: At) -> jax.Array:
-        """Of float32 ``[..., number of scales]`` those of these tensors, ``[..., k]``."""
-        return lax.dynamic_slice_in_dim(scales, at[self.first], len(self.tensors), axis=-1)
+    def scales_of(self, scales: jax.Array, at: Places) -> jax.Array:
+        """This piece's part of all scales, by their last axis."""
+        return lax.dynamic_slice_in_dim(scales, at[self.first], self.scales, axis=-1)
 
     def spread(self, scales: jax.Array) -> jax.Array:
-        """Makes ``[k]`` broadcast with the array."""
+        """Makes one scale for each tensor broadcast with the array."""
         return scales[:, None] if self.joined else scales[0]
 
-    def pack(self, flags: jax.Array) -> jax.Array:
-        """Packs booleans like the array; uint8 ``[n, k * L]``."""
+    def chunks_of(self, values: jax.Array) -> jax.Array:
+        """Views an array like the piece's as ``[tensors, chunks, planes, *plane]``."""
         if self.joined:
-            chunks = flags.reshape(len(self.tensors), self.block.workers, 8, -1)
-            packed = pack_bits(chunks, axis=2).swapaxes(0, 1)
-        else:
-            packed = pack_bits(self.block.chunks(flags), axis=1)
-        return packed.reshape(self.block.workers, -1)
+            return values.reshape(len(self.tensors), self.chunks, self.planes, -1)
+        return padded(values, (1, self.chunks, self.planes, *self.plane))
 
-    def array(self, chunks: jax.Array) -> jax.Array:
-        """Of chunks ``[..., n, k, 8, *plane]`` the array, ``[..., *shape]``."""
-        axis = chunks.ndim - 3 - len(self.block.plane)
+    def pack(self, values: jax.Array, bits: int) -> jax.Array:
+        """Packs an array like the piece's; uint8 ``[chunks, bytes]``."""
+        return self.section(pack(self.chunks_of(values), bits, 2))
+
+    def section(self, packed: jax.Array) -> jax.Array:
+        """From bytes ``[tensors, chunks, *plane]`` the piece's part of rows ``[chunks, bytes]``."""
+        return packed.swapaxes(0, 1).reshape(self.chunks, -1)
+
+    def array(self, values: jax.Array) -> jax.Array:
+        """Undoes the view of bytes: ``[..., chunks, tensors, planes, *plane]`` to the array."""
+        axis = values.ndim - 3 - len(self.plane)
         if self.joined:
-            chunks = chunks.swapaxes(axis, axis + 1)
-        return unpadded(chunks, (*chunks.shape[:axis], *self.shape))
+            values = values.swapaxes(axis, axis + 1)
+        return unpadded(values, (*values.shape[:axis], *self.shape))
 
-    def bits(self, rows: jax.Array, at: At) -> jax.Array:
-        """Of rows ``[..., n, bytes]`` the bits of these tensors, ``[..., n, k, *plane]``."""
-        return _section(rows, at[self.start], len(self.tensors), self.block.plane)
+    def chunk_sums(self, values: jax.Array) -> jax.Array:
+        """The sum of each tensor's chunks, of an array like the piece's; ``[chunks, tensors]``."""
+        size = self.planes * math.prod(self.plane)
+        return jnp.sum(padded(values, (len(self.tensors), self.chunks, size)), -1).T
+
+    def bytes(self, rows: jax.Array, at: Places) -> jax.Array:
+        """This piece's bytes in rows, ``[..., tensors, *plane]``."""
+        return _section(rows, at[self.start], len(self.tensors), self.plane)
 
 
 class Stack(NamedTuple):
-    """Blocks whose chunks have one shape, ``G`` of them, side by side in the rows.
+    """Tensors whose chunks have one shape, ``G`` of them, side by side in the rows.
 
     Attributes:
-      pieces: the same blocks, as workers hold them.
+      pieces: the same tensors, as workers hold them.
       count: their number, ``G``.
+      plane: the shape of one tensor's bytes in a chunk.
+      scales: how many scales they have, in the last axis of those.
     """
 
     pieces: tuple[Piece, ...]
     count: int
+    plane: Shape
+    scales: int
 
     @property
     def chunk_shape(self) -> Shape:
-        """Of what a server holds of them: ``(G, 8, *plane)``."""
-        return (self.count, 8, *self.pieces[0].block.plane)
+        """The shape of what a server holds: ``(G, planes, *plane)``."""
+        return (self.count, self.pieces[0].planes, *self.plane)
 
-    def own_scales(self, scales: jax.Array) -> jax.Array:
-        """Of float32 ``[..., number of scales]`` those of these blocks, ``[..., G]``."""
+    def scales_of(self, scales: jax.Array) -> jax.Array:
+        """This stack's part of all scales, by their last axis."""
         first = self.pieces[0].first
-        return scales[..., first : first + self.count]
+        return scales[..., first : first + self.scales]
 
-    def bits(self, rows: jax.Array) -> jax.Array:
-        """Of rows ``[..., bytes]`` the bits of these blocks, ``[..., G, *plane]``."""
-        return _section(rows, self.pieces[0].start, self.count, self.pieces[0].block.plane)
+    def bytes(self, rows: jax.Array) -> jax.Array:
+        """This stack's bytes in rows, ``[..., G, *plane]``."""
+        return _section(rows, self.pieces[0].start, self.count, self.plane)
+
+    def split(self, chunks: jax.Array) -> list[jax.Array]:
+        """Each piece's part of chunks ``[chunks, G, planes, *plane]``."""
+        parts = []
+        for piece in self.pieces:
+            first = piece.first - self.pieces[0].first
+            if self.plane == piece.plane:
+                parts.append(chunks[:, first : first + len(piece.tensors)])
+            else:  # blocks of all pieces, side by side
+                parts.append(chunks[..., first : first + piece.scales, :])
+        return parts
+
+
+class Layout:
+    """The layout of one tree, where the axes of its exchange are bound.
+
+    Attributes:
+      axes: the axes that the exchange runs along.
+      planes: numbers to a byte.
+      shapes: the shapes of the tree's leaves.
+      tensors: the leaves that each of the layout's tensors is made of; no empty ones.
+      pieces: what a worker compresses.
+      stacks: the same, as servers hold them.
+      payload: the bytes of a row before its scales.
+      scale_shape: of a row's scales.
+      shards: ``(L,)`` in the hierarchical form, else ``()``.
+      at: all places that are read from.
+    """
+
+    def __init__(self, axes: Axes, tree: Any, planes: int = 8, grouping: Grouping = "separate"):
+        leaves, self._structure = jax.tree.flatten(tree)
+        self.axes, self.planes = axes, planes
+        self.shapes: list[Shape] = [tuple(x.shape) for x in leaves]
+        self.shards: Shape = () if axes.local is None else (axes.per_node,)
+        self._in_blocks = grouping == "blocks"
+        self.tensors = self._grouped(grouping)
+        self.stacks = self._stacks_in_blocks() if self._in_blocks else self._stacks()
+        self.pieces = [piece for stack in self.stacks for piece in stack.pieces]
+        self.payload = sum(stack.count * math.prod(stack.plane) for stack in self.stacks)
+        scales = sum(stack.scales for stack in self.stacks)
+        self.scale_shape = (planes, scales) if self._in_blocks else (scales,)
+        places = [place for piece in self.pieces for place in (piece.start, piece.first)]
+        longest = max((len(piece.tensors) for piece in self.pieces), default=0)
+        self.at: Places = hide_constants([*places, *range(longest)], axes.node)
+
+    def _grouped(self, grouping: Grouping) -> list[tuple[int, ...]]:
+        filled = [i for i, shape in enumerate(self.shapes) if math.prod(shape)]
+        if grouping == "separate":
+            return [(i,) for i in filled]
+        small = tuple(filled)
+        if grouping == "blocks":
+            whole = self.axes.workers * self.planes * BLOCK
+            least = max(SMALL, _PADDING * whole)
+            small = tuple(i for i in filled if math.prod(self.shapes[i]) <= least)
+        return [*((i,) for i in filled if i not in set(small)), *([small] if small else [])]
+
+    def _stacks(self) -> list[Stack]:
+        by_plane: dict[Shape, list[int]] = {}
+        for i, leaves in enumerate(self.tensors):
+            by_plane.setdefault(self._plane(leaves), []).append(i)
+        stacks: list[Stack] = []
+        first = start = 0
+        for plane, tensors in by_plane.items():
+            size = self.planes * math.prod(plane)
+            joined = self.axes.workers * size <= SMALL and len(tensors) > 1
+            pieces = []
+            for group in [tensors] if joined else [[i] for i in tensors]:
+                if joined:
+                    shape = (len(group), self.axes.nodes * size)
+                else:
+                    shape = self._held_shape(self.tensors[group[0]], plane)
+                lies = (self.axes.nodes, self.planes, plane, joined, start, first, len(group))
+                pieces.append(Piece(tuple(group), shape, *lies))
+                first, start = first + len(group), start + len(group) * math.prod(plane)
+            stacks.append(Stack(tuple(pieces), len(tensors), plane, len(tensors)))
+        return stacks
+
+    def _plane(self, leaves: tuple[int, ...]) -> Shape:
+        """The shape in which a chunk's bytes are computed: ``(L,)``, or better.
+
+        Where the first axis can be cut into ``k n`` pieces the others are left alone. The order is
+        the same, but on TPUs, where arrays are tiled, only then is a view free.
+        """
+        shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
+        if len(leaves) == 1 and math.prod(shape[:1]) % parts == 0:
+            return (math.prod(shape[:1]) // parts, *shape[1:])
+        return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
+
+    def _held_shape(self, leaves: tuple[int, ...], plane: Shape) -> Shape:
+        if len(leaves) > 1:
+            return (self.axes.nodes, self.planes, *plane)
+        if self.axes.local is None:
+            [leaf] = leaves
+            return self.shapes[leaf]
+        return (self.planes * self.axes.nodes * plane[0], *plane[1:])
+
+    def _stacks_in_blocks(self) -> list[Stack]:
+        pieces, first = [], 0
+        for i, leaves in enumerate(self.tensors):
+            size = sum(math.prod(self.shapes[leaf]) for leaf in leaves)
+            rows = -(-size // (self.axes.workers * self.planes * BLOCK))
+            plane = (rows, BLOCK)
+            shape = (self.axes.nodes, self.planes, *plane)
+            lies = (self.axes.nodes, self.planes, plane, False, first * BLOCK, first, rows)
+            pieces.append(Piece((i,), shape, *lies))
+            first += rows
+        return [Stack(tuple(pieces), 1, (first, BLOCK), first)] if pieces else []
+
+    # Trees and pieces.
+
+    def gather(self, tree: Any) -> list[jax.Array]:
+        """A tree's tensors in pieces, ``[*shape]`` or, of all shards, ``[L, *shape]``; float32."""
+        leaves = {i: x.astype(jnp.float32) for i, x in enumerate(jax.tree.leaves(tree))}
+        return self.gather_pieces(range(len(self.pieces)), leaves)
+
+    def _joined(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        return leaves[0] if len(leaves) == 1 else end_to_end(leaves)
+
+    def gather_pieces(self, places: Sequence[int], leaves: Mapping[int, jax.Array]) -> list[Any]:
+        """Some pieces, of all shards, from the leaves that they are made of."""
+        pieces = [self.pieces[place] for place in places]
+        tensors = {
+            i: self._joined([leaves[leaf] for leaf in self.tensors[i]])
+            for piece in pieces
+            for i in piece.tensors
+        }
+        return [self._gather_piece(piece, tensors) for piece in pieces]
+
+    def leaves_of(self, place: int) -> list[int]:
+        """The leaves that the piece at this place is made of."""
+        return [leaf for i in self.pieces[place].tensors for leaf in self.tensors[i]]
+
+    def _gather_piece(self, piece: Piece, tensors: Any) -> jax.Array:
+        if not piece.joined:
+            return padded(tensors[piece.tensors[0]], (*self.shards, *piece.shape))
+        flat = (*self.shards, piece.shape[1])
+        return jnp.stack([padded(tensors[i], flat) for i in piece.tensors], len(self.shards))
+
+    def scatter(self, values: Sequence[jax.Array]) -> Any:
+        """From pieces of all shards the tree; undoes :meth:`gather`."""
+        leaves = [jnp.zeros(shape, jnp.float32) for shape in self.shapes]  # the empty ones
+        at, axis = self.at, len(self.shards)
+        for piece, value in zip(self.pieces, values, strict=True):
+            for place, i in enumerate(piece.tensors):
+                group = self.tensors[i]
+                one = value
+                if piece.joined:
+                    one = lax.dynamic_index_in_dim(value, at[place], axis, keepdims=False)
+                if len(group) == 1:
+                    leaves[group[0]] = unpadded(one, self.shapes[group[0]])
+                    continue
+                # Written first, or XLA would decode the whole piece anew for each leaf.
+                one = materialize(one, self.axes.node)
+                for leaf, x in zip(group, self.cut(one, group), strict=True):
+                    leaves[leaf] = x
+        return self._structure.unflatten(leaves)
+
+    def cut(self, fused: jax.Array, group: Sequence[int]) -> list[jax.Array]:
+        """Leaves that lie end to end in an array, and padding behind them."""
+        flat, start, leaves = fused.reshape(-1), 0, []
+        for leaf in group:
+            end = start + math.prod(self.shapes[leaf])
+            leaves.append(flat[start:end].reshape(self.shapes[leaf]))
+            start = end
+        return leaves
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """A tree like this one."""
+        return self._structure.unflatten(leaves)
+
+    def of_shapes(self) -> Any:
+        """The tree's shapes, float32."""
+        return self.tree([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes])
+
+    def sums(self, tree: Any) -> jax.Array:
+        """The sum of each leaf of a tree like this one; float32 ``[leaves]``."""
+        leaves = jax.tree.leaves(tree)
+        groups: dict[int, list[int]] = {}
+        for i, x in enumerate(leaves):
+            if x.size:
+                groups.setdefault(x.size if x.size <= SMALL else -i - 1, []).append(i)
+        sums = jnp.zeros((len(leaves),), jnp.float32)
+        for group in groups.values():
+            flat = [leaves[i].astype(jnp.float32).reshape(1, -1) for i in group]
+            rows = flat[0]
+            if len(group) > 1:
+                # Written first, or XLA would sum small tensors one by one.
+                rows = materialize(jnp.concatenate(flat), self.axes.node)
+            sums = sums.at[np.array(group)].set(jnp.sum(rows, 1))
+        return sums
+
+    def quarters(self) -> list[list[int]]:
+        """The pieces' places in groups, each of a quarter of all elements if it has several."""
+        sizes = [math.prod(piece.shape) for piece in self.pieces]
+        groups: list[list[int]] = [[]]
+        filled = 0
+        for place, size in enumerate(sizes):
+            if groups[-1] and filled + size > sum(sizes) / 4:
+                groups.append([])
+                filled = 0
+            groups[-1].append(place)
+            filled += size
+        return [group for group in groups if group]
+
+    # Shards.
+
+    def shard(self, tree: Any) -> Any:
+        """This device's shard of arrays for all shards."""
+        if self.axes.local is None:
+            return tree
+        index = lax.axis_index(self.axes.local)
+        return jax.tree.map(lambda x: x[index], tree)
+
+    # Rows.
+
+    def row(self, sections: Sequence[jax.Array], scales: jax.Array | None) -> jax.Array:
+        """A row of what travels, or several: bytes, scales, and padding.
+
+        Args:
+          sections: uint8 ``[..., bytes]``.
+          scales: float32 ``[..., *scale_shape]``; None for none.
+        """
+        leading = sections[0].shape[:-1] if scales is None else ()
+        if scales is not None:
+            leading = scales.shape[: scales.ndim - len(self.scale_shape)]
+            sections = [*sections, lax.bitcast_convert_type(scales, jnp.uint8)]
+        return join_sections(sections, leading)
+
+    def scales(self, rows: jax.Array) -> jax.Array:
+        """The scales in rows; float32 ``[..., *scale_shape]``."""
+        count, leading = math.prod(self.scale_shape), rows.shape[:-1]
+        in_bytes = rows[..., self.payload : self.payload + 4 * count].reshape(*leading, count, 4)
+        scales = lax.bitcast_convert_type(in_bytes, jnp.float32)
+        return scales.reshape(*leading, *self.scale_shape)
 
 
 def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
-    own = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
-    return own.reshape(*rows.shape[:-1], count, *plane)
+    part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
+    return part.reshape(*rows.shape[:-1], count, *plane)
 
 
-def stacks(shapes: Sequence[Shape], axes: Axes) -> list[Stack]:
-    """Lays out tensors of these shapes, or in the hierarchical form their shards; no empty ones.
+def end_to_end(tensors: Sequence[jax.Array], onto: jax.Array | None = None) -> jax.Array:
+    """Lays tensors end to end in one array.
 
-    >>> flat = Axes("data", None, 2, 1)
-    >>> [[piece.tensors for piece in s.pieces] for s in stacks([(9,), (0,), (40,), (3, 4)], flat)]
-    [[(0, 3)], [(2,)]]
+    Args:
+      tensors: arrays of one dtype.
+      onto: a flat array to write them over, which may be longer; by default one that just fits.
+
+    >>> end_to_end([jnp.ones(3), jnp.full((2, 1), 2.0)])
+    Array([1., 1., 1., 2., 2.], dtype=float32)
     """
-    by_plane: dict[Shape, list[int]] = {}
-    for i, shape in enumerate(shapes):
-        if math.prod(shape):
-            by_plane.setdefault(Block(shape, axes.workers).plane, []).append(i)
-    laid: list[Stack] = []
-    first = start = 0
-    for plane, tensors in by_plane.items():
-        small = 8 * axes.workers * math.prod(plane) <= SMALL and len(tensors) > 1
-        pieces = []
-        for own in [tensors] if small else [[i] for i in tensors]:
-            shape = shapes[own[0]]
-            if axes.local is not None:
-                shape = (8 * axes.nodes * plane[0], *plane[1:])
-            pieces.append(Piece(Block(shape, axes.nodes), tuple(own), first, start, small))
-            first, start = first + len(own), start + len(own) * math.prod(plane)
-        laid.append(Stack(tuple(pieces), len(tensors)))
-    return laid
+    if onto is None:
+        onto = jnp.zeros(sum(x.size for x in tensors), tensors[0].dtype)
+    start = 0
+    # One after the other into one array: XLA for CPUs (JAX 0.10.2, not reported) writes out each
+    # tensor that goes into a concatenation, and then all of them once more.
+    for x in tensors:
+        onto = lax.dynamic_update_slice(onto, x.reshape(-1), (start,))
+        start += x.size
+    return onto
 
 
 def padded(x: jax.Array, shape: Shape) -> jax.Array:
@@ -204,31 +412,3 @@ def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
     if x.size > size:
         x = x.reshape(-1)[:size]
     return x.reshape(shape)
-
-
-def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:
-    """Lays arrays side by side in the rows of one buffer.
-
-    Args:
-      sections: uint8 ``[*leading, ...]``.
-      leading: the axes to keep; the others of a section become one.
-
-    Returns:
-      uint8, each row's length a multiple of 128.
-
-    >>> join_sections([jnp.ones((2, 3, 5), jnp.uint8), jnp.ones((2, 7), jnp.uint8)], (2,)).shape
-    (2, 128)
-    """
-    flat = [x.reshape(*leading, math.prod(x.shape[len(leading) :])) for x in sections]
-    padding = -sum(x.shape[-1] for x in flat) % ROW_MULTIPLE
-    return jnp.concatenate([*flat, jnp.zeros((*leading, padding), jnp.uint8)], -1)
-
-
-def split_sections(rows: jax.Array, shapes: Sequence[Shape]) -> list[jax.Array]:
-    """Undoes :func:`join_sections`, whose sections had these shapes after the leading axes."""
-    sections, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        sections.append(rows[..., start:end].reshape(*rows.shape[:-1], *shape))
-        start = end
-    return sections

@@ -1,34 +1,46 @@
-"""Votes counted by a sum: signs in fields of a uint8 buffer that ``psum`` may add.
+"""Votes: each worker sends one bit per element, and the majority, or the count, comes back.
 
-Bits cannot be summed, counts can. Every vote of a worker, 0 or 1, stands in a field of 1, 2, 4 or 8
-bits, the narrowest that holds the number of workers ``n``, so that no sum carries from one field
-into the next: one ``psum`` of uint8 yields how many of the workers voted 1, for every element.
+Bits are counted eight at a time: digit ``k`` of eight neighbouring counts is one byte, as the bits
+that are counted are, so that adding a row of votes is a few operations on bytes, and the digits are
+as they travel. There are two ways to bring the votes together:
 
-=========  =============  ===============
-workers    bits a field   elements a byte
-=========  =============  ===============
-1          1              8
-2, 3       2              4
-4 to 15    4              2
-16 to 255  8              1
-=========  =============  ===============
+``"bits"``
+  Worker ``j`` serves chunk ``j``: it receives all workers' bits of the chunk in an ``all_to_all``,
+  counts them, decides, and sends its answer to all in an ``all_gather``.
 
-A ring sends ``2 (n-1)/n`` times the buffer. So the sum costs as much as the two phases of
-:mod:`onebit_jax.collectives.sign_exchange` times the bits a field, and is one collective in place
-of two. On GPUs and CPUs XLA sums uint8 as such; on TPUs it widens them to uint32.
+``"votes"``
+  One ``psum`` of uint8. Every vote stands in a field of 1, 2, 4 or 8 bits, the narrowest that holds
+  the number of workers, so that no sum carries from one field into the next. A ring sends ``2
+  (n-1)/n`` times the buffer, so this costs the bytes of the first way times the bits of a field,
+  and is one collective in place of two. XLA sums uint8 as such on GPUs and CPUs, and widens it to
+  uint32 on TPUs (JAX 0.10.2).
+
+A zero has no sign, yet one bit must be sent for it. If it were always the same, an element that is
+zero on all workers would walk, and so would one on which an even number of workers is divided. In
+:class:`Votes` both take turns: a zero counts as +1 on the workers whose index has the parity of
+``turn``, a tie gives +1 in even turns, and -1 otherwise. With ``turn`` counting calls, what zeros
+and ties add up to stays within one step of nothing.
+
+References:
+  Bernstein et al., `signSGD with Majority Vote is Communication Efficient and Fault Tolerant
+  <https://arxiv.org/abs/1810.05291>`_, ICLR 2019.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_jax.collectives.layout import Block, join_sections, split_sections
-from onebit_jax.collectives.signs import unpack_bits
+from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.packing import signed, unpack_flags
 
-MAX_WORKERS = 255
+Transport = Literal["bits", "votes"]
+
+MAX_SUMMED = 255
 
 
 def field_bits(workers: int) -> int:
@@ -37,76 +49,153 @@ def field_bits(workers: int) -> int:
     >>> [field_bits(workers) for workers in (1, 2, 3, 4, 15, 16, 255)]
     [1, 2, 2, 4, 4, 8, 8]
     """
-    if workers > MAX_WORKERS:
+    if workers > MAX_SUMMED:
         raise ValueError(
-            f"workers={workers} along one axis: votes are counted in uint8, which holds at most "
-            f"{MAX_WORKERS}. Take the hierarchical form, axis_name=(node_axis, local_axis), in "
-            f"which only nodes vote, or requantized bits, which need no counts."
+            f"workers={workers} along one axis: votes are summed in uint8, which holds at most "
+            f"{MAX_SUMMED}. Take the hierarchical form, axis_name=(node_axis, local_axis), in "
+            f"which only nodes vote, or transport='bits'."
         )
     return next(bits for bits in (1, 2, 4, 8) if workers < 2**bits)
 
 
-def pack_fields(counts: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Packs counts, bool or uint8, along an axis of length 8, which becomes ``bits`` bytes; uint8.
-
-    >>> pack_fields(jnp.arange(8, dtype=jnp.uint8)[:, None] % 4, bits=2, axis=0)
-    Array([[228],
-           [228]], dtype=uint8)
-    """
-    leading, trailing = counts.shape[:axis], counts.shape[axis + 1 :]
-    fields = counts.astype(jnp.uint8).reshape(*leading, bits, 8 // bits, *trailing)
-    shifted = fields << _shifts(bits, len(trailing))
-    return lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (axis + 1,))
-
-
-def unpack_fields(packed: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Undoes :func:`pack_fields`: uint8 counts, with 8 in place of ``bits`` along the axis.
-
-    >>> unpack_fields(jnp.array([[228], [1]], jnp.uint8), bits=2, axis=0)[:, 0]
-    Array([0, 1, 2, 3, 1, 0, 0, 0], dtype=uint8)
-    """
-    leading, trailing = packed.shape[:axis], packed.shape[axis + 1 :]
-    counts = jnp.expand_dims(packed, axis + 1) >> _shifts(bits, len(trailing))
-    return (counts & np.uint8(2**bits - 1)).reshape(*leading, 8, *trailing)
-
-
-def _shifts(bits: int, trailing: int) -> np.ndarray:
-    """Where in a byte each field begins, along an axis that so many others follow."""
-    return np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, *[1] * trailing)
-
-
-def count(rows: jax.Array) -> jax.Array:
-    """Of packed votes, ``[n, *plane]``, how many are 1: ``[8, *plane]``, uint8 if that can be."""
-    dtype = jnp.uint8 if len(rows) <= MAX_WORKERS else jnp.int32
-
-    def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-        return total + unpack_bits(row, axis=0).astype(dtype), None
-
-    # A row at a time: XLA would write out the unpacked rows before a sum over them.
-    first = unpack_bits(rows[0], axis=0).astype(dtype)
-    return lax.scan(add, first, rows[1:], unroll=min(len(rows), 8))[0]
-
-
-def all_reduce(
-    votes: Sequence[jax.Array], blocks: Sequence[Block], *, axis_name: str
-) -> list[jax.Array]:
-    """Counts the workers' votes, element by element, in one sum of uint8.
-
-    Args:
-      votes: each worker's own, for each block bool ``[n, 8, *plane]``.
-      blocks: the layout.
-      axis_name: the axis the workers run along, which is bound.
+def count_rows(rows: jax.Array) -> jax.Array:
+    """How many of the rows ``[n, bytes]`` have each bit set: the counts' binary digits.
 
     Returns:
-      For each block the counts, in fields that :func:`unpack_fields` reads along axis 1; uint8
-      ``[n, field bits, *plane]``, the same on all workers.
+      uint8 ``[digits, bytes]``, lowest digit first, of ``bit_length(n)`` digits.
+
+    >>> count_rows(jnp.array([[1], [3], [3]], jnp.uint8)).tolist()
+    [[1], [3]]
+    """
+
+    def add(digits: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], None]:
+        carry, total = row, []
+        for digit in digits:
+            total.append(digit ^ carry)
+            carry &= digit
+        return total, None
+
+    zeros = [jnp.zeros_like(rows[0]) for _ in range(len(rows).bit_length())]
+    return jnp.stack(lax.scan(add, zeros, rows, unroll=min(len(rows), 8))[0])
+
+
+def sum_votes(votes: jax.Array, axis_name: str) -> jax.Array:
+    """Counts all workers' votes in one sum; digits as :func:`count_rows`, ``[digits, ...]``.
+
+    Args:
+      votes: a worker's bits, uint8 ``[...]``.
+      axis_name: the axis the workers run along, which is bound.
 
     Raises:
       ValueError: for more than 255 workers.
     """
     workers = lax.axis_size(axis_name)
-    bits = field_bits(workers)
-    rows = join_sections([pack_fields(x, bits, axis=1) for x in votes], (workers,))
+    width = field_bits(workers)
+    places = [divmod(plane, 8 // width) for plane in range(8)]
+    fields = [jnp.zeros_like(votes) for _ in range(width)]
+    for plane, (byte, field) in enumerate(places):
+        fields[byte] |= ((votes >> np.uint8(plane)) & np.uint8(1)) << np.uint8(field * width)
     # Buckets are not to be had here: XLA joins the sums into one again.
-    sums = lax.psum(rows, axis_name)
-    return split_sections(sums, [(bits, *block.plane) for block in blocks])
+    sums = lax.psum(jnp.stack(fields), axis_name)
+    digits = [jnp.zeros_like(votes) for _ in range(workers.bit_length())]
+    for plane, (byte, field) in enumerate(places):
+        counts = sums[byte] >> np.uint8(field * width)
+        for k in range(len(digits)):
+            digits[k] |= ((counts >> np.uint8(k)) & np.uint8(1)) << np.uint8(plane)
+    return jnp.stack(digits)
+
+
+def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Array]:
+    """Which counts are more than the threshold and which are equal to it, a bit each."""
+    more, equal = jnp.zeros_like(digits[0]), ~jnp.zeros_like(digits[0])
+    for k in reversed(range(len(digits))):
+        if threshold >> k & 1:
+            equal &= digits[k]
+        else:
+            more |= equal & digits[k]
+            equal &= ~digits[k]
+    return more, equal
+
+
+def counts_of(digits: Sequence[jax.Array], axis: int) -> jax.Array:
+    """The counts that digits stand for, float32, with an axis of 8 put in."""
+    parts = [jnp.where(unpack_flags(x, axis), jnp.float32(2**k), 0.0) for k, x in enumerate(digits)]
+    return sum(parts[1:], parts[0])
+
+
+def mean_signs(layout: Layout, received: jax.Array) -> list[jax.Array]:
+    """The mean of the signs that workers voted for, from all servers' digits; in pieces.
+
+    Whole numbers up to the division: half the votes give an exact 0.
+    """
+    workers, at = layout.axes.nodes, layout.at
+    digits = jnp.split(received, workers.bit_length(), -1)
+    return [
+        piece.array((2 * counts_of([piece.bytes(x, at) for x in digits], axis) - workers) / workers)
+        for piece in layout.pieces
+        for axis in [received.ndim]
+    ]
+
+
+class Turn(NamedTuple):
+    """What a call of :class:`Votes` is told.
+
+    Attributes:
+      turn: an int that decides on zeros and ties, the same on all workers; count calls with it.
+    """
+
+    turn: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Votes:
+    """Each worker's signs, of which the majority or the mean comes back; nothing is kept.
+
+    Attributes:
+      mean: whether the mean of the signs comes back, at ``bit_length(n)`` bits per element, rather
+        than the majority's sign.
+    """
+
+    mean: bool = False
+    planes = 8
+    grouping: Grouping = dataclasses.field(default="separate", init=False)
+
+    def init(self, layout: Layout) -> tuple[()]:
+        """Nothing."""
+        del layout
+        return ()
+
+    def compress(
+        self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Turn
+    ) -> tuple[jax.Array, Any]:
+        """A worker's votes, the signs of its values."""
+        zero_is_positive = (call.turn + lax.axis_index(layout.axes.node)) % 2 == 0
+        sections = [
+            piece.pack(jnp.where(zero_is_positive, z >= 0, z > 0), 1)
+            for piece, z in zip(layout.pieces, values, strict=True)
+        ]
+        return layout.row(sections, None), state
+
+    def serve(
+        self, layout: Layout, rows: jax.Array, state: Any, call: Turn
+    ) -> tuple[jax.Array, Any]:
+        """The sign that most workers voted for, or the counts' digits."""
+        del layout
+        digits, workers = count_rows(rows), len(rows)
+        if self.mean:
+            return digits.reshape(-1), state
+        more, equal = more_and_equal(digits, workers // 2)
+        if workers % 2 == 0:
+            more |= jnp.where(call.turn % 2 == 0, equal, jnp.uint8(0))
+        return more, state
+
+    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+        """+1 or -1 for each element, or means of them; float32, in pieces."""
+        if self.mean:
+            return mean_signs(layout, rows)
+        at = layout.at
+        ones = [jnp.ones((*rows.shape[:-1], len(x.tensors)), jnp.float32) for x in layout.pieces]
+        return [
+            piece.array(signed(piece.bytes(rows, at), scale))
+            for piece, scale in zip(layout.pieces, ones, strict=True)
+        ]

@@ -56,7 +56,7 @@ class Instruction(NamedTuple):
     def alternative(self) -> tuple[int, str] | None:
         """Which of several that exclude one another it is, and of which, where the program says.
 
-        It does so by the scope that :func:`onebit_jax.collectives.in_place.overwrite_one` sets.
+        By the scope that :func:`.collectives.xla_workarounds.overwrite_one` sets.
         """
         named = re.search(r'op_name="[^"]*\balternative_(\d+)_of_(\d+_\d+)', self.attributes)
         return (int(named[1]), named[2]) if named else None

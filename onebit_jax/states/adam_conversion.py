@@ -3,24 +3,23 @@
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.collectives import owed
-from onebit_jax.collectives.owed import Owed, Use
-from onebit_jax.markers import is_per_worker
-from onebit_jax.states import placement, simulated_workers
-from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
+from onebit_jax.states import placement
+from onebit_jax.states import simulated_workers as simulated
+from onebit_jax.transforms.algorithm import Noted, states_of
+from onebit_jax.transforms.momentum import Carried
+from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
 from onebit_jax.transforms.phases import PHASES
 
 
 def from_adam(
     adam_state: Any, tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
 ) -> Any:
-    """Makes a state of 1-bit Adam of one of Optax's Adam.
+    """Converts a state of Optax's Adam to one of 1-bit Adam.
 
     It is in warm-up, after as many updates: an optimizer whose ``warmup`` is at most that number
     makes one more dense update, then v freezes and compression begins. With ``bias_correction``,
@@ -48,7 +47,7 @@ def from_adam(
       >>> tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
-    adam = jax.tree.map(simulated_workers.on_host, _only(optax.ScaleByAdamState, adam_state))
+    adam = jax.tree.map(simulated.on_host, _only(optax.ScaleByAdamState, adam_state))
     state = placement.init(tx, params, mesh)
     node = _only(ScaleByOnebitAdamState, state)
     moments = [jax.tree.map(lambda x: x.astype(np.float32), x) for x in (adam.mu, adam.nu)]
@@ -58,25 +57,18 @@ def from_adam(
             f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
             f"the parameters that it belongs to."
         )
-    axes = simulated_workers.abstract_mesh(mesh)
-    units = jax.tree.leaves(state, is_leaf=simulated_workers.is_unit)
-    place = [x is node for x in units if simulated_workers.exchanges(x)].index(True)
-    layout = simulated_workers.layouts_of(tx, jax.eval_shape(lambda x: x, params), axes)[place]
+    axes = simulated.abstract_mesh(mesh)
+    noted = _noted(tx, state, params, axes)
     zeros = jax.tree.map(np.zeros_like, moments[0])
-
-    def take(_: Any, mu: Any) -> Any:
-        held = Owed(zeros, mu, None, jnp.zeros([], jnp.float32))
-        return owed.taken_up(layout.bound(), held, Use(True, None, 0.0))
-
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        kept = simulated_workers.in_worker_view(take, axes, (), moments[0])
     count = np.int32(adam.count)
     upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
-    begun = node._replace(
-        progress=node.progress._replace(count=count, upcoming=upcoming),
+    host: Any = jax.tree.map(simulated.on_host, node)._replace(
+        progress=node.progress._replace(count=count, frozen_at=np.int32(-1), upcoming=upcoming),
         v_then_inverse_root=moments[1],
-        exchange=jax.tree.map(simulated_workers.from_rows, kept, is_leaf=is_per_worker),
     )
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        begun = simulated.resumed(noted, host, (Carried(moments[0], zeros), ()), axes)
+    begun = begun._replace(progress=host.progress._replace(frozen_at=node.progress.frozen_at))
 
     def fill(x: Any) -> Any:
         if x is node:
@@ -89,8 +81,15 @@ def from_adam(
     return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), state, specs)
 
 
+def _noted(tx: optax.GradientTransformation, state: Any, params: Any, axes: AbstractMesh) -> Noted:
+    """The algorithm of the one state of 1-bit Adam in another."""
+    states = [type(x) for x in states_of(state)]
+    shapes = jax.eval_shape(lambda x: x, params)
+    return simulated.algorithms(tx, shapes, axes)[states.index(ScaleByOnebitAdamState)]
+
+
 def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if placement.is_placed(x, sharding) else simulated_workers.put(x, sharding)
+    return x if placement.is_placed(x, sharding) else simulated.put(x, sharding)
 
 
 def to_adam(
@@ -103,10 +102,10 @@ def to_adam(
     eps: float = 1e-8,
     eps_root: float = 0.0,
 ) -> optax.ScaleByAdamState:
-    r"""Makes a state of Optax's Adam of one of 1-bit Adam.
+    r"""Converts a state of 1-bit Adam to one of Optax's Adam.
 
-    The variance is what it was when it froze or was last refreshed. What error feedback still owes,
-    :math:`R`, is paid back with the momentum: :math:`m + R / \beta_1`.
+    The variance is what it was when it froze or was last refreshed. The sum of all residuals,
+    :math:`R`, is added to the momentum: :math:`m + R / \beta_1`.
 
     Args:
       opt_state: the state, in the mesh view.
@@ -123,26 +122,15 @@ def to_adam(
     Raises:
       ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh.
     """
-    shapes, axes = jax.eval_shape(lambda x: x, params), simulated_workers.abstract_mesh(mesh)
+    shapes, axes = jax.eval_shape(lambda x: x, params), simulated.abstract_mesh(mesh)
     placement.check_state(opt_state, placement.state_shapes(tx, shapes, cast(Any, axes)), mesh)
     node = _only(ScaleByOnebitAdamState, opt_state)
-    units = jax.tree.leaves(opt_state, is_leaf=simulated_workers.is_unit)
-    place = [x is node for x in units if simulated_workers.exchanges(x)].index(True)
-    layout = simulated_workers.layouts_of(tx, shapes, axes)[place]
-    host: Any = jax.tree.map(simulated_workers.on_host, node)
-    use, count = host.use_of_exchange(layout.tree), host.progress.count
-    rows, shared = simulated_workers.split(host.exchange)
-
-    def give(rows: Any, shared: Any) -> Any:
-        state = simulated_workers.joined(host.exchange, rows, shared)
-        return owed.owed(layout.bound(), state, use._replace(alive=(), decay=()))
-
+    noted = _noted(tx, opt_state, params, axes)
+    host: Any = jax.tree.map(simulated.on_host, node)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held = simulated_workers.in_worker_view(give, axes, rows, shared)
-    b1, nu = float(use.decay), host.v_then_inverse_root
-    mu = jax.tree.map(
-        lambda x, r: np.asarray(x[0] + (r[0] / b1 if b1 else 0)), held.mean, held.residual
-    )
+        held, _ = simulated.carried(noted, host, axes)
+    b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
+    mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
     if host.progress.frozen_at >= 0:
 
         def variance(y: Any) -> Any:
@@ -153,7 +141,7 @@ def to_adam(
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
     state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-    return jax.tree.map(lambda x: simulated_workers.put(x, NamedSharding(mesh, P())), state)
+    return jax.tree.map(lambda x: simulated.put(x, NamedSharding(mesh, P())), state)
 
 
 def _only(kind: type, state: Any) -> Any:

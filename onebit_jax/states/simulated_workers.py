@@ -10,12 +10,8 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from onebit_jax.collectives import layouts
-from onebit_jax.collectives.exchange_state import ExchangeState
-from onebit_jax.collectives.layouts import Layout
-from onebit_jax.collectives.quantized import QuantizedState
 from onebit_jax.markers import is_key, is_per_worker
-from onebit_jax.transforms.birder import ScaleByBirderState
+from onebit_jax.transforms.algorithm import Noted, algorithms_of
 
 Axes = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -48,31 +44,12 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def is_unit(node: Any) -> bool:
-    """A part of a state that is taken over as one."""
-    kinds = (ScaleByBirderState, ExchangeState, QuantizedState)
-    return is_per_worker(node) or isinstance(node, kinds) or exchanges(node)
-
-
-def exchanges(node: Any) -> bool:
-    """Whether a node is a state with one exchange, which says how that is used."""
-    return hasattr(node, "use_of_exchange")
-
-
-def layouts_of(tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh) -> list[Layout]:
-    """The layout of every exchange in the optimizer's state, in the order of its leaves."""
-    found: list[Layout] = []
-
-    def marks(state: Any) -> list[jax.Array]:
-        units = jax.tree.leaves(state, is_leaf=is_unit)
-        own = (node for node in units if exchanges(node) or isinstance(node, ScaleByBirderState))
-        return [
-            node.key if isinstance(node, ScaleByBirderState) else node.exchange.residual_ratio.value
-            for node in own
-        ]
+def algorithms(tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh) -> list[Noted]:
+    """The algorithm of every state in the optimizer's, in the order of its leaves."""
+    found: list[Noted] = []
 
     def init(params: Any) -> int:
-        found.extend(layouts.of_states(tx.init, params, marks))
+        found.extend(algorithms_of(tx.init, params))
         return 0
 
     in_worker_view(init, mesh, (), params, abstract=True)
@@ -102,7 +79,7 @@ def in_worker_view(
     return jax.tree.map(lambda x: x.reshape(mesh.size, *x.shape[len(sizes) :]), result)
 
 
-def split(state: ExchangeState | QuantizedState) -> tuple[list[Any], list[Any]]:
+def split(state: Any) -> tuple[list[Any], list[Any]]:
     """The leaves that workers have for themselves, ``[n, 1, ...]``, and those that they share."""
     rows, shared = [], []
     for node in jax.tree.leaves(state, is_leaf=is_per_worker):
@@ -130,3 +107,47 @@ def from_rows(node: Any) -> Any:
     if is_per_worker(node):
         return jax.tree.map(lambda x: x.reshape(len(x), *x.shape[2:]), node)
     return jax.tree.map(lambda x: x[0], node)
+
+
+def carried(noted: Noted, state: Any, mesh: AbstractMesh) -> Any:
+    """What an algorithm carries to another number of workers, of a state on the host.
+
+    Args:
+      noted: the state's algorithm.
+      state: in the mesh view.
+      mesh: the axes that it is on.
+    """
+    without = state._replace(progress=())
+    rows, shared = split(without)
+
+    def give(rows: Any, shared: Any) -> Any:
+        own = joined(without, rows, shared)._replace(progress=state.progress)
+        return noted.algorithm.carry(own, noted.like)
+
+    return jax.tree.map(lambda x: x[0], in_worker_view(give, mesh, rows, shared))
+
+
+def resumed(noted: Noted, state: Any, carried: Any, mesh: AbstractMesh) -> Any:
+    """The state of as many workers as a mesh has, from what was carried and what all share.
+
+    Args:
+      noted: the algorithm that goes on.
+      state: as before, on the host, in the mesh view; all but what the algorithm resumes is kept.
+      carried: from :func:`carried`.
+      mesh: the axes to go on on.
+    """
+    without = state._replace(progress=())
+
+    def shared_alone(shared: Any) -> Any:
+        values = iter(shared)
+        return jax.tree.map(
+            lambda x: () if is_per_worker(x) else next(values), without, is_leaf=is_per_worker
+        )
+
+    def take(_: Any, given: Any) -> Any:
+        carried, shared = given
+        own = shared_alone(shared)._replace(progress=state.progress)
+        return noted.algorithm.resume(own, carried, noted.like)
+
+    fields = in_worker_view(take, mesh, (), (carried, split(without)[1]))
+    return state._replace(**jax.tree.map(from_rows, fields, is_leaf=is_per_worker))

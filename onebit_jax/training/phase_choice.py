@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onebit_jax.collectives.in_place import overwrite_if
+from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
@@ -29,8 +29,9 @@ def _has_progress(node: Any) -> bool:
 
 
 def progress_of(opt_state: optax.OptState) -> list[Progress]:
-    """The accounts of all optimizers in a state that have phases."""
-    return list(filter(_is_progress, jax.tree.leaves(opt_state, is_leaf=_is_progress)))
+    """The accounts of all optimizers in a state that have several phases."""
+    nodes = filter(_is_progress, jax.tree.leaves(opt_state, is_leaf=_is_progress))
+    return [node for node in nodes if not isinstance(node.upcoming, tuple)]
 
 
 def _replace_phase(opt_state: optax.OptState, replace: Any) -> optax.OptState:

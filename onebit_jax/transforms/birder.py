@@ -1,18 +1,265 @@
 """Birder, first called BinSGDM: one random bit per parameter, with no warm-up and no scales."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, cast
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.sign_exchange import SignExchange, Transport, check_transport
-from onebit_jax.transforms.birder_steps import Hyperparameters, ScaleByBirderState, init, update
+from onebit_jax.collectives import hierarchical
+from onebit_jax.collectives.axes import equal_on_all_workers
+from onebit_jax.collectives.error_feedback import worker_arrays
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.one_bit import evenly_sampled
+from onebit_jax.collectives.packing import unpack_flags
+from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
+from onebit_jax.collectives.votes import Transport
+from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
+from onebit_jax.markers import PerWorker
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits_pieces, transformation
+from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
 
-__all__ = ["ScaleByBirderState", "binsgdm", "birder", "scale_by_birder"]
+# What a is at least where any worker has ever had a gradient: products of it with the smallest
+# uniform number are still normal floats, and a tells by itself that the element is active.
+_LEAST_A = 2.0**-100
+
+_WARMUP, _COMPRESSION = PHASES.index("warmup"), PHASES.index("compression")
+
+
+class ScaleByBirderState(NamedTuple):
+    """State of Birder for ``n`` workers, or for ``N`` nodes of ``L`` devices each.
+
+    Attributes:
+      progress: of phase "warmup" is the first update, all others are of "compression"; equal on all
+        workers, as is the key.
+      key: the key that all random bits come from, with the number of updates; uint32 ``[2]``.
+      elements: how many elements ``m`` has, padding apart; float32 ``[]``.
+      m: the worker's average of gradients ``m_i``, in pieces
+        (:mod:`onebit_jax.collectives.layout`); float32, ``[1, *shape]``. In the hierarchical form a
+        worker is a node, and a device has its shard, ``8/L`` bytes per parameter with ``a``; on a
+        single node all, of the mean gradient.
+      a: the worker's average of their absolute values ``a_i``, at least ``abs(m)``; as ``m``. 0 for
+        inactive elements, of which no worker has had a gradient yet. On active ones at least
+        ``2**-100``.
+    """
+
+    progress: Progress
+    key: jax.Array
+    elements: jax.Array
+    m: PerWorker
+    a: PerWorker
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` of the last update, by its place in
+          :data:`~onebit_jax.transforms.phases.PHASES`; ``active``, the share of active elements;
+          and ``certainty``, the mean of ``|m_i| / a_i`` over these: near 1 the signs are those of
+          the gradients, near 0 they are coins, and nothing but a smaller learning rate will help.
+          Estimated for large tensors, from some 16,000 elements, evenly spread.
+        """
+        active = certainty = jnp.float32(0)
+        for m, a in zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True):
+            (m, times), (a, _) = evenly_sampled(m), evenly_sampled(a)
+            active += times * jnp.sum(a != 0, dtype=jnp.float32)
+            certainty += times * jnp.sum(jnp.where(a != 0, jnp.abs(m) / a, 0.0))
+        return {
+            "phase": self.progress.phase,
+            "active": active / jnp.maximum(self.elements, 1),
+            "certainty": certainty / jnp.maximum(active, 1),
+        }
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+
+        Returns:
+          Of active elements ``saturation``, the share of which ``|m_i| / a_i`` is
+          above 0.99, so that their bits are no longer random; ``greatest_ratio``, which is 1 at
+          most; and ``updates``, their number.
+        """
+        pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
+        ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0) for m, a in pairs]
+        saturated = sum((jnp.sum(x > 0.99, dtype=jnp.float32) for x in ratios), jnp.float32(0))
+        active = sum((jnp.sum(a != 0, dtype=jnp.float32) for _, a in pairs), jnp.float32(0))
+        greatest = [jnp.max(x, initial=0.0) for x in ratios]
+        return {
+            "saturation": saturated / jnp.maximum(active, 1),
+            "updates": self.progress.count,
+            "greatest_ratio": functools.reduce(jnp.maximum, greatest, jnp.float32(0)),
+        }
+
+
+def averages(b: Any, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
+    """``m <- b m + (1 - b) g`` and ``a <- b a + (1 - b) |g|``."""
+    # One product in each sum, that with the old average, is all that a compiler can round together
+    # with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
+    shares = [jnp.abs((1 - b) * y) for y in g]
+    new_m = [b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)]
+    new_a = [jnp.maximum(b * x + z, _least(y)) for x, y, z in zip(a, active, shares, strict=True)]
+    return new_m, new_a
+
+
+def _least(active: jax.Array) -> jax.Array:
+    return jnp.where(active, _LEAST_A, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Birder(Algorithm):
+    """The algorithm; :func:`birder` says what its fields are."""
+
+    b: Any
+    amsgrad: bool
+    seed: Any
+    exchange: Exchange
+    phases = ("warmup", "compression")
+
+    def init(self, params: optax.Params) -> ScaleByBirderState:
+        """``m = a = 0``."""
+        exchange = self.exchange.over(params)
+        exchange.init()
+        seed = self.seed
+        is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
+        key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
+        m, a = (PerWorker(worker_arrays(exchange.layout, jnp.float32)) for _ in range(2))
+        coming = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
+        return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
+
+    def upcoming(self, state: ScaleByBirderState) -> jax.Array:
+        """Of phase "warmup" is the first update alone."""
+        first = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
+        return jnp.where(state.progress.count == 0, first, _COMPRESSION)
+
+    def step(
+        self,
+        state: ScaleByBirderState,
+        grads: Arrays,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[ScaleByBirderState, Arrays]:
+        """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``, or on a single node ``m / a``."""
+        del params, extra_args
+        exchange, was = self.exchange.over(grads), state.progress
+        fits_pieces(exchange, state.m.value)
+        m, a, g = state.m.value, state.a.value, [x[None] for x in exchange.node_mean(grads)]
+        if exchange.compresses:
+            ask = was.count == 0 if phase is None else phase == "warmup"
+            m, a, u = self._exchanged(exchange, state, (m, a, g), grads, ask, when)
+        else:
+            active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
+            m, a = keep(when, self._averages(m, a, g, active), (m, a))
+            # On a node that has averaged gradients at full precision so are these.
+            alike = zip(*equal_on_all_workers((m, a)), strict=True)
+            u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
+        progress = was._replace(frozen_at=jnp.where(when, 1, was.frozen_at))
+        return state._replace(progress=progress, m=PerWorker(m), a=PerWorker(a)), u
+
+    def _averages(self, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
+        new_m, new_a = averages(self.b, m, a, g, active)
+        return new_m, list(map(jnp.maximum, a, new_a)) if self.amsgrad else new_a
+
+    def _exchanged(
+        self,
+        exchange: BoundExchange,
+        state: ScaleByBirderState,
+        arrays: tuple[Arrays, Arrays, Arrays],
+        grads: Arrays,
+        ask: Any,
+        when: jax.Array,
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """New averages, and what their signs came to."""
+        (m, a, g), layout = arrays, exchange.layout
+        signs = cast(RandomSigns, exchange.compressor)
+        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        key = jax.random.fold_in(key, state.progress.count)
+        active = equal_on_all_workers(find_active(exchange, a, grads, key, ask))
+        m, a = keep(when, self._averages(m, a, g, flags(exchange, active)), (m, a))
+        z = [Ratio(x[0], y[0]) for x, y in zip(m, a, strict=True)]
+        received, _ = exchange.all_reduce_shard(z, (), Draw(key, active))
+        told = signs.newly_active(layout, received, active)
+
+        def mark(a: Arrays, told: jax.Array) -> Arrays:
+            return list(map(jnp.maximum, a, map(_least, flags(exchange, told))))
+
+        any_told = when & jnp.any(told != 0)
+        a = overwrite_if(any_told, mark, a, told, axis_names=exchange.axes.names)
+        received, active = (hierarchical.all_gather(x, exchange.axes) for x in (received, active))
+        pieces = zip(signs.decompress(layout, received), flags(exchange, active), strict=True)
+        return m, a, layout.scatter([jnp.where(y.reshape(x.shape), x, 0.0) for x, y in pieces])
+
+    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+        """What the signs came to."""
+        del state, params, phase
+        return received
+
+    def carry(self, state: ScaleByBirderState, like: Any) -> Any:
+        """The mean averages."""
+        exchange = self.exchange.over(like)
+        m, a = exchange.whole_means(state.m.value), exchange.whole_means(state.a.value)
+        # However they are rounded, no m may exceed its a.
+        return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
+
+    def resume(self, state: ScaleByBirderState, carried: Any, like: Any) -> dict[str, Any]:
+        """The mean averages, on every worker."""
+        exchange = self.exchange.over(like)
+        m, a = (PerWorker([x[None] for x in exchange.pieces(tree)]) for tree in carried)
+        return {"m": m, "a": a, "elements": held_elements(exchange)}
+
+
+def held_elements(exchange: BoundExchange) -> jax.Array:
+    """How many elements a device has of the tree, padding apart; float32 ``[]``."""
+    shards = 1 if exchange.axes.single_node else exchange.axes.per_node
+    return jnp.float32(sum(map(math.prod, exchange.layout.shapes)) / shards)
+
+
+def find_active(
+    exchange: BoundExchange, a: Arrays, grads: Arrays, key: jax.Array, ask: Any
+) -> jax.Array:
+    """Which elements are active, by ``a`` and, if workers ask each other, by their gradients.
+
+    Args:
+      exchange: over the gradients.
+      a: ``[1, *shape]`` for each piece.
+      grads: a device's own.
+      key: as for the exchange of signs.
+      ask: whether workers tell each other, by an exchange of its own, where their gradients are not
+        0; the same on all workers.
+
+    Returns:
+      Bits, uint8 ``[chunks, bytes]``.
+    """
+    layout, signs = exchange.layout, cast(RandomSigns, exchange.compressor)
+
+    def tell(active: jax.Array, grads: Arrays) -> jax.Array:
+        # Recomputed deliberately: a mean that a loop reads is written even if it never runs.
+        none = jnp.zeros_like(active)
+        values = [Ratio(x, x) for x in exchange.node_mean(grads)]
+        received, _ = exchange.all_reduce_shard(values, (), Draw(key, none))
+        return active | signs.newly_active(layout, received, none)
+
+    bits = [piece.pack(x[0] != 0, 1) for piece, x in zip(layout.pieces, a, strict=True)]
+    active = layout.row(bits, None)
+    if isinstance(ask, jax.Array):
+        active = overwrite_if(ask, tell, active, grads, axis_names=exchange.axes.names)
+    elif ask:
+        active = tell(active, grads)
+    # Or XLA would find these bits again wherever they are read, and what they are found from could
+    # not be written over.
+    return materialize(active, exchange.axes.node)
+
+
+def flags(exchange: BoundExchange, bits: jax.Array) -> list[jax.Array]:
+    """Rows of bits ``[..., chunks, bytes]`` as booleans, in pieces ``[1, ..., *shape]``."""
+    layout, axis = exchange.layout, bits.ndim
+    at = layout.at
+    return [piece.array(unpack_flags(piece.bytes(bits, at), axis))[None] for piece in layout.pieces]
 
 
 def scale_by_birder(
@@ -23,22 +270,19 @@ def scale_by_birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of Birder; see :func:`birder`, which adds decay and learning rate."""
     validation.check_decay("b", b)
     validation.check_seed(seed)
-    validation.check_flag("requantize", requantize)
     validation.check_flag("amsgrad", amsgrad)
-    validation.check_local_dtype(local_dtype, axis_name)
-    validation.check_bucket_bytes(bucket_bytes)
-    check_transport(transport, bucket_bytes)
-    how = axis_name, transport, requantize, local_dtype, bucket_bytes
-    h = Hyperparameters(validation.float32(b), amsgrad, functools.partial(SignExchange, *how))
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(init, h, cast(int | jax.Array, seed)), functools.partial(update, h)
-    )
+    if transport == "votes" and isinstance(exchange.bucket_bytes, int):
+        raise ValueError(
+            f"bucket_bytes={exchange.bucket_bytes} must be None for transport='votes': XLA joins "
+            f"sums into one. Leave it out, or take transport='bits'."
+        )
+    signs = exchange.of(axis_name, RandomSigns(transport, requantize))
+    return transformation(Birder(validation.float32(b), amsgrad, seed, signs))
 
 
 def birder(
@@ -52,8 +296,7 @@ def birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
 
@@ -68,16 +311,16 @@ def birder(
         \end{aligned}
 
     where :math:`Q(z)` is +1 with probability :math:`(1+z)/2` and -1 otherwise
-    (:mod:`onebit_jax.collectives.stochastic`). One decay for both averages, which are each worker's
-    own, keeps :math:`|m_i| \le a_i`, so that no scale is sent, nothing is left over to feed back,
-    and no warm-up is needed.
+    (:mod:`onebit_jax.collectives.random_signs`). One decay for both averages, which each worker has
+    for itself, keeps :math:`|m_i| \le a_i`, so that no scale is sent, there is no residual, and no
+    warm-up is needed.
 
     Every coordinate moves by exactly :math:`\alpha_t` in every update, in a direction that is as
     random as the gradients are: a schedule, about as large as Adam's, must anneal to near 0, or
-    parameters keep trembling at the size of the learning rate.
+    parameters keep jittering at the size of the learning rate.
 
     A coordinate that has never had a gradient on any worker, such as the embedding of a token not
-    seen yet, is *at rest*: it does not move (but for weight decay). In the first update workers
+    seen yet, is *inactive*: it does not move (but for weight decay). In the first update workers
     tell each other which these are, by an exchange of its own, as large as the other one. Later
     their bits tell of first gradients, at no cost; such a coordinate moves from the next update on.
 
@@ -104,8 +347,8 @@ def birder(
         whose variance falls as :math:`1/n`, as that of :math:`Q` does not; but of "bits" the second
         half then costs as many bits as votes.
       amsgrad: whether :math:`a_i` never falls, as the paper's theory asks.
-      local_dtype: as for :func:`onebit_jax.onebit_adam`.
-      bucket_bytes: as for :func:`onebit_jax.onebit_adam`; votes are one sum, and take no number.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
+        Votes are one sum, and take no number of ``bucket_bytes``.
 
     Returns:
       An Optax transformation. Updates have the dtype of the gradients, all else is float32.
@@ -135,7 +378,7 @@ def birder(
 
     Differences from the paper, of which only the abstract and secondary sources could be read:
       Ours are the decay of 0.95, decoupled weight decay, and full precision within a node.
-      Coordinates at rest do not move; by the formula they would walk at random. On all others
+      Inactive coordinates do not move; by the formula they would walk at random. On all others
       :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q(m_i / a_i)` is fair.
     """
     validation.check_learning_rate(learning_rate)
@@ -148,8 +391,7 @@ def birder(
             transport=transport,
             requantize=requantize,
             amsgrad=amsgrad,
-            local_dtype=local_dtype,
-            bucket_bytes=bucket_bytes,
+            exchange=exchange,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

@@ -1,40 +1,32 @@
 """An error-compensated exchange at a few bits per value before any Optax optimizer."""
 
-from typing import Any, Literal, NamedTuple, cast
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ResidualDtype
-from onebit_jax.collectives.exchange_state import ExchangeState, check_fits
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.owed import Use
-from onebit_jax.collectives.quantized import (
-    BoundQuantizedExchange,
-    QuantizedExchange,
-    QuantizedState,
-)
+from onebit_jax.collectives.error_feedback import Call, ExchangeState
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.transforms import phases
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
-from onebit_jax.transforms.phases import PHASES
-from onebit_jax.transforms.when import When, made
+from onebit_jax.transforms.phases import Phase, Progress
 
 
 class CompressedMeanState(NamedTuple):
-    """What :func:`compressed_mean` keeps for ``n`` workers: ``4.3 + 4/n`` bytes per parameter.
+    """What :func:`compressed_mean` keeps for ``n`` workers: ``4.1 + 4/n`` bytes per parameter.
 
     Attributes:
-      exchange: residuals; with one bit also the last mean as it was received.
+      progress: updates made; equal on all workers.
+      exchange: the residuals.
     """
 
-    exchange: ExchangeState | QuantizedState
-
-    def use_of_exchange(self, tree: Any) -> Use:
-        """How the exchange is used: over all elements of the tree, never for its last mean."""
-        return Use(False, jax.tree.map(lambda x: np.ones(x.shape, np.float32), tree), 0.0)
+    progress: Progress
+    exchange: ExchangeState
 
     def metrics(self) -> dict[str, jax.Array]:
         """What a training loop would log, seen from one worker; scalars.
@@ -44,45 +36,72 @@ class CompressedMeanState(NamedTuple):
           :data:`~onebit_jax.transforms.phases.PHASES`, since every update is compressed; and
           ``residual_ratio``, ``||e_i|| / ||mean||`` over what this worker compresses.
         """
-        return {"phase": jnp.int32(PHASES.index("compression")), **self.exchange.metrics()}
+        return {"phase": self.progress.phase, **self.exchange.metrics()}
 
     def diagnostics(self) -> dict[str, jax.Array]:
         """With one bit ``scale_spread`` of the tensors, seen from one worker: a scalar."""
-        exchange = self.exchange
-        return exchange.diagnostics() if isinstance(exchange, ExchangeState) else {}
+        return self.exchange.diagnostics()
 
 
-def _averaged(
-    exchange: BoundExchange | BoundQuantizedExchange,
-    tree: Any,
-    state: Any,
-    residual_decay: float,
-    when: jax.Array,
-) -> Any:
-    """The mean over the workers, float32, and the exchange's next state."""
-    if isinstance(exchange, BoundQuantizedExchange):
-        return exchange.mean(tree, state, residual_decay=residual_decay, when=when)
-    parts = exchange.local_mean(tree)
-    state = exchange.all_reduce(
-        parts, state, residual_decay=residual_decay, server_decay=residual_decay, when=when
-    )
-    return exchange.mean(state), state
+@dataclasses.dataclass(frozen=True)
+class CompressedMean(Algorithm):
+    """The algorithm; :func:`compressed_mean` says what its fields are."""
+
+    residual_decay: float
+    exchange: Exchange
+
+    def init(self, params: optax.Params) -> CompressedMeanState:
+        """No residuals, and all elements active."""
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+        exchange = self.exchange.over(params)
+        return CompressedMeanState(phases.begin(), exchange.activate(exchange.init(), ones))
+
+    def step(
+        self,
+        state: CompressedMeanState,
+        grads: Any,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[CompressedMeanState, Arrays]:
+        """``u = EC(g_1, ..., g_n)``."""
+        del params, phase, extra_args
+        exchange = self.exchange.over(grads)
+        fits(exchange, state.exchange)
+        call = Call(when, self.residual_decay, self.residual_decay)
+        mean, kept = exchange.average(grads, state.exchange, call)
+        return state._replace(exchange=kept), mean
+
+    def direction(
+        self, state: CompressedMeanState, received: Arrays, params: Any, phase: Phase | None
+    ) -> Arrays:
+        """The mean."""
+        del state, params, phase
+        return received
+
+    def carry(self, state: CompressedMeanState, like: Any) -> Any:
+        """The residuals."""
+        return self.exchange.over(like).total_residual(state.exchange)
+
+    def resume(self, state: CompressedMeanState, carried: Any, like: Any) -> dict[str, Any]:
+        """The residuals."""
+        del state
+        ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
+        return {"exchange": self.exchange.over(like).resumed(carried, ones)}
 
 
 def compressed_mean(
     axis_name: str | tuple[str, str],
     bits: int = 1,
     *,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
     residual_decay: float = 1.0,
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over the workers with one bit per element each way, or a few.
 
     The sibling of :func:`onebit_jax.mean_gradients`: put it in front of any Optax optimizer. Of
-    worker :math:`i`'s own gradient :math:`g_i` and residual :math:`e_i`, one block per tensor, it
+    worker :math:`i`'s own gradient :math:`g_i` and residual :math:`e_i`, one scale per tensor, it
     sends signs and a scale; worker :math:`j` averages chunk :math:`j` of what was sent, with a
     residual :math:`E_j` of its own, and sends signs and a scale back:
 
@@ -96,7 +115,7 @@ def compressed_mean(
         \end{aligned}
 
     With ``bits`` 2, 4 or 8 the compressor rounds to levels instead, with a scale per 256 values
-    (:mod:`onebit_jax.collectives.quantized`); 32 is a plain mean. The updates :math:`u` are the
+    (:mod:`onebit_jax.collectives.k_bits`); 32 is a plain mean. The updates :math:`u` are the
     same on all workers, bit for bit. What one of them leaves out,
     later ones make up for: the sum of all updates and of the residuals is the sum of the exact
     means.
@@ -122,23 +141,16 @@ def compressed_mean(
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 serve Adam's variance too.
-      scale: the one-bit compressor's :math:`s`, ``"rms"`` (root mean square) or ``"mean_abs"``
-        (mean absolute value, which leaves the smallest residual).
-      residual_dtype: dtype of the arrays that hold the residuals: ``"float32"``, or ``"bfloat16"``,
-        which takes ``2 + 2/n`` bytes per parameter less and loses what it rounds off.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       residual_decay: what residuals are multiplied with before they are added, in [0, 1]: with 1
         all that is left out is made up for; below, less of what was true of earlier parameters.
-      local_dtype: in the hierarchical form, what gradients are averaged in within a node:
-        ``"float32"``, or ``"bfloat16"`` for half the bytes there.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None for all in one; ``"auto"``, the default, as for :func:`onebit_jax.onebit_adam`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
       the gradients; the arithmetic is float32.
 
     Raises:
-      ValueError: for an option that it has not, before anything is compiled; from ``init`` for
+      ValueError: for an invalid option, before anything is compiled; from ``init`` for
         parameters that are not real floating-point arrays, or an axis that is not bound; from
         ``update`` for a state that was made for other tensors or workers.
 
@@ -173,42 +185,6 @@ def compressed_mean(
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
-    one_bit = Exchange(axis_name, scale, residual_dtype, local_dtype, bucket_bytes)
-    if bits > 1 and (scale, residual_dtype) != ("rms", "float32"):
-        raise ValueError(
-            f"scale={scale!r}, residual_dtype={residual_dtype!r} are options of one bit, but "
-            f"bits={bits}: leave them out."
-        )
     if bits == 32:
         return optax.with_extra_args_support(mean_gradients(axis_name))
-    if bits == 1:
-        over = one_bit.over
-    else:
-        over = QuantizedExchange(axis_name, bits, local_dtype, bucket_bytes).over
-
-    def init_fn(params: optax.Params) -> CompressedMeanState:
-        validation.check_parameters(params)
-        exchange = over(params)
-        state = exchange.init()
-        if isinstance(exchange, BoundExchange):
-            everywhere = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-            state = exchange.activate(cast(ExchangeState, state), everywhere)
-        return CompressedMeanState(state)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        when: When | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, CompressedMeanState]:
-        del params, extra_args
-        exchange, kept = over(updates), cast(CompressedMeanState, state).exchange
-        check_fits(kept, jax.eval_shape(exchange.init), exchange.axes.workers)
-        mean, kept = _averaged(exchange, updates, kept, residual_decay, made(when))
-        mean = jax.tree.map(lambda u, g: u.astype(g.dtype), mean, updates)
-        new = CompressedMeanState(kept)
-        return mean, new if when is None else when.keep(new)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(CompressedMean(residual_decay, exchange.at_bits(axis_name, bits)))

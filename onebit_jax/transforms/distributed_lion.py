@@ -1,20 +1,23 @@
 """Distributed Lion: Lion, whose workers exchange the signs that its update is made of."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import majority
-from onebit_jax.collectives.axes import bound_axis_size
-from onebit_jax.collectives.in_place import materialize
-from onebit_jax.collectives.layout import Block
-from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.phases import PHASES, keep
-from onebit_jax.transforms.when import When, made
+from onebit_jax.collectives.axes import equal_on_all_workers
+from onebit_jax.collectives.error_feedback import worker_arrays
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.collectives.votes import Turn, Votes
+from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.markers import PerWorker
+from onebit_jax.transforms import phases
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits_pieces, transformation
+from onebit_jax.transforms.phases import Phase, Progress, keep
 
 Aggregation = Literal["majority", "mean"]
 
@@ -23,16 +26,13 @@ class ScaleByDistributedLionState(NamedTuple):
     """State of Distributed Lion: half of Adam's, four bytes per parameter.
 
     Attributes:
-      count: number of updates made, equal on all workers; int32 ``[]``.
-      momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
+      progress: updates made, equal on all workers.
+      momentum: the worker's own ``m_i``, in pieces (:mod:`onebit_jax.collectives.layout`); float32,
+        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device has its shard.
     """
 
-    count: jax.Array
+    progress: Progress
     momentum: PerWorker
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log: ``phase``, since every update is compressed."""
-        return {"phase": jnp.int32(PHASES.index("compression"))}
 
 
 def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Array:
@@ -40,60 +40,76 @@ def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Arra
     return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True)
+class DistributedLion(Algorithm):
+    """The algorithm; :func:`distributed_lion` says what its fields are."""
+
+    b1: Any
+    b2: Any
+    exchange: Exchange
+
+    def init(self, params: optax.Params) -> ScaleByDistributedLionState:
+        """``m_i = 0``."""
+        layout = self.exchange.over(params).layout
+        m = PerWorker(worker_arrays(layout, jnp.float32))
+        return ScaleByDistributedLionState(phases.begin(), m)
+
+    def step(
+        self,
+        state: ScaleByDistributedLionState,
+        grads: Arrays,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[ScaleByDistributedLionState, Arrays]:
+        """A vote with ``sgn(b1 m_i + (1 - b1) g_i)``, and ``m_i <- b2 m_i + (1 - b2) g_i``."""
+        del params, phase, extra_args
+        exchange = self.exchange.over(grads)
+        fits_pieces(exchange, state.momentum.value)
+        m, g = state.momentum.value, exchange.node_mean(grads)
+        values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
+        if exchange.compresses:
+            received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
+            u = exchange.mean(received, ())
+        else:
+            # A single node's devices share the gradient, so that they agree.
+            u = exchange.layout.scatter(list(map(jnp.sign, equal_on_all_workers(values))))
+        # The new m is written over the old only when nobody reads that any more; XLA would copy.
+        m, u = materialize((m, u), exchange.axes.node)
+        m = keep(when, [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)], m)
+        return state._replace(momentum=PerWorker(m)), u
+
+    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+        """What the votes came to."""
+        del state, params, phase
+        return received
+
+    def carry(self, state: ScaleByDistributedLionState, like: Any) -> Any:
+        """The mean momentum."""
+        return self.exchange.over(like).whole_means(state.momentum.value)
+
+    def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
+        """The mean momentum, on every worker."""
+        del state
+        m = [x[None] for x in self.exchange.over(like).pieces(carried)]
+        return {"momentum": PerWorker(m)}
+
+
 def scale_by_distributed_lion(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.99,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_name("aggregation", aggregation, "majority", "mean")
-
-    def init_fn(params: optax.Params) -> ScaleByDistributedLionState:
-        validation.check_parameters(params)
-        bound_axis_size(axis_name)
-        momentum = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        return ScaleByDistributedLionState(jnp.zeros([], jnp.int32), PerWorker(momentum))
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        when: When | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByDistributedLionState]:
-        del params, extra_args
-        state = cast(ScaleByDistributedLionState, state)
-        validation.check_same_tree(updates, own(state.momentum))
-        grads, tree = jax.tree.flatten(updates)
-        m = jax.tree.leaves(state.momentum)
-        workers = bound_axis_size(axis_name)
-        blocks = [Block(g.shape, workers) for g in grads]
-        ballots = majority.vote(
-            [interpolate(b1, x[0], g) for x, g in zip(m, grads, strict=True)],
-            blocks,
-            turn=state.count,
-            axis_name=axis_name,
-        )
-        # Only when nobody reads the old m any more is the new one written over it; XLA would copy.
-        m, ballots = materialize((m, ballots), axis_name)
-        m = keep(
-            made(when), [interpolate(b2, x, g[None]) for x, g in zip(m, grads, strict=True)], m
-        )
-        if aggregation == "majority":
-            votes = majority.majority(ballots, blocks, turn=state.count, axis_name=axis_name)
-        else:
-            votes = majority.mean_sign(ballots, blocks, axis_name=axis_name)
-        u = [vote.astype(g.dtype) for vote, g in zip(votes, grads, strict=True)]
-        momentum = PerWorker(tree.unflatten(m))
-        new = ScaleByDistributedLionState(state.count + made(when), momentum)
-        return tree.unflatten(u), new if when is None else when.keep(new)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    votes = exchange.of(axis_name, Votes(mean=aggregation == "mean"))
+    return transformation(DistributedLion(validation.float32(b1), validation.float32(b2), votes))
 
 
 def distributed_lion(
@@ -103,8 +119,9 @@ def distributed_lion(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformation:
     r"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of.
 
@@ -134,9 +151,11 @@ def distributed_lion(
       b2: decay of the momentum, in [0, 1).
       weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.lion`.
       mask: which tensors are decayed, as in :func:`optax.lion`. All by default.
-      axis_name: the axis that the workers run along.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``: then a
+        node votes with the mean gradient of its devices.
       aggregation: ``"majority"`` sends one bit per parameter back, ``"mean"`` the number of votes,
         ``bit_length(n)`` bits: steps are smaller where workers do not agree.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       An Optax transformation. Updates have the dtype of the gradients, all else is float32.
@@ -165,14 +184,16 @@ def distributed_lion(
 
     Differences from the paper:
       **Zeros and ties take turns, which is not the published behaviour**
-      (:mod:`onebit_jax.collectives.majority`). So a parameter that never had a gradient goes one
+      (:mod:`onebit_jax.collectives.votes`). So a parameter that never had a gradient goes one
       learning rate there and one back; with ``"mean"`` ``1/n`` of that, and with an even number of
-      workers it rests.
+      workers it stays.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     return optax.chain(
-        scale_by_distributed_lion(b1, b2, axis_name=axis_name, aggregation=aggregation),
+        scale_by_distributed_lion(
+            b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange
+        ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -1,86 +1,109 @@
 """Error-feedback sign SGD: SGD with momentum over the error-compensated one-bit all-reduce."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.exchange import ResidualDtype
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.collectives.in_place import materialize
-from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
-from onebit_jax.transforms.phases import keep
-from onebit_jax.transforms.when import When, made
+from onebit_jax.collectives.error_feedback import Call, ExchangeState
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.markers import PerWorker
+from onebit_jax.transforms import phases
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits, transformation
+from onebit_jax.transforms.phases import Phase, Progress, keep
 
 
 class EfSignsgdState(NamedTuple):
-    """State of error-feedback sign SGD for ``n`` workers: ``8.3 + 4/n`` bytes per parameter.
+    """State of error-feedback sign SGD for ``n`` workers: ``8.1 + 4/n`` bytes per parameter.
 
     Attributes:
-      count: number of updates made; int32 ``[]``, equal on all workers.
+      progress: updates made; equal on all workers.
       momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      compressed_mean: what the exchange of steps keeps.
+      exchange: the residuals of steps.
     """
 
-    count: jax.Array
+    progress: Progress
     momentum: PerWorker
-    compressed_mean: CompressedMeanState
+    exchange: ExchangeState
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """``phase``, and ``residual_ratio``, the norm of residuals over that of steps."""
+        return {"phase": self.progress.phase, **self.exchange.metrics()}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """``scale_spread`` of the tensors, seen from one worker: a scalar."""
+        return self.exchange.diagnostics()
 
 
 def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     return value(count) if callable(value) else value
 
 
-def _onebit_steps(
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: Any,
-    axis_name: str | tuple[str, str],
-    average: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """Makes of gradients what is added to the parameters, but for weight decay.
+@dataclasses.dataclass(frozen=True)
+class EfSignsgd(Algorithm):
+    """Makes what is added to the parameters, but for weight decay.
 
-    The learning rate is in what ``average`` compresses: a residual then counts for what it was when
-    it arose, whatever the learning rate is when it is sent.
+    The learning rate is in what is compressed: a residual then counts for what it was when it
+    arose, whatever the learning rate is when it is sent.
     """
 
-    def init_fn(params: optax.Params) -> EfSignsgdState:
-        mean = cast(CompressedMeanState, average.init(params))
-        m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        return EfSignsgdState(jnp.zeros([], jnp.int32), PerWorker(m), mean)
+    learning_rate: optax.ScalarOrSchedule
+    momentum: Any
+    exchange: Exchange
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        when: When | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, EfSignsgdState]:
-        del params, extra_args
-        state = cast(EfSignsgdState, state)
-        rate, m = _at(learning_rate, state.count), state.momentum.value
-        validation.check_same_tree(updates, own(state.momentum))
+    def init(self, params: optax.Params) -> EfSignsgdState:
+        """No momentum and no residuals."""
+        m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
+        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
+        exchange = self.exchange.over(params)
+        state = exchange.activate(exchange.init(), ones)
+        return EfSignsgdState(phases.begin(), PerWorker(m), state)
+
+    def step(
+        self,
+        state: EfSignsgdState,
+        grads: Arrays,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[EfSignsgdState, Arrays]:
+        """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
+        del params, phase, extra_args
+        m, tree = jax.tree.flatten(state.momentum.value)
+        rate, exchange = _at(self.learning_rate, state.progress.count), self.exchange.over(grads)
+        fits(exchange, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
-            return momentum * m + g[None].astype(jnp.float32)
+            return self.momentum * m + g[None].astype(jnp.float32)
 
         # Written out, and in the shape that it is held in, m is written over in place; XLA would
         # copy it, to work it out twice.
-        new = keep(made(when), jax.tree.map(add, m, updates), m)
-        m = materialize(new, bound_axes(axis_name).node)
-        nesterov = jax.tree.map(lambda m, g: rate * add(m, g)[0], m, updates)
-        steps, mean = average.update(nesterov, state.compressed_mean, when=when)
-        steps = jax.tree.map(lambda u, g: (-u).astype(g.dtype), steps, updates)
-        count = state.count + made(when)
-        kept = EfSignsgdState(count, PerWorker(m), cast(CompressedMeanState, mean))
-        return steps, kept if when is None else when.keep(kept)
+        m = keep(when, list(map(add, m, grads)), m)
+        m = materialize(m, exchange.axes.node)
+        nesterov = [rate * add(x, g)[0] for x, g in zip(m, grads, strict=True)]
+        delta, kept = exchange.average(nesterov, state.exchange, Call(when))
+        return state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept), delta
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+        """``-Delta``."""
+        del state, params, phase
+        return [-x for x in received]
+
+    def carry(self, state: EfSignsgdState, like: Any) -> Any:
+        """The residuals."""
+        return self.exchange.over(like).total_residual(state.exchange)
+
+    def resume(self, state: EfSignsgdState, carried: Any, like: Any) -> dict[str, Any]:
+        """The residuals."""
+        del state
+        ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
+        return {"exchange": self.exchange.over(like).resumed(carried, ones)}
 
 
 def _decay_steps(
@@ -108,9 +131,7 @@ def ef_signsgd(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
+    exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),  # noqa: B008
 ) -> optax.GradientTransformation:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 
@@ -147,9 +168,8 @@ def ef_signsgd(
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``, as for
         :func:`onebit_jax.compressed_mean`. Momenta are each device's own in both forms.
-      residual_dtype: as for :func:`onebit_jax.compressed_mean`, and so are the next two.
-      local_dtype: in the hierarchical form, what steps are averaged in within a node.
-      bucket_bytes: the most that one collective carries from a worker to another.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; the default
+        has the mean absolute value for a scale.
 
     Returns:
       The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
@@ -195,15 +215,6 @@ def ef_signsgd(
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     validation.check_decay("momentum", momentum)
-    average = compressed_mean(
-        axis_name,
-        scale="mean_abs",
-        residual_dtype=residual_dtype,
-        local_dtype=local_dtype,
-        bucket_bytes=bucket_bytes,
-    )
+    steps = EfSignsgd(learning_rate, validation.float32(momentum), exchange.one_bit(axis_name))
     decay = _decay_steps(learning_rate, weight_decay)
-    return optax.chain(
-        _onebit_steps(learning_rate, validation.float32(momentum), axis_name, average),
-        decay if mask is None else optax.masked(decay, mask),
-    )
+    return optax.chain(transformation(steps), decay if mask is None else optax.masked(decay, mask))

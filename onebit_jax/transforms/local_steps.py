@@ -1,23 +1,318 @@
 """Local steps with an exchanged outer gradient (DiLoCo), at any number of bits."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.extend.core import Jaxpr
 
 from onebit_jax import validation
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.transforms.compressed_mean import compressed_mean
-from onebit_jax.transforms.local_steps_steps import (
-    Hyperparameters,
-    LocalStepsState,
-    init,
-    update,
-)
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.error_feedback import Call
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.xla_workarounds import overwrite_one
+from onebit_jax.markers import PerWorker, own
+from onebit_jax.programs.collective_check import collectives
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, transformation
+from onebit_jax.transforms.fragments import Fragments
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin, keep
 
-__all__ = ["LocalStepsState", "local_steps"]
+_LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
+
+
+class Plan(NamedTuple):
+    """When what is exchanged, as far as a state depends on it.
+
+    Attributes:
+      every: the number of updates between two exchanges of a tensor, 0 where a function gives it;
+        int32 ``[]``.
+      fragments: the number of groups of tensors that take turns; int32 ``[]``.
+    """
+
+    every: jax.Array
+    fragments: jax.Array
+
+
+class LocalStepsState(NamedTuple):
+    """State of :func:`local_steps`, equal on all workers but for what is in a ``PerWorker``.
+
+    Attributes:
+      progress: updates made, and the phase; ``"local"`` or ``"sync"``.
+      plan: when it exchanges what.
+      since_sync: number of updates since the last exchange; int32 ``[]``.
+      fragment: the group of tensors whose turn is next; int32 ``[]``.
+      inner: the inner optimizer's state, each worker's own; leaves ``[1, *shape]``.
+      outer: the outer optimizer's, for each group of tensors.
+      shared: the parameters ``x`` that all workers share, each as of its last exchange; float32, a
+        tree like the parameters.
+      own: the worker's own, ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
+      exchange: what the exchange keeps, for each group of tensors.
+    """
+
+    progress: Progress
+    plan: Plan
+    since_sync: jax.Array
+    fragment: jax.Array
+    inner: PerWorker
+    outer: tuple[Any, ...]
+    shared: Any
+    own: PerWorker
+    exchange: tuple[Any, ...]
+
+    def synced_parameters(self, params: optax.Params) -> optax.Params:
+        """``x``, in the dtypes of ``params``: what to evaluate, and what to save for others."""
+        return jax.tree.map(lambda x, p: x.astype(p.dtype), self.shared, params)
+
+    def worker_parameters(self, params: optax.Params) -> optax.Params:
+        """``x_i``, in the dtypes of ``params``, in the worker view: what a worker trains."""
+        return jax.tree.map(lambda x, p: x[0].astype(p.dtype), self.own.value, params)
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` of the last update, by its place in
+          :data:`~onebit_jax.transforms.phases.PHASES`; with fewer than 32 bits
+          ``residual_ratio`` of the last exchange.
+        """
+        metrics = {"phase": self.progress.phase}
+        if self.exchange[0]:
+            ratios = [kept.metrics()["residual_ratio"] for kept in self.exchange]
+            metrics["residual_ratio"] = jnp.stack(ratios)[self.fragment - 1]
+        return metrics
+
+    def own_parameters(self) -> Any:
+        """Which parameters may differ between workers, a tree of booleans: all."""
+        return jax.tree.map(lambda _: True, self.shared)
+
+    def check_plan(self, expected: Plan) -> None:
+        """Raises ``ValueError`` for a state that another schedule cannot go on from.
+
+        Args:
+          expected: of the optimizer's own states.
+        """
+        saved, wanted = ((int(x.every), int(x.fragments)) for x in (self.plan, expected))
+        meets = saved[1] == wanted[1] == 1 and int(self.since_sync) == 0
+        if saved != wanted and not meets:
+            raise ValueError(
+                f"opt_state is one of local_steps with {_in_words(*saved)}, saved "
+                f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
+                f"{_in_words(*wanted)}. Go on with what it was made with. Another every can be "
+                f"given, of a state with fragments=1, right after an exchange."
+            )
+
+
+def _in_words(every: int, fragments: int) -> str:
+    return f"every={every or 'a function'}, fragments={fragments}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSteps(Algorithm):
+    """The algorithm; :func:`local_steps` says what its fields are."""
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformation
+    every: int | Callable[[jax.Array], jax.Array]
+    fragments: int
+    error_decay: float
+    compresses: bool
+    exchange: Exchange
+    phases = ("local", "sync")
+    needs_params = "local steps move them"
+
+    @property
+    def plan(self) -> Plan:
+        """The same in every state."""
+        every = 0 if callable(self.every) else self.every
+        return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments))
+
+    def tree(self, state: LocalStepsState) -> Any:
+        """The shared parameters."""
+        return state.shared
+
+    def init(self, params: optax.Params) -> LocalStepsState:
+        """``x`` is the parameters."""
+        state = self.inner.init(params)
+        _check_exchanges_nothing(self.inner, params, state)
+        _check_moves(self.outer, params)
+        shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        groups = Fragments(shared, self.fragments).split(shared)
+        zero = jnp.zeros([], jnp.int32)
+        return LocalStepsState(
+            progress=begin(self._upcoming(zero, zero)),
+            plan=self.plan,
+            since_sync=zero,
+            fragment=jnp.int32(1 % self.fragments),
+            inner=PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], state)),
+            outer=tuple(map(self.outer.init, groups)),
+            shared=shared,
+            own=PerWorker(jax.tree.map(lambda x: x[None], shared)),
+            exchange=tuple(self._no_residuals(group) for group in groups),
+        )
+
+    def _no_residuals(self, group: Any) -> Any:
+        if not self.compresses:
+            return ()
+        exchange = self.exchange.over(group)
+        return exchange.activate(exchange.init(), jax.tree.map(jnp.ones_like, group))
+
+    def upcoming(self, state: LocalStepsState) -> jax.Array:
+        """As ``every`` says."""
+        return self._upcoming(state.progress.count, state.since_sync)
+
+    def _upcoming(self, count: jax.Array, since_sync: jax.Array) -> jax.Array:
+        found = []
+        for i in range(OUTLOOK):
+            every = self.every
+            gap = every(count + i) if callable(every) else every // self.fragments
+            syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32)
+            found.append(jnp.where(syncs, _SYNC, _LOCAL))
+            since_sync = jnp.where(syncs, 0, since_sync + 1)
+        return jnp.stack(found).astype(jnp.int32)
+
+    def outer_step(
+        self, when: jax.Array, kept: tuple[Any, Any, Any], moved: Any
+    ) -> tuple[Any, Any, Any]:
+        """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both."""
+        shared, of_outer, of_exchange = kept
+        gradient = jax.tree.map(lambda x, y: x - y, shared, moved)
+        if not self.compresses:
+            D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
+        else:
+            call = Call(when, self.error_decay, self.error_decay)
+            D, of_exchange = self.exchange.over(shared).average(gradient, of_exchange, call)
+        moves, new_outer = self.outer.update(D, of_outer, shared)
+        new = optax.apply_updates(shared, moves), new_outer
+        return *keep(when, new, (shared, of_outer)), of_exchange
+
+    def step(
+        self,
+        state: LocalStepsState,
+        grads: Arrays,
+        params: Arrays,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[LocalStepsState, None]:
+        """An inner step; in a sync an outer step after it, of the tensors whose turn it is."""
+        tree = jax.tree.structure(state.shared)
+        inner, x = own(state.inner), own(state.own)
+        steps, inner_state = self.inner.update(
+            tree.unflatten(grads), inner, tree.unflatten(params), **extra_args
+        )
+        moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), x, steps)
+        inner_state, moved = keep(when, (inner_state, moved), (inner, x))
+        index = jnp.int32(PHASES.index(phase)) if phase else state.progress.upcoming[0]
+        syncs = when & (index == _SYNC)
+        fragments = Fragments(state.shared, self.fragments)
+        kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
+        shared = state.shared
+        # The group that is exchanged; none in a local step.
+        turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
+        if phase == "sync" and self.fragments == 1:
+            kept = [self.outer_step(when, kept[0], moved)]
+        elif phase != "local":
+            one = functools.partial(self.outer_step, jnp.bool(True))
+            names = bound_axes(self.exchange.axis_name).names
+            kept = overwrite_one(turn, one, kept, fragments.split(moved), axis_names=names)
+        if phase != "local":
+            shared = fragments.join([x for x, *_ in kept])
+            moved = jax.tree.map(
+                lambda x, y, group: jnp.where(turn == group, x, y),
+                shared,
+                moved,
+                fragments.numbers(),
+            )
+        fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
+        return state._replace(
+            plan=self.plan,
+            since_sync=jnp.where(syncs, 0, state.since_sync + when),
+            fragment=fragment,
+            inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
+            outer=tuple(of_outer for _, of_outer, _ in kept),
+            shared=shared,
+            own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
+            exchange=tuple(of_exchange for *_, of_exchange in kept),
+        ), None
+
+    def direction(
+        self, state: LocalStepsState, received: Any, params: Arrays, phase: Phase | None
+    ) -> Arrays:
+        """What this worker's parameters become, less what they are."""
+        del received, phase
+        moved = jax.tree.leaves(state.own.value)
+        return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, params, strict=True)]
+
+    def _groups(self, like: Any) -> list[Any]:
+        return Fragments(like, self.fragments).split(like)
+
+    def carry(self, state: LocalStepsState, like: Any) -> Any:
+        """The residuals of each group."""
+        if not self.compresses:
+            return ()
+        return [
+            self.exchange.over(group).total_residual(kept)
+            for group, kept in zip(self._groups(like), state.exchange, strict=True)
+        ]
+
+    def resume(self, state: LocalStepsState, carried: Any, like: Any) -> dict[str, Any]:
+        """The residuals of each group."""
+        del state
+        if not self.compresses:
+            return {}
+        ones = self._groups(jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like))
+        resumed = [
+            self.exchange.over(group).resumed(residual, group)
+            for group, residual in zip(ones, carried, strict=True)
+        ]
+        return {"exchange": tuple(resumed)}
+
+
+def _check_exchanges_nothing(
+    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
+) -> None:
+    """Raises ``ValueError`` for an inner optimizer that calls a collective."""
+    program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
+    found: Iterator[Any] = collectives([cast(Jaxpr, program.jaxpr)])
+    for eqn in found:
+        raise ValueError(
+            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
+            f"every step what local steps are there to save. Give one without an exchange, such as "
+            f"optax.adamw(1e-3)."
+        )
+
+
+# The numbers of updates made at which an outer optimizer is tried: a schedule may begin at 0.
+_TRIED = (*range(10), *(10**k for k in range(1, 7)))
+
+
+def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
+    """Raises ``ValueError`` for an outer optimizer whose steps are always 0.
+
+    It is tried on small tensors in a tree like the parameters, while the program is traced.
+    """
+    rng = np.random.default_rng(0)
+    with jax.ensure_compile_time_eval():
+        tried = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2,) * p.ndim), "f4"), params)
+        state = outer.init(tried)
+        for count in _TRIED:
+            at = jax.tree.map(
+                lambda x, n=count: jnp.full_like(x, n) if x.dtype == jnp.int32 else x, state
+            )
+            updates, _ = outer.update(tried, at, tried)
+            moves = jax.tree.leaves(updates)
+            if not moves or any(np.any(np.asarray(x) != 0) for x in moves):
+                return
+    raise ValueError(
+        "the outer optimizer of local_steps leaves parameters as they are, whatever the workers "
+        "learned: its learning rate is 0. Give one that moves, such as optax.sgd(0.7, "
+        "momentum=0.9, nesterov=True)."
+    )
 
 
 def local_steps(
@@ -29,7 +324,7 @@ def local_steps(
     bits: int = 32,
     fragments: int = 1,
     error_decay: float = 1.0,
-    local_dtype: LocalDtype = "float32",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets workers train for themselves, and averages how far they went every few steps.
 
@@ -88,7 +383,7 @@ def local_steps(
         number.
       error_decay: what residuals are multiplied with before they are added; with 1 all
         of them is made up for.
-      local_dtype: what the devices of a node average in.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Its state takes the inner
@@ -96,7 +391,7 @@ def local_steps(
       :func:`onebit_jax.compressed_mean` keeps.
 
     Raises:
-      ValueError: for an option that it has not; from ``init`` for an inner optimizer that exchanges
+      ValueError: for an invalid option; from ``init`` for an inner optimizer that exchanges
         over an axis, an outer one that never moves, as with a learning rate of 0, more fragments
         than tensors, parameters that are not real floating-point arrays, or an axis that is not
         bound; from ``update`` without parameters, or for a phase of another name.
@@ -145,10 +440,11 @@ def local_steps(
             f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
             f"tensors take turns every / fragments updates apart."
         )
+    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("error_decay", error_decay)
-    average = compressed_mean(axis_name, bits, residual_decay=error_decay, local_dtype=local_dtype)
+    # At 32 bits nothing is compressed, and only the axis counts.
+    compressed = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
     inner = optax.with_extra_args_support(inner)
-    h = Hyperparameters(inner, outer, every, fragments, axis_name, average)
-    return optax.GradientTransformationExtraArgs(
-        functools.partial(init, h), cast(Any, functools.partial(update, h))
+    return transformation(
+        LocalSteps(inner, outer, every, fragments, error_decay, bits < 32, compressed)
     )

@@ -1,30 +1,275 @@
 """1-bit Adam: Adam while the variance settles, then one bit per parameter on the wire."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import Exchange, ResidualDtype
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.transforms import step_sets, warmup_then
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.transforms import momentum as moments
+from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.onebit_adam_steps import (
-    Hyperparameters,
-    compressed_step,
-    dense_step,
-    direction,
-    freeze,
-    init,
-    refresh_step,
-    upcoming,
-)
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, chain, transformation
+from onebit_jax.transforms.gradient_mean import GradientMean
+from onebit_jax.transforms.momentum import Momentum
+from onebit_jax.transforms.phases import PHASES, Phase, Progress
 from onebit_jax.transforms.step_sets import StepSet
-from onebit_jax.transforms.warmup import VarianceStable, Warmup
+from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
+
+
+class ScaleByOnebitAdamState(NamedTuple):
+    """State of 1-bit Adam: hardly larger than Adam's, since the phases share two arrays.
+
+    Attributes:
+      progress: updates made, and the phase; equal on all workers, as is all but ``momentum`` and
+        ``gradients``.
+      momentum_decay: ``b1`` as of ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
+      variance_record: what ends the warm-up.
+      variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
+        int32 ``[]``.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
+        for inactive elements; float32, a tree like the parameters.
+      momentum: ``m``, and what its exchange keeps.
+      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
+    """
+
+    progress: Progress
+    momentum_decay: jax.Array
+    variance_record: VarianceRecord
+    variance_at: jax.Array
+    v_then_inverse_root: Any
+    momentum: Momentum
+    gradients: Any
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` of the last update, by its place in
+          :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
+          ``variance_growth`` and ``variance_shrinkage``; and ``residual_ratio``,
+          ``||e_i|| / ||m||`` over what this worker compresses, 0 in warm-up: where it keeps
+          growing, the momentum changes faster than one bit per step can follow.
+        """
+        parts = (self.progress, self.variance_record, self.momentum.exchange)
+        return {name: value for part in parts for name, value in part.metrics().items()}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+
+        Returns:
+          ``dead_share``, of elements whose ``v`` is 0; ``variance_at``; and the exchange's
+          ``scale_spread``.
+        """
+        return {
+            "dead_share": warmup_end.zero_share(self.v_then_inverse_root),
+            "variance_at": self.variance_at,
+            **self.momentum.exchange.diagnostics(),
+        }
+
+
+def root(v: jax.Array, correction: Any, eps: Any, eps_root: Any) -> jax.Array:
+    """What the momentum is divided by: ``sqrt(v) + eps``."""
+    return jnp.sqrt(v / correction + eps_root) + eps
+
+
+def refreshed(
+    inverse_root: jax.Array, g: jax.Array, share: jax.Array, eps: Any, eps_root: Any
+) -> jax.Array:
+    """``v <- (1 - share) v + share g^2``, as ``1 / (sqrt(v) + eps)``; ``g^2`` where v was 0."""
+    was = inverse_root > 0
+    v = jnp.square(1 / jnp.where(was, inverse_root, 1.0) - eps) - eps_root
+    v = jnp.where(was, (1 - share) * jnp.maximum(v, 0.0) + share * g**2, g**2)
+    return jnp.where(was | (g != 0), 1 / root(v, 1.0, eps, eps_root), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnebitAdam(PhasedAlgorithm):
+    """The algorithm; :func:`onebit_adam` says what its fields are."""
+
+    b1: Any
+    b2: Any
+    eps: Any
+    eps_root: Any
+    warmup: Warmup
+    bias_correction: bool
+    refreshes: StepSet | None
+    exchange: Exchange
+    gradient_mean: GradientMean
+
+    def before(self) -> Mapping[Phase, Step]:
+        """Dense updates."""
+        return {"warmup": self.dense_step}
+
+    def after(self) -> Mapping[Phase, Step]:
+        """Compressed ones, and those that refresh the variance."""
+        refresh: dict[Phase, Step] = (
+            {} if self.refreshes is None else {"refresh": self.refresh_step}
+        )
+        return {"compression": self.compressed_step, **refresh}
+
+    def tree(self, state: ScaleByOnebitAdamState) -> Any:
+        """The variance."""
+        return state.v_then_inverse_root
+
+    def init(self, params: optax.Params) -> ScaleByOnebitAdamState:
+        """``m = v = 0``."""
+        return ScaleByOnebitAdamState(
+            progress=phases.begin(self._upcoming(jnp.int32(0), jnp.bool(False))),
+            momentum_decay=jnp.asarray(self.b1, jnp.float32),
+            variance_record=warmup_end.no_record(params),
+            variance_at=jnp.full([], -1, jnp.int32),
+            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
+            momentum=moments.begin(self.exchange.over(params)),
+            gradients=self.gradient_mean.init(params),
+        )
+
+    def upcoming(self, state: ScaleByOnebitAdamState) -> jax.Array:
+        """As the warm-up says, and the set of refreshes."""
+        return self._upcoming(state.progress.count, state.progress.frozen_at >= 0)
+
+    def _upcoming(self, count: jax.Array, frozen: jax.Array) -> jax.Array:
+        coming = warmup_end.upcoming(self.warmup, count, frozen)
+        if self.refreshes is None:
+            return coming
+        due = jnp.stack([jnp.asarray(self.refreshes(count + i)) for i in range(phases.OUTLOOK)])
+        compressed = coming == PHASES.index("compression")
+        return jnp.where(compressed & due, PHASES.index("refresh"), coming).astype(jnp.int32)
+
+    def corrections(self, t: jax.Array) -> tuple[Any, Any]:
+        """``1 - b1**t`` and ``1 - b2**t``, by which averages over ``t`` values fall short; or 1."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
+        return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
+
+    def _bound(self, state: ScaleByOnebitAdamState) -> BoundExchange:
+        return self.exchange.over(state.v_then_inverse_root)
+
+    def dense_step(
+        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ScaleByOnebitAdamState:
+        """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
+        del params
+        exchange = self._bound(state)
+        v, tree = jax.tree.flatten(state.v_then_inverse_root)
+        momentum, gradients, v = moments.update_moments(
+            exchange,
+            self.gradient_mean,
+            (self.b1, self.b2),
+            (state.momentum, state.gradients, v),
+            grads,
+            when,
+        )
+        _, correction = self.corrections(state.progress.count + 1)
+        norms = exchange.layout.sums(v) / correction
+        return state._replace(
+            variance_record=warmup_end.recorded(self.warmup, state, norms, v, when),
+            v_then_inverse_root=tree.unflatten(v),
+            momentum=momentum,
+            gradients=gradients,
+        )
+
+    def ends(self, state: ScaleByOnebitAdamState) -> jax.Array:
+        """As the warm-up says."""
+        return warmup_end.ends(self.warmup, state)
+
+    def freeze(self, state: ScaleByOnebitAdamState, params: Any) -> ScaleByOnebitAdamState:
+        """``v`` becomes ``1 / (sqrt(v) + eps)``; where it is 0, elements become inactive."""
+        del params
+        _, correction = self.corrections(state.progress.count + 1)
+        inverse_root = jax.tree.map(
+            lambda v: jnp.where(v > 0, 1 / root(v, correction, self.eps, self.eps_root), 0.0),
+            state.v_then_inverse_root,
+        )
+        m = state.momentum.m_then_compensated.value
+        return state._replace(
+            variance_at=state.progress.count + 1,
+            v_then_inverse_root=inverse_root,
+            momentum=moments.activate(self._bound(state), state.momentum, m, inverse_root),
+        )
+
+    def compressed_step(
+        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ScaleByOnebitAdamState:
+        """``m <- EC1(b1 m + (1 - b1) g_i)``."""
+        del params
+        exchange = self._bound(state)
+        m, g = moments.last(exchange, state.momentum), exchange.node_mean(grads)
+        return self._with_momentum(state, m, g, when)
+
+    def _with_momentum(
+        self, state: ScaleByOnebitAdamState, m: Arrays, g: Arrays, when: jax.Array
+    ) -> ScaleByOnebitAdamState:
+        first = state.progress.count == state.progress.frozen_at
+        exchange = self._bound(state)
+        return state._replace(
+            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, when)
+        )
+
+    def refresh_step(
+        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ScaleByOnebitAdamState:
+        """``v <- b2^gap v + (1 - b2^gap) g^2`` of the mean gradient, then a compressed update."""
+        del params
+        exchange, t = self._bound(state), state.progress.count + 1
+        mean, gradients = self.gradient_mean.average(grads, state.gradients, when)
+        _, correction = self.corrections(t)
+        share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
+        old, tree = jax.tree.flatten(state.v_then_inverse_root)
+        new = [
+            jnp.where(when, refreshed(y, g, share, self.eps, self.eps_root), y)
+            for y, g in zip(old, mean, strict=True)
+        ]
+        # What came back for an inactive element is not its momentum.
+        active = exchange.pieces(tree.unflatten([(y > 0).astype(jnp.float32) for y in old]))
+        last = moments.last(exchange, state.momentum)
+        m = [x * y for x, y in zip(last, active, strict=True)]
+        inverse_root = tree.unflatten(new)
+        state = state._replace(
+            variance_at=jnp.where(when, t, state.variance_at),
+            v_then_inverse_root=inverse_root,
+            momentum=moments.reactivate(exchange, state.momentum, inverse_root),
+            gradients=gradients,
+        )
+        return self._with_momentum(state, m, exchange.node_mean(grads), when)
+
+    def direction(
+        self, state: ScaleByOnebitAdamState, received: Any, params: Any, phase: Phase | None
+    ) -> Arrays:
+        """``m / (sqrt(v) + eps)``, bias-corrected."""
+        del received, params
+        exchange = self._bound(state)
+        of_m, of_v = self.corrections(state.progress.count)
+        frozen = state.progress.frozen_at >= 0
+        compressed = phase in self.after()
+        m = moments.whole(exchange, state.momentum, state.progress.phase, phase)
+
+        def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
+            m = m / of_m
+            if compressed:
+                return m * y
+            return jnp.where(frozen, m * y, m / root(y, of_v, self.eps, self.eps_root))
+
+        return jax.tree.leaves(jax.tree.map(over_root, m, state.v_then_inverse_root))
+
+    def carry(self, state: ScaleByOnebitAdamState, like: Any) -> Any:
+        """Momentum and residuals."""
+        momentum = moments.carry(self.exchange.over(like), state.momentum, state.progress)
+        return momentum, self.gradient_mean.carry(like, state.gradients)
+
+    def resume(self, state: ScaleByOnebitAdamState, carried: Any, like: Any) -> dict[str, Any]:
+        """Momentum and residuals."""
+        active, decay = state.v_then_inverse_root, state.momentum_decay
+        exchange = self.exchange.over(like)
+        return {
+            "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
+            "gradients": self.gradient_mean.resume(like, carried[1]),
+        }
 
 
 def scale_by_onebit_adam(
@@ -36,12 +281,9 @@ def scale_by_onebit_adam(
     warmup: Warmup,
     axis_name: str | tuple[str, str],
     bias_correction: bool = True,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -49,23 +291,19 @@ def scale_by_onebit_adam(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
     warmup_end.check_warmup(warmup)
-    how = (scale, residual_dtype, local_dtype, bucket_bytes)
-    exchange = Exchange(axis_name, *how, warmup_bits=warmup_bits)
-    refreshes = step_sets.refresh_steps("variance_refreshes", variance_refreshes)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
-    h = Hyperparameters(b1, b2, eps, eps_root, warmup, bias_correction, refreshes, exchange)
-    after: dict[Phase, Any] = {"compression": compressed_step}
-    if refreshes is not None:
-        after["refresh"] = refresh_step
-    return warmup_then.warmup_then(
-        h,
-        init=init,
-        before={"warmup": dense_step},
-        freeze=freeze,
-        after=after,
-        direction=direction,
-        upcoming=upcoming,
-        like=lambda state: state.v_then_inverse_root,
+    return transformation(
+        OnebitAdam(
+            b1,
+            b2,
+            eps,
+            eps_root,
+            warmup,
+            bias_correction,
+            step_sets.refresh_steps("variance_refreshes", variance_refreshes),
+            exchange.one_bit(axis_name),
+            GradientMean(axis_name, warmup_bits, exchange),
+        )
     )
 
 
@@ -81,12 +319,9 @@ def onebit_adam(
     warmup: int | VarianceStable,
     axis_name: str | tuple[str, str],
     bias_correction: bool = True,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
@@ -102,7 +337,7 @@ def onebit_adam(
         \end{aligned}
 
     and then, with :math:`v` frozen, the workers' momenta are averaged by the error-compensated
-    one-bit all-reduce (:mod:`onebit_jax.collectives.ec1`), one block per parameter tensor:
+    one-bit all-reduce (:mod:`onebit_jax.collectives.one_bit`), with a scale per parameter tensor:
 
     .. math::
 
@@ -115,8 +350,8 @@ def onebit_adam(
     :math:`p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)`, with both
     averages bias-corrected as Adam's are.
 
-    A coordinate whose :math:`v` is exactly 0 when it freezes, such as the embedding of a token that
-    was never seen, is *dead*: it does not move any more (but for weight decay).
+    An element whose :math:`v` is exactly 0 when it freezes, such as the embedding of a token that
+    was never seen, is *inactive*: it no longer moves (but for weight decay).
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, not averaged. :func:`onebit_jax.train_step`
@@ -130,12 +365,12 @@ def onebit_adam(
 
         v \leftarrow \beta_2^k v + (1-\beta_2^k) g^2,
 
-    as if the gradient had been this one in all of them, so that v looks back as long as Adam's. A
-    dead coordinate that has a gradient then is dead no more: it begins with :math:`v = g^2`, and a
-    momentum of 0.
+    as if the gradient had been this one in all of them, so that v looks back as long as Adam's. An
+    inactive element that has a gradient then becomes active, with :math:`v = g^2` and a momentum of
+    0.
 
     ``update`` takes an extra argument ``phase``: ``"warmup"``, ``"compression"`` or ``"refresh"``
-    leaves out the other phases' programs. One of the other side of the freeze is refused: updates
+    leaves the other phases' programs out. One from the other side of the freeze is refused: updates
     are 0, the state stays as it was, and the metric ``phase`` is -1.
 
     Args:
@@ -155,19 +390,11 @@ def onebit_adam(
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
         warm-up is :func:`optax.adamw`; that of v freezes with v. False is the paper's and
         DeepSpeed's form, whose steps are too long while v fills up: 1.26x after a freeze at 1,000.
-      scale: the compressor's scale, ``"rms"`` (the paper's) or ``"mean_abs"``.
-      residual_dtype: of the arrays that hold the residuals, and in warm-up the momentum:
-        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. What is
-        rounded off there is lost: up to one part in 256 of a value, each step.
-      local_dtype: what compressed steps average gradients in within a node: ``"float32"``, or
-        ``"bfloat16"`` for half the bytes there.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None for all in one. ``"auto"`` is what is measured to pay (docs/performance.md):
-        buckets between CPU hosts, whose transport does not send large messages while it receives.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       warmup_bits: per value of the gradients that a warm-up update averages, or a refresh: 32,
         float32, the default; 16, summed in bfloat16, which XLA for CPUs sends as float32 all the
         same; 8 or 4, with error feedback and a scale per 256 values
-        (:mod:`onebit_jax.collectives.quantized`), for ``4 + 4/n`` bytes per parameter more of
+        (:mod:`onebit_jax.collectives.k_bits`), for ``4 + 4/n`` bytes per parameter more of
         state. What a refresh leaves is added in the next one, however far.
       variance_refreshes: when v is refreshed after the freeze: a number ``k`` for every ``k``-th
         update; a function of the number of updates made, from 0, that returns a boolean (traced),
@@ -206,13 +433,13 @@ def onebit_adam(
       Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021.
 
     Differences from the paper:
-      Dead coordinates do not move; by the paper's formula they would move by :math:`S/\varepsilon`
+      Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
       in one step (DeepSpeed masks them by hand). The end of warm-up can be left to
       :func:`onebit_jax.variance_stable`, the paper's own rule, which DeepSpeed never had.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
-    return warmup_then.chain(
+    return chain(
         scale_by_onebit_adam(
             b1,
             b2,
@@ -221,12 +448,9 @@ def onebit_adam(
             warmup=warmup,
             axis_name=axis_name,
             bias_correction=bias_correction,
-            scale=scale,
-            residual_dtype=residual_dtype,
-            local_dtype=local_dtype,
-            bucket_bytes=bucket_bytes,
             warmup_bits=warmup_bits,
             variance_refreshes=variance_refreshes,
+            exchange=exchange,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),

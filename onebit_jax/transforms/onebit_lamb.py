@@ -1,27 +1,350 @@
-"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter."""
+"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter.
 
-from collections.abc import Callable
-from typing import Any, Literal
+What it computes for each tensor is in :mod:`~onebit_jax.transforms.lamb_coefficients`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import Exchange, ResidualDtype
-from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.layout import end_to_end
+from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.transforms import lamb_coefficients, phases
+from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms import warmup_then
-from onebit_jax.transforms.lamb_coefficients import Bounds
-from onebit_jax.transforms.onebit_lamb_steps import (
-    Hyperparameters,
-    compressed_step,
-    dense_step,
-    direction,
-    freeze,
-    init,
-)
-from onebit_jax.transforms.warmup import VarianceStable, Warmup
+from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, chain, transformation
+from onebit_jax.transforms.gradient_mean import GradientMean
+from onebit_jax.transforms.lamb_coefficients import Bounds, Tensor, decayed, frozen_update
+from onebit_jax.transforms.momentum import Momentum
+from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
+from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
+
+
+class ScaleByOnebitLambState(NamedTuple):
+    """State of 1-bit LAMB for ``P`` parameter tensors; all but what says so equal on all workers.
+
+    The tensors travel end to end as one, padded to ``[n, 8, B]`` (chunk, bit, byte). Two arrays
+    change their meaning, since neither phase needs all four.
+
+    Attributes:
+      progress: updates made, and the phase.
+      momentum_decay: ``b1`` as of ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
+      variance_record: what ends the warm-up.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
+        with 0 for inactive elements; float32, a tree like the parameters.
+      fresh_variance: 0 in warm-up; ``k_l m_l`` when v freezes; then ``k_l^2 v~_l``, with the sign
+        of the momentum: the passes over single tensors take it from here, since bits of all do not
+        fall on a tensor's bounds. Undefined for inactive elements; float32 ``[n, 8, B]``.
+      momentum: ``m_l`` in warm-up, then ``k_l m_l``, and what its exchange keeps.
+      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
+      coefficients: running coefficients ``c~_l``, 0 where there never was one; float32 ``[P]``.
+      ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
+      momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
+      factors: what the last update's ``u_l`` is multiplied with; float32 ``[P]``.
+    """
+
+    progress: Progress
+    momentum_decay: jax.Array
+    variance_record: VarianceRecord
+    v_then_inverse_root: Any
+    fresh_variance: jax.Array
+    momentum: Momentum
+    gradients: Any
+    coefficients: jax.Array
+    ratios: jax.Array
+    momentum_scales: jax.Array
+    factors: jax.Array
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          What :func:`onebit_jax.onebit_adam` reports, and least, mean and greatest over the tensors
+          of the running coefficient (``coefficient_min``, ...) and of the last ratio
+          (``ratio_min``, ...). A ratio that stays at its bound says that the variance has left
+          what was frozen behind.
+        """
+        parts = (self.progress, self.variance_record, self.momentum.exchange)
+        metrics = {name: value for part in parts for name, value in part.metrics().items()}
+        sizes = [x.size for x in jax.tree.leaves(self.v_then_inverse_root)]
+        if filled := [i for i, size in enumerate(sizes) if size]:
+            for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
+                of_tensors = values[jnp.array(filled)]
+                for f in (jnp.min, jnp.mean, jnp.max):
+                    metrics[f"{name}_{f.__name__}"] = f(of_tensors)
+        return metrics
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """``dead_share``, of elements whose ``v`` is 0: a scalar."""
+        return {"dead_share": warmup_end.zero_share(self.v_then_inverse_root)}
+
+
+@dataclasses.dataclass(frozen=True)
+class OnebitLamb(PhasedAlgorithm):
+    """The algorithm; :func:`onebit_lamb` says what its fields are."""
+
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    mask: Any
+    warmup: Warmup
+    bounds: Bounds
+    exchange: Exchange
+    gradient_mean: GradientMean
+    needs_params = "LAMB's coefficients are ratios to their norms"
+
+    def before(self) -> Mapping[Phase, Step]:
+        """LAMB's updates."""
+        return {"warmup": self.dense_step}
+
+    def after(self) -> Mapping[Phase, Step]:
+        """Compressed ones."""
+        return {"compression": self.compressed_step}
+
+    def tree(self, state: ScaleByOnebitLambState) -> Any:
+        """The variance."""
+        return state.v_then_inverse_root
+
+    def init(self, params: optax.Params) -> ScaleByOnebitLambState:
+        """``m = v = c~ = 0``."""
+        exchange, count = self.exchange.over(params), len(jax.tree.leaves(params))
+        return ScaleByOnebitLambState(
+            progress=phases.begin(warmup_end.upcoming(self.warmup, jnp.int32(0), jnp.bool(False))),
+            momentum_decay=jnp.asarray(self.b1, jnp.float32),
+            variance_record=warmup_end.no_record(params),
+            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
+            fresh_variance=jnp.zeros(_shape(exchange), jnp.float32),
+            momentum=moments.begin(exchange),
+            gradients=self.gradient_mean.init(params),
+            coefficients=jnp.zeros((count,), jnp.float32),
+            ratios=jnp.ones((count,), jnp.float32),
+            momentum_scales=jnp.ones((count,), jnp.float32),
+            factors=jnp.ones((count,), jnp.float32),
+        )
+
+    def upcoming(self, state: ScaleByOnebitLambState) -> jax.Array:
+        """As the warm-up says."""
+        progress = state.progress
+        return warmup_end.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
+
+    def ends(self, state: ScaleByOnebitLambState) -> jax.Array:
+        """As the warm-up says."""
+        return warmup_end.ends(self.warmup, state)
+
+    def _bound(self, state: ScaleByOnebitLambState) -> BoundExchange:
+        return self.exchange.over(state.v_then_inverse_root)
+
+    def _dense_momenta(self, state: ScaleByOnebitLambState) -> Arrays:
+        """``m_l`` in the dense form, where it is ``k_l m_l`` once v is frozen."""
+        exchange, inverse_k = self._bound(state), 1 / state.momentum_scales
+        k_m = _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
+        return [inverse_k[i] * x for i, x in enumerate(k_m)]
+
+    def _momentum_sizes(self, state: ScaleByOnebitLambState) -> Arrays:
+        """``|k_l m_l|`` in compression: of one value within a chunk."""
+        exchange = self._bound(state)
+        if not exchange.compresses:
+            F = _fused(exchange, moments.compressed(exchange, state.momentum))
+            return [jnp.abs(x) for x in _cut(exchange, F)]
+        scales = exchange.layout.scales(state.momentum.received).reshape(-1)
+        return _spread(exchange, scales)
+
+    def dense_step(
+        self, state: ScaleByOnebitLambState, grads: Arrays, params: Arrays, when: jax.Array
+    ) -> ScaleByOnebitLambState:
+        """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
+        v, tree = jax.tree.flatten(state.v_then_inverse_root)
+        momentum, gradients, v = moments.update_moments(
+            self._bound(state),
+            self.gradient_mean,
+            (self.b1, self.b2),
+            (state.momentum, state.gradients, v),
+            grads,
+            when,
+        )
+        state = state._replace(
+            v_then_inverse_root=tree.unflatten(v), momentum=momentum, gradients=gradients
+        )
+        rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), state.progress.count)
+
+        def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
+            return decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
+
+        tensors = [
+            Tensor((rate,), (m, v, p))
+            for rate, m, v, p in zip(rates, self._dense_momenta(state), v, params, strict=True)
+        ]
+        c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, tensors)
+        running = lamb_coefficients.running_coefficients(self.bounds, state.coefficients, c)
+        # Corrected: a factor common to a tensor's variances is in its coefficient too.
+        norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
+        return state._replace(
+            variance_record=warmup_end.recorded(self.warmup, state, norms, v, when),
+            coefficients=keep(when, running, state.coefficients),
+            factors=keep(when, c, state.factors),
+        )
+
+    def freeze(self, state: ScaleByOnebitLambState, params: Any) -> ScaleByOnebitLambState:
+        """``v`` becomes ``1 / (sqrt(v) + eps)`` and ``m`` becomes ``k m``."""
+        del params
+        exchange, m = self._bound(state), self._dense_momenta(state)
+        inverse_root = jax.tree.map(
+            lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0),
+            state.v_then_inverse_root,
+        )
+        k = lamb_coefficients.momentum_scales(m, jax.tree.leaves(inverse_root))
+        scaled = [k[i] * x for i, x in enumerate(m)]
+        k_m = _joined(exchange, scaled, onto=state.fresh_variance)
+        held = state.momentum.m_then_compensated.value
+        arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
+        return state._replace(
+            v_then_inverse_root=inverse_root,
+            fresh_variance=k_m,
+            momentum=moments.activate(exchange, state.momentum, arrays, inverse_root),
+            momentum_scales=k,
+        )
+
+    def _first_fresh_variance(self, k_m: jax.Array, state: ScaleByOnebitLambState) -> jax.Array:
+        """The first ``k^2 v~``, when ``v~`` is still ``v`` and the last ``F`` is ``k m``."""
+        exchange, k = self._bound(state), state.momentum_scales
+        roots = jax.tree.leaves(state.v_then_inverse_root)
+        v = [jnp.where(x > 0, k[i] * (1 / x - self.eps), 0.0) ** 2 for i, x in enumerate(roots)]
+        F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        joined = _joined(exchange, v)
+        return lamb_coefficients.fresh_variance(self.b1, self.b2, joined, F, k_m)
+
+    def compressed_step(
+        self, state: ScaleByOnebitLambState, grads: Arrays, params: Arrays, when: jax.Array
+    ) -> ScaleByOnebitLambState:
+        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios of what comes of it."""
+        exchange, k = self._bound(state), state.momentum_scales
+        first = state.progress.count == state.progress.frozen_at
+        g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
+        m = moments.last(exchange, state.momentum)
+        last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        state = state._replace(
+            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, when)
+        )
+        fresh = overwrite_if(
+            first & when,
+            self._first_fresh_variance,
+            state.fresh_variance,
+            state._replace(fresh_variance=()),
+            axis_names=exchange.axes.names,
+        )
+        F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        later = lamb_coefficients.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
+        fresh = jnp.where(when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
+        state = state._replace(fresh_variance=fresh)
+        tensors = self._compressed_tensors(state, params, state.progress.count)
+        r = lamb_coefficients.ratios(self.bounds, self.eps, state.ratios, tensors)
+        r = keep(when, r, state.ratios)
+        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
+        return state._replace(ratios=r, factors=keep(when, factors, state.factors))
+
+    def _compressed_tensors(
+        self, state: ScaleByOnebitLambState, params: Arrays, count: jax.Array
+    ) -> list[Tensor]:
+        """The arguments of :func:`~.lamb_coefficients.frozen_update`."""
+        inverse_k = 1 / state.momentum_scales
+        y, tree = jax.tree.flatten(state.v_then_inverse_root)
+        rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), count)
+        fresh = _cut(self._bound(state), state.fresh_variance)
+        sizes = self._momentum_sizes(state)
+        return [
+            Tensor((rates[i], inverse_k[i]), (fresh[i], y[i], inverse_k[i] * sizes[i], params[i]))
+            for i in range(len(params))
+        ]
+
+    def direction(
+        self, state: ScaleByOnebitLambState, received: Any, params: Arrays, phase: Phase | None
+    ) -> Arrays:
+        """``c u`` in warm-up, ``c~ r u`` in compression."""
+        del received
+        last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
+        compressed = state.progress.phase == PHASES.index("compression")
+        u = []
+        if phase != "warmup":
+            tensors = self._compressed_tensors(state, params, last)
+            u = [x.map(frozen_update) for x in tensors]
+        if phase != "compression":
+            v, tree = jax.tree.flatten(state.v_then_inverse_root)
+            rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), last)
+            dense = [
+                decayed(m * jnp.where(frozen, y, 1 / (jnp.sqrt(y) + self.eps)), p, rate)
+                for m, y, p, rate in zip(self._dense_momenta(state), v, params, rates, strict=True)
+            ]
+            both = zip(u or dense, dense, strict=True)
+            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
+        return [state.factors[i] * x for i, x in enumerate(u)]
+
+    def carry(self, state: ScaleByOnebitLambState, like: Any) -> Any:
+        """Momentum, residuals and the fresh variance of each tensor."""
+        exchange = self.exchange.over(like)
+        momentum = moments.carry(exchange, state.momentum, state.progress)
+        gradients = self.gradient_mean.carry(like, state.gradients)
+        return momentum, gradients, _cut(exchange, state.fresh_variance)
+
+    def resume(self, state: ScaleByOnebitLambState, carried: Any, like: Any) -> dict[str, Any]:
+        """Momentum, residuals and the fresh variance of each tensor."""
+        active, decay = state.v_then_inverse_root, state.momentum_decay
+        exchange = self.exchange.over(like)
+        return {
+            "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
+            "gradients": self.gradient_mean.resume(like, carried[1]),
+            "fresh_variance": _joined(exchange, carried[2]),
+        }
+
+
+def _shape(exchange: BoundExchange) -> tuple[int, ...]:
+    """``(n, 8, B)``."""
+    layout = exchange.layout
+    plane = layout.stacks[0].plane if layout.stacks else (0,)
+    return (exchange.axes.workers, 8, *plane)
+
+
+def _fused(exchange: BoundExchange, pieces: Arrays) -> jax.Array:
+    """The one piece, of all shards, as ``[n, 8, B]``."""
+    shape = _shape(exchange)
+    return pieces[0].reshape(shape) if pieces else jnp.zeros(shape)
+
+
+def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
+    """The tensors that lie end to end in ``[n, 8, B]``."""
+    return exchange.layout.cut(fused, range(len(exchange.layout.shapes)))
+
+
+def _joined(exchange: BoundExchange, tensors: Arrays, onto: jax.Array | None = None) -> jax.Array:
+    """Tensors end to end, ``[n, 8, B]``, over an array whose padding stays, or over zeros."""
+    shape = _shape(exchange)
+    onto = jnp.zeros(shape) if onto is None else onto
+    return end_to_end(tensors, onto.reshape(-1)).reshape(shape)
+
+
+def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
+    """Tensors whose every element has its chunk's value of ``[n]``."""
+    chunk, start, tensors = 8 * math.prod(_shape(exchange)[2:]), 0, []
+    for shape in exchange.layout.shapes:
+        size = math.prod(shape)
+        # A comparison for each bound inside the tensor: an index into the chunks would take a
+        # division for each element.
+        bounds = [j for j in range(len(of_chunks)) if start < j * chunk < start + size]
+        position = lax.iota(jnp.uint32, size)
+        values = jnp.full((size,), of_chunks[start // chunk if size else 0])
+        for j in bounds:
+            values = jnp.where(position >= j * chunk - start, of_chunks[j], values)
+        tensors.append(values.reshape(shape))
+        start += size
+    return tensors
 
 
 def scale_by_onebit_lamb(
@@ -39,11 +362,8 @@ def scale_by_onebit_lamb(
     min_ratio: jax.typing.ArrayLike = 0.5,
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
@@ -58,22 +378,19 @@ def scale_by_onebit_lamb(
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
     bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
-    exchange = Exchange(
-        axis_name, scale, residual_dtype, local_dtype, bucket_bytes, True, warmup_bits
-    )
     b1, b2, eps = map(validation.float32, (b1, b2, eps))
-    h = Hyperparameters(
-        b1, b2, eps, weight_decay, mask, warmup, Bounds(*map(validation.float32, bounds)), exchange
-    )
-    return warmup_then.warmup_then(
-        h,
-        init=init,
-        before={"warmup": dense_step},
-        freeze=freeze,
-        after={"compression": compressed_step},
-        direction=direction,
-        like=lambda state: state.v_then_inverse_root,
-        needs_params="LAMB's coefficients are ratios to their norms",
+    return transformation(
+        OnebitLamb(
+            b1,
+            b2,
+            eps,
+            weight_decay,
+            mask,
+            warmup,
+            Bounds(*map(validation.float32, bounds)),
+            exchange.one_bit(axis_name, fused=True),
+            GradientMean(axis_name, warmup_bits, exchange),
+        )
     )
 
 
@@ -93,11 +410,8 @@ def onebit_lamb(
     min_ratio: jax.typing.ArrayLike = 0.5,
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 
@@ -119,8 +433,8 @@ def onebit_lamb(
     where :math:`c` is 1, and :math:`\tilde c` stays, if either norm is 0. Then :math:`v` and
     :math:`\tilde c` freeze, and a fresh variance :math:`\tilde v`, at first :math:`v`, goes on. The
     workers' momenta are averaged by the error-compensated one-bit all-reduce
-    (:mod:`onebit_jax.collectives.ec1`), the whole model in one block, to which every tensor is
-    brought at the same root mean square :math:`\sigma` of its last dense momentum:
+    (:mod:`onebit_jax.collectives.one_bit`), the whole model with one scale; every tensor is brought
+    to the same root mean square :math:`\sigma` of its last dense momentum:
 
     .. math::
 
@@ -138,8 +452,8 @@ def onebit_lamb(
           p &\leftarrow p - \alpha_t \, \tilde c \, r \, u
         \end{aligned}
 
-    A coordinate whose :math:`v` is exactly 0 when it freezes is *dead*, as in
-    :func:`onebit_jax.onebit_adam`: it does not move any more (but for weight decay), and neither
+    An element whose :math:`v` is exactly 0 when it freezes is *inactive*, as in
+    :func:`onebit_jax.onebit_adam`: it no longer moves (but for weight decay), and neither
     :math:`\sigma` nor the maximum regards it. Where to run ``init`` and ``update`` and the extra
     argument ``phase`` are as there; ``update`` needs the parameters.
 
@@ -164,11 +478,8 @@ def onebit_lamb(
       min_ratio: least ratio, at most 1.
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      scale: of the exchange, as are the next three: see :func:`onebit_jax.onebit_adam`.
-      residual_dtype: of the arrays that hold the residuals, and in warm-up the momenta.
-      local_dtype: what compressed steps average gradients in within a node.
-      bucket_bytes: the most that one collective carries from a worker to another.
       warmup_bits: per value of a warm-up's gradients: see :func:`onebit_jax.onebit_adam`.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -204,13 +515,13 @@ def onebit_lamb(
       Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022.
 
     Differences from the paper:
-      Dead coordinates do not move, :math:`\sigma` is taken over the others, and a tensor whose
+      Inactive elements do not move, :math:`\sigma` is taken over the others, and a tensor whose
       momentum is 0 has :math:`k = 1` and no part in the mean: the paper's formulas would divide by
       zero. A tensor that never had a coefficient other than 1 keeps 1, where :math:`\tilde c = 0`
       would stop it. The end of warm-up can be left to :func:`onebit_jax.variance_stable`.
     """
     validation.check_learning_rate(learning_rate)
-    return warmup_then.chain(
+    return chain(
         scale_by_onebit_lamb(
             b1,
             b2,
@@ -225,11 +536,8 @@ def onebit_lamb(
             min_ratio=min_ratio,
             max_ratio=max_ratio,
             ratio_threshold=ratio_threshold,
-            scale=scale,
-            residual_dtype=residual_dtype,
-            local_dtype=local_dtype,
-            bucket_bytes=bucket_bytes,
             warmup_bits=warmup_bits,
+            exchange=exchange,
         ),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -1,14 +1,15 @@
 """Muon on gradients that travel at one bit per parameter."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.hierarchical import LocalDtype
+from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.transforms.compressed_mean import compressed_mean
 
 
@@ -28,8 +29,7 @@ def onebit_muon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_bits: int = 8,
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon with one bit per parameter of the matrices, from the first update on.
 
@@ -74,8 +74,8 @@ def onebit_muon(
       adam_b2: decay of Adam's variance.
       adam_bits: per value of the other parameters' gradients: 2, 4, 8 or 32. With one bit all that
         Adam knows of each coordinate would be lost.
-      local_dtype: what gradients are averaged in within a node.
-      bucket_bytes: the most that one collective carries from a worker to another.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; the scale is the mean
+        absolute value whatever it says.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Its metrics are those of two
@@ -116,9 +116,9 @@ def onebit_muon(
     validation.check_decay("beta", beta)
     validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
-    options: dict[str, Any] = {"local_dtype": local_dtype, "bucket_bytes": bucket_bytes}
-    scale = "mean_abs" if bits == 1 else "rms"
-    mean = compressed_mean(axis_name, bits, scale=scale, residual_decay=residual_decay, **options)
+    of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
+    mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
+    of_others = dataclasses.replace(exchange, scale="rms", residual_dtype="float32")
     muon = optax.contrib.muon(
         learning_rate,
         ns_steps=ns_steps,
@@ -131,7 +131,7 @@ def onebit_muon(
     adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)
     parts: dict[Any, Any] = {
         "muon": optax.chain(mean, muon),
-        "adam": optax.chain(compressed_mean(axis_name, adam_bits, **options), adam),
+        "adam": optax.chain(compressed_mean(axis_name, adam_bits, exchange=of_others), adam),
     }
 
     def labels(params: optax.Params) -> Any:

@@ -26,20 +26,20 @@ class Progress(NamedTuple):
       phase: of the last update; -1 if there was none, or if it was refused, which changes nothing
         else; int32 ``[]``.
       upcoming: of the next updates; -1 where that depends on one not made yet, which the first
-        never does; int32 ``[2]``.
+        never does; int32 ``[2]``. ``()`` where there is but one phase.
     """
 
     count: jax.Array
     frozen_at: jax.Array
     phase: jax.Array
-    upcoming: jax.Array
+    upcoming: Any
 
     def metrics(self) -> dict[str, jax.Array]:
         """``phase`` and ``frozen_at``."""
         return {"phase": self.phase, "frozen_at": self.frozen_at}
 
 
-def begin(upcoming: jax.Array) -> Progress:
+def begin(upcoming: Any = ()) -> Progress:
     """Before the first update."""
     minus_one = jnp.full([], -1, jnp.int32)
     return Progress(jnp.zeros([], jnp.int32), minus_one, minus_one, upcoming)

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.transforms.distributed_lion import scale_by_distributed_lion
 
 
@@ -16,7 +17,8 @@ def signum(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, str],
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformation:
     r"""Signum: sign SGD with momentum, whose workers take a majority vote.
 
@@ -43,7 +45,8 @@ def signum(
       b1: decay of the momentum, in [0, 1); with 0 it is sign SGD.
       weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.adamw`.
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
-      axis_name: the axis that the workers run along.
+      axis_name: as for :func:`onebit_jax.distributed_lion`.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       As of :func:`onebit_jax.distributed_lion`.
@@ -73,7 +76,7 @@ def signum(
 
     Differences from the paper:
       **Zeros and ties take turns, which is not the published behaviour**
-      (:mod:`onebit_jax.collectives.majority`). With one bit and a fixed sign for 0, a parameter
+      (:mod:`onebit_jax.collectives.votes`). With one bit and a fixed sign for 0, a parameter
       without any gradient walks by the learning rate in every step, and a tied vote (half of all
       votes, with two workers) pushes the same way each time. Here such a parameter stays within one
       learning rate of where it began.
@@ -81,7 +84,7 @@ def signum(
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     return optax.chain(
-        scale_by_distributed_lion(b1, b1, axis_name=axis_name),
+        scale_by_distributed_lion(b1, b1, axis_name=axis_name, exchange=exchange),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -190,21 +190,20 @@ def observe(
 
 
 def recorded(
-    h: Any, state: Any, norms: jax.Array, tensors: Sequence[jax.Array], when: jax.Array
-) -> Any:
-    """The state with the record of the dense update that was made.
+    warmup: Warmup, state: Any, norms: jax.Array, tensors: Sequence[jax.Array], when: jax.Array
+) -> VarianceRecord:
+    """The record with the dense update that was made.
 
     Args:
-      h: the optimizer's hyperparameters, with ``warmup``.
-      state: its state, with ``progress`` and ``variance_record``.
+      warmup: when warm-up ends.
+      state: the optimizer's, with ``progress`` and ``variance_record``.
       norms: ``||v_l||_1`` of each tensor, of the variance as steps are divided by it; float32
         ``[P]``.
       tensors: arrays of their sizes.
       when: where false, the record stays.
     """
     record, sizes = state.variance_record, [x.size for x in tensors]
-    new = observe(h.warmup, record, norms, sizes, state.progress.count + 1)
-    return state._replace(variance_record=keep(when, new, record))
+    return keep(when, observe(warmup, record, norms, sizes, state.progress.count + 1), record)
 
 
 def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
@@ -215,24 +214,31 @@ def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
     return t >= warmup
 
 
-def ends(h: Any, state: Any) -> jax.Array:
+def ends(warmup: Warmup, state: Any) -> jax.Array:
     """Whether the dense update that was made, and recorded already, is the last one.
 
     Nothing that is not finite is frozen.
     """
     record = state.variance_record
-    over = _may_end(h.warmup, state.progress.count + 1) & record.finite
-    return over & (record.stable >= _IN_A_ROW) if isinstance(h.warmup, VarianceStable) else over
+    over = _may_end(warmup, state.progress.count + 1) & record.finite
+    return over & (record.stable >= _IN_A_ROW) if isinstance(warmup, VarianceStable) else over
 
 
-def upcoming(h: Any, count: jax.Array, frozen: jax.Array) -> jax.Array:
+def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
     """The phases of the updates that follow ``count`` ones: see :class:`~.phases.Progress`."""
     dense, compressed = PHASES.index("warmup"), PHASES.index("compression")
-    may_end = _may_end(h.warmup, count + jnp.arange(OUTLOOK))
+    may_end = _may_end(warmup, count + jnp.arange(OUTLOOK))
     # A warm-up that should have ended, but whose variance is not finite, goes on.
     then = -1
-    if not isinstance(h.warmup, VarianceStable):
+    if not isinstance(warmup, VarianceStable):
         then = jnp.where(may_end[0], -1, compressed)
     ended = jnp.cumsum(may_end.at[0].set(False)) > 0
     phases = jnp.where(ended, then, dense)
     return jnp.where(frozen, compressed, phases).astype(jnp.int32)
+
+
+def zero_share(v: Any) -> jax.Array:
+    """The share of a tree's elements that are 0: of elements without a variance."""
+    leaves = jax.tree.leaves(v)
+    zeros = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
+    return sum(zeros, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)

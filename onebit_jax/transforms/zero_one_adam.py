@@ -1,30 +1,321 @@
 """0/1 Adam: one bit per parameter from the start, and after a while only every few steps."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import Exchange, ResidualDtype
-from onebit_jax.collectives.hierarchical import LocalDtype
-from onebit_jax.transforms import step_sets
+from onebit_jax.collectives.axes import equal_on_all_workers
+from onebit_jax.collectives.error_feedback import Call, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.markers import PerWorker
+from onebit_jax.transforms import phases, step_sets, warmup
+from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, fits, transformation
+from onebit_jax.transforms.gradient_mean import GradientMean
+from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.step_sets import StepSet
-from onebit_jax.transforms.warmup_then import warmup_then
-from onebit_jax.transforms.zero_one_adam_steps import (
-    Hyperparameters,
-    compressed_step,
-    dense_step,
-    direction,
-    ends,
-    freeze,
-    init,
-    local_step,
-    sync_step,
-    upcoming,
-)
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of 0/1 Adam, equal on all workers but for what is in a ``PerWorker``.
+
+    Attributes:
+      progress: updates made, and the phase.
+      local_steps: number of updates since the last sync; int32 ``[]``.
+      learning_rate_sum: ``G``, the sum of their learning rates; float32 ``[]``.
+      m: the worker's momentum ``m_i``, equal on all workers, bit for bit, where ``local_steps`` is
+        0; float32, a tree like the parameters, ``[1, *shape]``. What it holds for dead coordinates
+        means nothing once v is frozen.
+      inverse_root: ``1 / (sqrt(v) + eps)`` as of the last refresh of v, with 0 for inactive
+        elements; float32, a tree like the parameters.
+      v_then_y: the variance ``v`` until it freezes; then ``y``, the parameters at the last sync,
+        decayed since; float32, a tree like the parameters.
+      accumulated: ``B_i``, the worker's sum of learning rate times momentum since the last sync;
+        float32, a tree like the parameters, ``[1, *shape]``. To be taken for 0 where
+        ``local_steps`` is 0.
+      exchange: what the exchange keeps: of gradients until v freezes, then of ``B_i``.
+      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
+    """
+
+    progress: Progress
+    local_steps: jax.Array
+    learning_rate_sum: jax.Array
+    m: PerWorker
+    inverse_root: Any
+    v_then_y: Any
+    accumulated: PerWorker
+    exchange: ExchangeState
+    gradients: Any
+
+    def synced_parameters(self, params: optax.Params) -> optax.Params:
+        """The parameters that all workers share: what to evaluate, and what to save for others.
+
+        Args:
+          params: the parameters that belong to this state.
+
+        Returns:
+          ``y``, in the dtypes of ``params``, or ``params`` themselves until v is frozen.
+        """
+        frozen = self.progress.frozen_at >= 0
+        return jax.tree.map(
+            lambda y, p: jnp.where(frozen, y.astype(p.dtype), p), self.v_then_y, params
+        )
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """What a training loop would log, seen from one worker; scalars.
+
+        Returns:
+          ``phase`` and ``frozen_at`` of the progress; and ``residual_ratio``: the norm of the
+          worker's residual over that of what the exchange brought, 0 for an update that compressed
+          nothing, and for the last one before the freeze, at which residuals restart.
+        """
+        phase = self.progress.phase
+        compressed = (phase == PHASES.index("compression")) | (phase == PHASES.index("sync"))
+        ratio = jnp.where(compressed, self.exchange.residual_ratio.value[0], 0.0)
+        return self.progress.metrics() | {"residual_ratio": ratio}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+
+        Returns:
+          ``dead_share``, of coordinates whose ``v`` is 0; and the exchange's ``scale_spread``.
+        """
+        return {"dead_share": warmup.zero_share(self.inverse_root)} | self.exchange.diagnostics()
+
+    def own_parameters(self) -> Any:
+        """Which parameters may differ between workers, a tree of booleans: all once v is frozen.
+
+        After a sync too, if only by rounding: an update is added to what a worker had.
+        """
+        frozen = self.progress.frozen_at >= 0
+        return jax.tree.map(lambda _: frozen, self.v_then_y)
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroOneAdam(PhasedAlgorithm):
+    """The algorithm; :func:`zero_one_adam` says what its fields are."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: optax.ScalarOrSchedule
+    mask: Any
+    variance_freeze: Any
+    variance_steps: StepSet
+    sync_steps: StepSet
+    exchange: Exchange
+    gradient_mean: GradientMean
+    needs_params = "0/1 Adam computes what they become and must know what they are"
+
+    def before(self) -> Mapping[Phase, Step]:
+        """Updates in ``T_v``, and the others."""
+        return {"warmup": self.dense_step, "compression": self.compressed_step}
+
+    def after(self) -> Mapping[Phase, Step]:
+        """Updates between two syncs, and those in ``T_u``."""
+        return {"local": self.local_step, "sync": self.sync_step}
+
+    def rate(self, count: jax.Array) -> jax.Array:
+        """The learning rate of the update after ``count`` ones."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+
+    def tree(self, state: ZeroOneAdamState) -> Any:
+        """The inverse root of the variance."""
+        return state.inverse_root
+
+    def init(self, params: optax.Params) -> ZeroOneAdamState:
+        """``m = v = 0``, and no residuals."""
+
+        def zeros(*leading: int) -> Any:
+            return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
+
+        return ZeroOneAdamState(
+            progress=phases.begin(self._upcoming(jnp.int32(0))),
+            local_steps=jnp.zeros([], jnp.int32),
+            learning_rate_sum=jnp.zeros([], jnp.float32),
+            m=PerWorker(zeros(1)),
+            inverse_root=zeros(),
+            v_then_y=zeros(),
+            accumulated=PerWorker(zeros(1)),
+            exchange=self.exchange.over(params).init(),
+            gradients=self.gradient_mean.init(params),
+        )
+
+    def upcoming(self, state: ZeroOneAdamState) -> jax.Array:
+        """As the step sets say."""
+        return self._upcoming(state.progress.count)
+
+    def _upcoming(self, count: jax.Array) -> jax.Array:
+        steps = (self.variance_freeze, self.variance_steps, self.sync_steps)
+        coming = [step_sets.phase_at(count + i, *steps) for i in range(phases.OUTLOOK)]
+        return jnp.stack(coming).astype(jnp.int32)
+
+    def ends(self, state: ZeroOneAdamState) -> jax.Array:
+        """Whether v is frozen after the update that was made."""
+        return state.progress.count + 1 >= self.variance_freeze
+
+    def _bound(self, state: ZeroOneAdamState) -> BoundExchange:
+        exchange = self.exchange.over(state.inverse_root)
+        fits(exchange, state.exchange)
+        return exchange
+
+    def decayed(
+        self, state: ZeroOneAdamState, updates: Arrays, p: Arrays, count: jax.Array
+    ) -> Arrays:
+        """``updates - lr wd p`` where parameters are decayed; the rest stays as it is."""
+        decay: Any = self.weight_decay
+        decay = decay(count) if callable(decay) else decay
+        if not isinstance(decay, (int, float)) or decay != 0:
+            decay = -self.rate(count) * jnp.asarray(decay, jnp.float32)
+        tx, params = optax.add_decayed_weights(decay, self.mask), _like(state, p)
+        return jax.tree.leaves(tx.update(_like(state, updates), tx.init(params), params)[0])
+
+    def adam_update(self, state: ZeroOneAdamState, params: Arrays, count: jax.Array) -> Arrays:
+        """``- lr (m / (sqrt(v) + eps) + wd p)``."""
+        lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
+        roots = jax.tree.leaves(state.inverse_root)
+        shared = equal_on_all_workers(jax.tree.leaves(state.m))
+        u = [-lr * (m[0] * root) for m, root in zip(shared, roots, strict=True)]
+        return self.decayed(state, u, p, count)
+
+    def dense_step(
+        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ZeroOneAdamState:
+        """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
+        del params
+        g, gradients = self.gradient_mean.average(grads, state.gradients, when)
+        old = jax.tree.leaves(state.v_then_y)
+        v = [self.b2 * x + (1 - self.b2) * y**2 for x, y in zip(old, g, strict=True)]
+        roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in v]
+        new = state._replace(
+            m=PerWorker(_like(state, momentum(self.b1, state, g))),
+            inverse_root=_like(state, roots),
+            v_then_y=_like(state, v),
+            exchange=self._bound(state).activate(state.exchange, v),
+            gradients=gradients,
+        )
+        return keep(when, new, state)
+
+    def compressed_step(
+        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ZeroOneAdamState:
+        """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
+        del params
+        roots = jax.tree.leaves(state.inverse_root)
+        mean, exchanged = self._bound(state).average(grads, state.exchange, Call(when))
+        # What comes back for an inactive element must not be its momentum once it is active.
+        G = [
+            jnp.where(root > 0, x, 0.0)
+            for x, root in zip(jax.tree.leaves(mean), roots, strict=True)
+        ]
+        m = keep(when, momentum(self.b1, state, G), jax.tree.leaves(state.m))
+        return state._replace(m=PerWorker(_like(state, m)), exchange=exchanged)
+
+    def freeze(self, state: ZeroOneAdamState, params: Arrays) -> ZeroOneAdamState:
+        """``y`` is ``p`` after this update, and residuals restart: now they are of changes."""
+        u = self.adam_update(state, params, state.progress.count)
+        y = [p.astype(jnp.float32) + x for p, x in zip(params, u, strict=True)]
+        exchange = self._bound(state).restart(state.exchange)
+        return state._replace(v_then_y=_like(state, y), exchange=exchange)
+
+    def _add_up(self, state: ZeroOneAdamState, m: Arrays) -> tuple[Arrays, jax.Array]:
+        """``B_i`` and ``G`` with this update's share."""
+        lr, begun = self.rate(state.progress.count), state.local_steps > 0
+        old = jax.tree.leaves(state.accumulated)
+        B = [jnp.where(begun, x, 0.0) + lr * y for x, y in zip(old, m, strict=True)]
+        return B, jnp.where(begun, state.learning_rate_sum, 0.0) + lr
+
+    def _decayed_y(self, state: ZeroOneAdamState) -> Arrays:
+        y = jax.tree.leaves(state.v_then_y)
+        return self.decayed(state, y, y, state.progress.count)
+
+    def local_step(
+        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ZeroOneAdamState:
+        """Between two syncs: ``m_i``, ``B_i`` and ``G`` grow by the worker's own gradient."""
+        del params
+        exchange = self._bound(state)
+        m = momentum(self.b1, state, exchange.node_mean_tree(grads))
+        # Written first, over the old m, which XLA would copy to compute B from it once more.
+        m = materialize(keep(when, m, jax.tree.leaves(state.m)), exchange.axes.node)
+        B, G = self._add_up(state, m)
+        new = state._replace(
+            local_steps=state.local_steps + 1,
+            learning_rate_sum=G,
+            v_then_y=_like(state, self._decayed_y(state)),
+            accumulated=PerWorker(_like(state, B)),
+        )
+        return keep(when, new, state)._replace(m=PerWorker(_like(state, m)))
+
+    def sync_step(
+        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
+    ) -> ZeroOneAdamState:
+        """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
+        del params
+        exchange, roots = self._bound(state), jax.tree.leaves(state.inverse_root)
+        m = momentum(self.b1, state, exchange.node_mean_tree(grads))
+        B_i, G = self._add_up(state, m)
+        values = exchange.pieces([x[0] for x in B_i])
+        received, exchanged = exchange.all_reduce(values, state.exchange, Call(when))
+        B = jax.tree.leaves(exchange.mean(received, exchanged))
+        y = [x - b * root for x, b, root in zip(self._decayed_y(state), B, roots, strict=True)]
+        per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
+        new = state._replace(
+            local_steps=jnp.zeros_like(state.local_steps),
+            learning_rate_sum=jnp.zeros_like(G),
+            m=PerWorker(_like(state, [b[None] * per_rate for b in B])),
+            v_then_y=_like(state, y),
+        )
+        return keep(when, new, state)._replace(exchange=exchanged)
+
+    def direction(
+        self, state: ZeroOneAdamState, received: Any, params: Arrays, phase: Phase | None
+    ) -> Arrays:
+        """What the parameters become, less what they are."""
+        del received
+        before = after = None
+        if phase not in ("local", "sync"):
+            before = self.adam_update(state, params, state.progress.count - 1)
+        if phase not in ("warmup", "compression"):
+            begun = state.local_steps > 0
+            trees = (state.v_then_y, state.accumulated, state.inverse_root)
+            after = [
+                (y - jnp.where(begun, B[0], 0.0) * root) - p.astype(jnp.float32)
+                for y, B, root, p in zip(*map(jax.tree.leaves, trees), params, strict=True)
+            ]
+        if before is None or after is None:
+            return before or after or []
+        return keep(state.progress.phase >= PHASES.index("local"), after, before)
+
+    def carry(self, state: ZeroOneAdamState, like: Any) -> Any:
+        """The residuals."""
+        residual = self.exchange.over(like).total_residual(state.exchange)
+        return residual, self.gradient_mean.carry(like, state.gradients)
+
+    def resume(self, state: ZeroOneAdamState, carried: Any, like: Any) -> dict[str, Any]:
+        """The residuals."""
+        exchange, active = self.exchange.over(like), state.inverse_root
+        return {
+            "exchange": exchange.resumed(carried[0], active),
+            "gradients": self.gradient_mean.resume(like, carried[1]),
+        }
+
+
+def _like(state: ZeroOneAdamState, arrays: Arrays) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(state.inverse_root), arrays)
+
+
+def momentum(b1: Any, state: ZeroOneAdamState, g: Arrays) -> Arrays:
+    """``b1 m + (1 - b1) g``."""
+    m = jax.tree.leaves(state.m)
+    return [b1 * x + (1 - b1) * y.astype(jnp.float32)[None] for x, y in zip(m, g, strict=True)]
 
 
 def zero_one_adam(
@@ -42,11 +333,8 @@ def zero_one_adam(
     var_update_scaler: int = 16,
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
-    scale: ec1.Scale = "rms",
-    residual_dtype: ResidualDtype = "float32",
-    local_dtype: LocalDtype = "float32",
-    bucket_bytes: int | Literal["auto"] | None = "auto",
     warmup_bits: int | None = None,
+    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 
@@ -69,9 +357,9 @@ def zero_one_adam(
           p &\leftarrow p - \gamma \, (m / (\sqrt{v} + \varepsilon) + \lambda p)
         \end{aligned}
 
-    with the error-compensated one-bit all-reduce of :mod:`onebit_jax.collectives.ec1`, a block a
-    parameter tensor. At the freeze residuals restart at zero, since from there on they measure
-    another quantity, and :math:`y \leftarrow p`. Every update after it is
+    with the error-compensated one-bit all-reduce of :mod:`onebit_jax.collectives.one_bit`. At the
+    freeze residuals restart at zero, since from then on they are of another quantity, and
+    :math:`y \leftarrow p`. Every update after it is
 
     .. math::
 
@@ -85,7 +373,7 @@ def zero_one_adam(
             m_i &\leftarrow B / G, \quad B_i, G \leftarrow 0
         \end{aligned}
 
-    A coordinate whose :math:`v` is exactly 0 is *dead*: it does not move (but for weight decay)
+    An element whose :math:`v` is exactly 0 is *inactive*: it does not move (but for weight decay)
     until a refresh finds a gradient there. A window whose learning rates add up to 0 leaves m = 0.
 
     **Parameters between two syncs.** Workers then hold parameters that differ. A step that declares
@@ -136,11 +424,8 @@ def zero_one_adam(
       local_step_scaler: updates until the gap of :math:`T_u` doubles. The paper ties it to the
         learning rate: as that halves, gaps may double.
       local_step_clipper: the paper's :math:`H`.
-      scale: of the exchange, as are the next three: see :func:`onebit_jax.onebit_adam`.
-      residual_dtype: of the arrays that hold the residuals.
-      local_dtype: what gradients are averaged in within a node.
-      bucket_bytes: the most that one collective carries from a worker to another.
       warmup_bits: per value of what refreshes of v average: see :func:`onebit_jax.onebit_adam`.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -180,7 +465,7 @@ def zero_one_adam(
       <https://arxiv.org/abs/2202.06009>`_, ICLR 2023.
 
     Differences from the paper:
-      Dead coordinates do not move; by the paper's formula they would move by :math:`S/\varepsilon`
+      Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
       in one step. Weight decay stays out of :math:`B`, and y is kept; DeepSpeed lets decay leak
       into the momentum it rebuilds, and undoes local steps in floating point, so that its replicas
       drift apart. DeepSpeed also refreshes and synchronises at multiples of its gaps, which makes
@@ -197,35 +482,21 @@ def zero_one_adam(
     )
     step_sets.check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     step_sets.check_step_sets(variance_freeze, variance_steps, sync_steps)
-    h = Hyperparameters(
-        learning_rate=learning_rate,
-        b1=validation.float32(b1),
-        b2=validation.float32(b2),
-        eps=validation.float32(eps),
-        weight_decay=weight_decay,
-        mask=mask,
-        variance_freeze=variance_freeze,
-        variance_steps=variance_steps or step_sets.published_variance_steps(var_update_scaler),
-        sync_steps=sync_steps
-        or step_sets.published_sync_steps(variance_freeze, local_step_scaler, local_step_clipper),
-        exchange=Exchange(
-            axis_name,
-            scale,
-            residual_dtype,
-            local_dtype,
-            bucket_bytes,
-            warmup_bits=warmup_bits,
-        ),
-    )
-    return warmup_then(
-        h,
-        init=init,
-        before={"warmup": dense_step, "compression": compressed_step},
-        ends=ends,
-        freeze=freeze,
-        after={"local": local_step, "sync": sync_step},
-        direction=direction,
-        upcoming=upcoming,
-        like=lambda state: state.inverse_root,
-        needs_params="0/1 Adam computes what they become and must know what they are",
+    return transformation(
+        ZeroOneAdam(
+            learning_rate=learning_rate,
+            b1=validation.float32(b1),
+            b2=validation.float32(b2),
+            eps=validation.float32(eps),
+            weight_decay=weight_decay,
+            mask=mask,
+            variance_freeze=variance_freeze,
+            variance_steps=variance_steps or step_sets.published_variance_steps(var_update_scaler),
+            sync_steps=sync_steps
+            or step_sets.published_sync_steps(
+                variance_freeze, local_step_scaler, local_step_clipper
+            ),
+            exchange=exchange.one_bit(axis_name),
+            gradient_mean=GradientMean(axis_name, warmup_bits, exchange),
+        )
     )

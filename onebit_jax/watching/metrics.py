@@ -10,16 +10,17 @@ import optax
 from jax import lax
 from jax.tree_util import DictKey
 
+from onebit_jax.transforms.algorithm import ask, has_progress
+
 Metrics = dict[str, jax.Array]
 
 
 def _reports(node: Any) -> bool:
-    return hasattr(node, "metrics")
+    return has_progress(node) or hasattr(node, "metrics")
 
 
 def _of_part(node: Any, diagnostics: bool) -> Metrics:
-    more = diagnostics and hasattr(node, "diagnostics")
-    return node.metrics() | (node.diagnostics() if more else {})
+    return ask(node, "metrics") | (ask(node, "diagnostics") if diagnostics else {})
 
 
 def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metrics:

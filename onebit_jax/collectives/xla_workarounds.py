@@ -96,7 +96,7 @@ def materialize(arrays: Arrays, axis_name: str) -> Arrays:
     )
 
 
-def unfolded(values: Iterable[int], axis_name: str) -> dict[int, jax.Array]:
+def hide_constants(values: Iterable[int], axis_name: str) -> dict[int, jax.Array]:
     """Integers of which XLA for CPUs does not know that they are constants; uint32 ``[]``.
 
     It compiles loops that are alike once, but those that differ in where they read from, a constant

@@ -1,0 +1,148 @@
+r"""What an exchange with error feedback keeps from call to call, and how that changes hands.
+
+A compressor with error feedback rounds :math:`c = z + e` to :math:`Q(c)` and adds the residual
+:math:`e = c - Q(c)` to the next value, on workers and on servers. Kept are the compensated values
+:math:`c_i` and :math:`a_j` with their scales, from which the residuals follow: a compensated value
+can be written before its scale is known, a residual could not.
+
+The residuals of all workers and servers together, :math:`R = \frac1n \sum_i e_i + E`, are a tree
+like the one that is exchanged. With :math:`e_i = R` on each of any number of workers and :math:`E =
+0` nothing of it is lost: so a run goes on with another number of workers. In the hierarchical form
+residuals are those of shards, and a worker is a node.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from onebit_jax.collectives.layout import Layout
+from onebit_jax.markers import PerWorker
+
+
+class Compensated(NamedTuple):
+    """Values with their residual added, and the scales that they were rounded with.
+
+    Attributes:
+      values: a worker's for each piece ``[1, *shape]``; a server's for each stack ``[1, G, planes,
+        *plane]``. 0 where not active.
+      scales: float32 ``[1, ...]``.
+    """
+
+    values: Any
+    scales: jax.Array
+
+
+class Active(NamedTuple):
+    """Which elements take part: no padding, and none that its optimizer calls inactive.
+
+    Attributes:
+      bits: one bit per element, laid out as in the rows that travel; uint8 ``[n, bytes]``, in the
+        hierarchical form ``[L, N, bytes]``.
+      counts: how many of each chunk of each tensor are set; float32 ``[n, tensors]``, in the
+        hierarchical form ``[L, N, tensors]``. Counting bits takes as long as packing them.
+    """
+
+    bits: jax.Array
+    counts: jax.Array
+
+
+class ExchangeState(NamedTuple):
+    """What an exchange with error feedback keeps.
+
+    Fields inside a :class:`~onebit_jax.PerWorker` belong to each worker; the others are equal on
+    all workers, bit for bit.
+
+    Attributes:
+      worker: ``c_i`` of the last call, of the device's shard, as :class:`Compensated`. Its values
+        are ``()`` where the optimizer holds them. On a single node they are
+        the last mean.
+      server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`.
+      active: which elements take part; ``()`` where the compressor asks for none.
+      residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
+        float32 ``[1]``. Estimated for large tensors, from some 16,000 elements, evenly spread.
+    """
+
+    worker: PerWorker
+    server: PerWorker
+    active: Active | tuple[()]
+    residual_ratio: PerWorker
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """``residual_ratio``, seen from one worker: a scalar."""
+        return {"residual_ratio": self.residual_ratio.value[0]}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """``scale_spread``, seen from one worker: its greatest scale over its least above 0.
+
+        0 where nothing was compressed yet, and nothing where each 256 values have a scale.
+        """
+        if not self.active:
+            return {}
+        scales = self.worker.value.scales
+        least = jnp.min(jnp.where(scales > 0, scales, jnp.inf))
+        return {"scale_spread": jnp.max(scales) / least}
+
+
+class Call(NamedTuple):
+    """How one call adds its residuals.
+
+    Attributes:
+      when: where false, the state stays as it is; the same on all workers.
+      residual_decay: what the workers' residuals are multiplied with before they are added.
+      server_decay: likewise for the servers'.
+    """
+
+    when: ArrayLike = True
+    residual_decay: ArrayLike = 1.0
+    server_decay: ArrayLike = 1.0
+
+
+def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:
+    """Zeros for a worker's values: of its shard; on a single node of all shards, for the mean."""
+    shards = layout.shards if layout.axes.single_node else ()
+    return [jnp.zeros((1, *shards, *piece.shape), dtype) for piece in layout.pieces]
+
+
+def with_worker_values(state: ExchangeState, values: Any) -> ExchangeState:
+    """The state with other compensated values of the worker, or with none, ``()``."""
+    return state._replace(worker=PerWorker(state.worker.value._replace(values=values)))
+
+
+def check_fits(state: Any, expected: Any, workers: int) -> None:
+    """Raises ``ValueError`` for a state that was made for other tensors, workers or options.
+
+    Args:
+      state: an exchange's, in the worker view.
+      expected: the shapes of one that fits.
+      workers: how many there are.
+    """
+
+    def shapes(tree: Any) -> list[Any]:
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    if shapes(state) != shapes(expected):
+        raise ValueError(
+            f"state does not fit the gradients of {workers} workers: the parameter tree, the "
+            f"number of workers or the options of the exchange changed since init. "
+            f"onebit_jax.resize takes it to another number of workers; else call init again."
+        )
+
+
+def total_residual(layout: Layout, residuals: Any, server_residuals: Any) -> Any:
+    """``R``: the workers' mean residual and the servers', a tree like the layout's.
+
+    Args:
+      layout: the layout.
+      residuals: of this worker, one for each piece ``[*shape]``, 0 where not active.
+      server_residuals: of this server, one for each stack ``[G, planes, *plane]``, likewise.
+    """
+    node, own, pieces = layout.axes.node, iter(residuals), []
+    for stack, E in zip(layout.stacks, server_residuals, strict=True):
+        chunks = lax.all_gather(E, node)
+        for piece, of_piece in zip(stack.pieces, stack.split(chunks), strict=True):
+            R = lax.pmean(next(own), node) + piece.array(of_piece)
+            pieces.append(R if layout.axes.local is None else lax.all_gather(R, layout.axes.local))
+    return layout.scatter(pieces)

@@ -1,0 +1,391 @@
+r"""One bit per element and a scale per tensor, with error feedback: the papers' compressor.
+
+With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i`, and server
+:math:`j`'s residual :math:`E_j` (every worker serves one chunk of every tensor):
+
+.. math::
+
+    \begin{aligned}
+      c_i &= z_i + e_i, \quad s_i = s(c_i), \quad e_i \leftarrow c_i - s_i \, \mathrm{sgn}(c_i) \\
+      a_j &= \tfrac1n \textstyle\sum_i s_i \, \mathrm{sgn}(c_i)[j] + E_j, \quad S_j = s(a_j), \quad
+        E_j \leftarrow a_j - S_j \, \mathrm{sgn}(a_j)
+    \end{aligned}
+
+and the result (EC1) puts the :math:`S_j \, \mathrm{sgn}(a_j)` of all servers side by side, the same
+on every worker, bit for bit. What one call leaves out is in the residuals and is added to later
+calls: over any number of calls, results and residuals together add up to the exact means.
+
+References:
+  Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+  Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
+
+Differences from the paper:
+  The state keeps :math:`c_i` and :math:`a_j`, from which the residuals follow by the scales:
+  writing the residuals out would cost one more pass over memory. The scale is computed over
+  *active* elements only, and padding never has a residual; the paper speaks of neither.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from onebit_jax import validation
+from onebit_jax.collectives.error_feedback import (
+    Active,
+    Call,
+    Compensated,
+    ExchangeState,
+    total_residual,
+    worker_arrays,
+)
+from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.packing import pack, signed, unpack_flags
+from onebit_jax.markers import PerWorker
+
+Scale = Literal["rms", "mean_abs"]
+ResidualDtype = Literal["float32", "bfloat16"]
+
+# Elements that are neighbours in a sample: what a cache line or a TPU's tile holds, or more.
+_ROW = 128
+# Elements of a tensor that are enough to estimate a mean from.
+_SAMPLE = 2**14
+
+
+def residual(compensated: jax.Array, scale: jax.Array) -> jax.Array:
+    """The residual ``c - s sgn(c)``, in float32; -s where ``c`` is not active."""
+    compensated = compensated.astype(jnp.float32)
+    return compensated - jnp.where(compensated >= 0, scale, -scale)
+
+
+def compensate(
+    z: jax.Array,
+    compensated: jax.Array,
+    scale: jax.Array,
+    active: jax.Array,
+    residual_decay: ArrayLike,
+    when: ArrayLike,
+) -> jax.Array:
+    """The worker's ``c = z + e``.
+
+    Args:
+      z: the worker's own values.
+      compensated: the last call's ``c``, ``[1, *shape]``; the result takes its memory.
+      scale: the last call's ``s``, float32 that broadcasts to them.
+      active: which elements count, bool.
+      residual_decay: what ``e`` is multiplied with.
+      when: where false, the last call's ``c`` stays.
+    """
+    # In the shape that c is held in from end to end: only then does XLA write the new c over the
+    # old one. A reshape on the way would make it copy.
+    c = z.astype(jnp.float32).reshape(compensated.shape)
+    c += residual_decay * residual(compensated, scale)
+    c = jnp.where(active.reshape(c.shape), c, 0.0).astype(compensated.dtype)
+    # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs drops the
+    # barrier before it fuses, but its sums read arrays, so that c is written there.
+    return lax.optimization_barrier(jnp.where(when, c, compensated))
+
+
+def compensate_mean(
+    rows: jax.Array,
+    scales: jax.Array,
+    compensated: jax.Array,
+    server_scales: jax.Array,
+    active: jax.Array,
+    residual_decay: ArrayLike,
+    when: ArrayLike,
+) -> jax.Array:
+    r"""The server's ``a = (1/n) sum_i s_i sgn(c_i) + E``.
+
+    Args:
+      rows: bits that the ``n`` workers sent, ``[n, G, *plane]``.
+      scales: theirs, float32 ``[n, G]``.
+      compensated: the last call's ``a``, ``[1, G, 8, *plane]``; the result takes its memory.
+      server_scales: the last call's ``S``, float32 ``[G]``.
+      active: which elements count, bool ``[G, 8, *plane]``.
+      residual_decay: what ``E`` is multiplied with.
+      when: where false, the last call's ``a`` stays.
+    """
+    # In the shape that a is held in from end to end, as for the worker's c.
+    last = residual(compensated, across(server_scales, compensated[0])[None])
+    total = jnp.multiply(residual_decay, last)
+
+    def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + signed(*row)[None], None
+
+    # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
+    # Adding to the residual what is already divided by n leaves no product for the compiler to
+    # contract into the sum, here but not there.
+    total, _ = lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))
+    a = jnp.where(active[None], total, 0.0).astype(compensated.dtype)
+    return lax.optimization_barrier(jnp.where(when, a, compensated))
+
+
+def across(scales: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Scales ``[k]`` to go with blocks ``[k, ...]``."""
+    return scales.reshape(-1, *[1] * (blocks.ndim - 1))
+
+
+def power_sum(c: jax.Array, kind: Scale) -> jax.Array:
+    """What a scale is made of: the sum of squares, or of absolute values, of each of ``k`` blocks.
+
+    Args:
+      c: float ``[k, ...]``, 0 where not active.
+      kind: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
+    """
+    # Flat before all else: XLA for CPUs then adds up in the same order under vmap as elsewhere.
+    c = c.astype(jnp.float32).reshape(len(c), -1)
+    return jnp.sum(c * c if kind == "rms" else jnp.abs(c), 1)
+
+
+def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
+    """``s(c)`` of blocks, over their active elements; 0 where there are none.
+
+    Args:
+      power_sums: from :func:`power_sum`.
+      counts: how many elements of each are active, float32.
+      kind: as for it.
+    """
+    mean = power_sums / jnp.maximum(counts, 1)
+    return jnp.sqrt(mean) if kind == "rms" else mean
+
+
+def squared_residual(
+    scales: jax.Array, counts: jax.Array, other_sums: jax.Array, kind: Scale
+) -> jax.Array:
+    r"""``||e||^2`` of blocks, without a pass over the residuals.
+
+    With ``d`` active elements :math:`\|e\|^2 = \|c\|_2^2 - 2 s \|c\|_1 + d s^2`, and the scale is
+    one of the two norms.
+
+    Args:
+      scales: from :func:`scale`.
+      counts: as for it.
+      other_sums: the sum that the scale is not made of; :func:`estimated_sum` will do.
+      kind: of the scale.
+    """
+    if kind == "rms":
+        squared = 2 * scales * (counts * scales - other_sums)
+    else:
+        squared = other_sums - counts * scales**2
+    return jnp.maximum(squared, 0.0)
+
+
+def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
+    """As :func:`power_sum`, of large blocks from some 16,000 elements, evenly spread."""
+    sample, times = evenly_sampled(c)
+    return times * power_sum(sample, kind)
+
+
+def evenly_sampled(c: jax.Array) -> tuple[jax.Array, float]:
+    """Some elements of blocks ``[k, ...]``, evenly spread, and how many elements each stands for.
+
+    They are taken by runs of 128 within rows, and by whole rows where those are shorter.
+    """
+    step = c.size // len(c) // _SAMPLE
+    if step <= 1:
+        return c, 1.0
+    last = c.shape[-1]
+    across = min(step, max(last // _ROW, 1))
+    rows = c.reshape(len(c), -1, last)
+    down = step // across
+    # Rows first: TPUs would copy all of c to cut its last axis.
+    part = rows[:, min(down, rows.shape[1]) // 2 :: down]
+    if across > 1:
+        whole = part[..., : last // (across * _ROW) * across * _ROW]
+        part = whole.reshape(*part.shape[:2], -1, across, _ROW)[..., across // 2, :]
+    return part, c.size / part.size
+
+
+@dataclasses.dataclass(frozen=True)
+class OneBit:
+    """Signs with a scale per tensor, and error feedback on workers and servers.
+
+    Attributes:
+      scale: ``"rms"``, the papers', or ``"mean_abs"``.
+      residual_dtype: of the arrays that hold compensated values.
+      fused: whether the whole tree is one tensor, with one scale.
+
+    Raises:
+      ValueError: for another scale or dtype.
+    """
+
+    scale: Scale = "rms"
+    residual_dtype: ResidualDtype = "float32"
+    fused: bool = False
+    planes = 8
+
+    def __post_init__(self):
+        validation.check_scale(self.scale)
+        validation.check_residual_dtype(self.residual_dtype)
+
+    @property
+    def grouping(self) -> Grouping:
+        """How the layout groups tensors."""
+        return "fused" if self.fused else "separate"
+
+    def init(self, layout: Layout) -> ExchangeState:
+        """The state before the first call: no residuals, and nothing active."""
+        dtype, nodes = self.residual_dtype, (*layout.shards, layout.axes.nodes)
+        # One element where there is nothing: Orbax saves no empty array.
+        scales = jnp.zeros((1, *(layout.scale_shape if layout.pieces else (1,))), jnp.float32)
+        compressed = layout.pieces and not layout.axes.single_node
+        return ExchangeState(
+            worker=PerWorker(Compensated(worker_arrays(layout, dtype), scales)),
+            server=PerWorker(
+                Compensated(
+                    [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if compressed],
+                    scales,
+                )
+            ),
+            active=Active(
+                jnp.zeros((*nodes, layout.payload if compressed else 1), jnp.uint8),
+                jnp.zeros((*nodes, scales.shape[1]), jnp.float32),
+            ),
+            residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
+        )
+
+    def compress(
+        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
+    ) -> tuple[jax.Array, ExchangeState]:
+        """The worker's stage: ``c_i``, ``s_i``, and what to send, ``[chunks, bytes]``."""
+        kind, nodes, at = self.scale, layout.axes.nodes, layout.at
+        other: Scale = "mean_abs" if kind == "rms" else "rms"
+        held, last_scales = state.worker.value
+        active = layout.shard(state.active)
+        compensated, sums, others, sections = [], [], [], []
+        for piece, z, last in zip(layout.pieces, values, held, strict=True):
+            c = compensate(
+                z,
+                last,
+                piece.spread(piece.scales_of(last_scales[0], at)),
+                piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2)),
+                call.residual_decay,
+                call.when,
+            )
+            compensated.append(c)
+            blocks = c[0] if piece.joined else c
+            sums.append(power_sum(blocks, kind))
+            others.append(estimated_sum(blocks, other))
+            sections.append(piece.pack(c[0] >= 0, 1))
+        counts = jnp.sum(active.counts, 0)
+        s = scale(jnp.concatenate(sums), counts, kind)
+        squared = jnp.sum(squared_residual(s, counts, jnp.concatenate(others), kind))
+        sent = layout.row(sections, jnp.broadcast_to(s, (nodes, s.size)))
+        kept = jnp.where(call.when, s[None], last_scales)
+        return sent, state._replace(
+            worker=PerWorker(Compensated(compensated, kept)),
+            residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
+        )
+
+    def serve(
+        self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call
+    ) -> tuple[jax.Array, ExchangeState]:
+        """The server's stage: ``a_j``, ``S_j``, and what to send to all, ``[bytes]``."""
+        chunk, scales = lax.axis_index(layout.axes.node), layout.scales(rows)
+        held, last_scales = state.server.value
+        active = jax.tree.map(lambda x: x[chunk], layout.shard(state.active))
+        served, sums, sections = [], [], []
+        for stack, last in zip(layout.stacks, held, strict=True):
+            a = compensate_mean(
+                stack.bytes(rows),
+                stack.scales_of(scales),
+                last,
+                stack.scales_of(last_scales[0]),
+                unpack_flags(stack.bytes(active.bits), axis=1),
+                call.server_decay,
+                call.when,
+            )
+            served.append(a)
+            sums.append(power_sum(a[0], self.scale))
+            sections.append(pack(a[0] >= 0, 1, 1).reshape(-1))
+        S = scale(jnp.concatenate(sums), active.counts, self.scale)
+        kept = jnp.where(call.when, S[None], last_scales)
+        return layout.row(sections, S), state._replace(server=PerWorker(Compensated(served, kept)))
+
+    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+        """The numbers ``S sgn`` that rows stand for, in pieces."""
+        scales, at = layout.scales(rows), layout.at
+        return [
+            piece.array(signed(piece.bytes(rows, at), piece.scales_of(scales, at)))
+            for piece in layout.pieces
+        ]
+
+    def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
+        """The norm of the mean that this shard received."""
+        counts = layout.shard(state.active).counts
+        return jnp.sqrt(jnp.sum(layout.scales(received) ** 2 * counts))
+
+    def activate(self, layout: Layout, state: ExchangeState, alike: Any) -> ExchangeState:
+        """Says which elements take part from the next call on; see ``BoundExchange.activate``."""
+
+        def of_shard(pieces: list[jax.Array]) -> Active:
+            bits = [piece.pack(x > 0, 1) for piece, x in zip(layout.pieces, pieces, strict=True)]
+            rows = jnp.concatenate(bits, -1)
+            set_bits = [lax.population_count(stack.bytes(rows)) for stack in layout.stacks]
+            counts = [jnp.sum(x, range(2, x.ndim), dtype=jnp.int32) for x in set_bits]
+            return Active(rows, jnp.concatenate(counts, -1).astype(jnp.float32))
+
+        pieces = layout.gather(alike)
+        active = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
+        # The newly active have c and a of 0, which would stand for residuals of -s and -S.
+        born = layout.shard(active.bits & ~cast(Active, state.active).bits)
+        chunk, at = lax.axis_index(layout.axes.node), layout.at
+        held, scales = state.worker.value
+        c = []
+        for piece, x in zip(layout.pieces, held, strict=True):
+            s = piece.spread(piece.scales_of(scales[0], at))
+            new = piece.array(unpack_flags(piece.bytes(born, at), axis=2)).reshape(x.shape)
+            c.append(jnp.where(new, s.astype(x.dtype), x))
+        served, server_scales = [], state.server.value.scales
+        for stack, a in zip(layout.stacks, state.server.value.values, strict=True):
+            S = across(stack.scales_of(server_scales[0]), a[0])
+            new = unpack_flags(stack.bytes(born[chunk]), axis=1)[None]
+            served.append(jnp.where(new, S.astype(a.dtype), a))
+        return state._replace(
+            worker=PerWorker(Compensated(c, scales)),
+            server=PerWorker(Compensated(served, server_scales)),
+            active=active,
+        )
+
+    def total_residual(self, layout: Layout, state: ExchangeState) -> Any:
+        """``R``, a tree."""
+        active, at = layout.shard(state.active), layout.at
+        bits = active.bits[lax.axis_index(layout.axes.node)]
+        (held, s), (served, S) = state.worker.value, state.server.value
+        e, E = [], []
+        for piece, c in zip(layout.pieces, held, strict=True):
+            scales = piece.spread(piece.scales_of(s[0], at))
+            takes_part = piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2))
+            own = residual(c[0], scales)
+            e.append(jnp.where(takes_part, own, 0.0))
+        for stack, a in zip(layout.stacks, served, strict=True):
+            own = residual(a[0], across(stack.scales_of(S[0]), a[0]))
+            E.append(jnp.where(unpack_flags(stack.bytes(bits), axis=1), own, 0.0))
+        return total_residual(layout, e, E)
+
+    def with_residual(
+        self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]
+    ) -> ExchangeState:
+        """A fresh state in which every worker's residual is ``R``, in pieces of all shards."""
+        # With a scale of 0 the compensated value is the residual.
+        c = [layout.shard(x)[None].astype(self.residual_dtype) for x in pieces]
+        return state._replace(worker=PerWorker(Compensated(c, state.worker.value.scales)))
+
+    def encode(self, layout: Layout, pieces: Sequence[jax.Array], counts: jax.Array) -> jax.Array:
+        """Rows whose numbers are as near to a shard's values as a scale for each chunk allows.
+
+        Args:
+          layout: the layout.
+          pieces: the values, 0 where not active.
+          counts: how many elements of each chunk are active.
+        """
+        bits, sums = [], []
+        for piece, x in zip(layout.pieces, pieces, strict=True):
+            bits.append(piece.pack(x >= 0, 1))
+            sums.append(piece.chunk_sums(jnp.abs(x)))
+        return layout.row(bits, jnp.concatenate(sums, -1) / jnp.maximum(counts, 1))

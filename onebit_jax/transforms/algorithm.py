@@ -1,0 +1,395 @@
+"""What an optimizer of this library is, and the one driver that makes Optax transformations of all.
+
+An algorithm is a frozen dataclass of its hyperparameters that derives from :class:`Algorithm` and
+says what it computes: the state before the first update, a step, the direction of an update. Its
+state is a NamedTuple with a :class:`~.phases.Progress` in a field ``progress``; other fields are
+equal on all workers, bit for bit, or stand in a :class:`~onebit_jax.PerWorker`. It answers what
+others ask of states by methods; :func:`ask` has their defaults.
+
+:func:`transformation` does the same for all of them: it refuses what does not fit, chooses the
+phase, skips an update, counts, and casts. Gradients, parameters and updates are lists of float
+arrays in an algorithm's methods, in the order of the tree's leaves.
+"""
+
+import contextvars
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax import validation
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.error_feedback import check_fits, worker_arrays
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
+from onebit_jax.transforms.when import When, made
+
+Arrays = list[jax.Array]
+# Makes the state after an update in one phase, (state, grads, params, when).
+Step = Callable[[Any, Arrays, Any, jax.Array], Any]
+
+
+class Algorithm:
+    """What an algorithm computes; the driver does the rest.
+
+    Attributes:
+      phases: those it has. One with several says by :meth:`upcoming` which come.
+      needs_params: why ``update`` must be given the parameters, if it must.
+      exchange: how its workers exchange; it has the axis that they run along.
+    """
+
+    exchange: Exchange
+    phases: tuple[Phase, ...] = ("compression",)
+    needs_params: str | None = None
+
+    def init(self, params: optax.Params) -> Any:
+        """The state before the first update, with ``progress``."""
+        raise NotImplementedError
+
+    def tree(self, state: Any) -> Any:
+        """A tree in the state that is like the parameters, if there is one."""
+        del state
+
+    def step(
+        self,
+        state: Any,
+        grads: Arrays,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The state after an update, and what the direction needs besides.
+
+        Args:
+          state: the state before it.
+          grads: the worker's own gradients.
+          params: the parameters, or None.
+          phase: the phase to make; None for the one that ``progress`` has upcoming.
+          when: where false, the state stays as it is; the same on all workers.
+          extra_args: what ``update`` was given besides.
+        """
+        raise NotImplementedError
+
+    def direction(self, state: Any, received: Any, params: Any, phase: Phase | None) -> Arrays:
+        """The update itself, float32, from what :meth:`step` returned; ``progress`` counts it."""
+        raise NotImplementedError
+
+    def upcoming(self, state: Any) -> Any:
+        """The phases of the next updates: see :class:`~.phases.Progress`."""
+        del state
+        return ()
+
+    def accepts(self, progress: Progress, phase: Phase) -> jax.Array | bool:
+        """Whether an update of this phase can follow."""
+        del progress, phase
+        return True
+
+    def carry(self, state: Any, like: Any) -> Any:
+        """What of the workers' state is not to be averaged when their number changes.
+
+        Called in the worker view, of all workers before.
+
+        Args:
+          state: the state; its ``progress`` is no tracer.
+          like: the shapes of the parameters.
+
+        Returns:
+          A tree of values that are the same on all workers, for :meth:`resume`.
+        """
+        del state, like
+        return ()
+
+    def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
+        """The fields of the state that :meth:`carry` stands for, on another number of workers.
+
+        Called in the worker view, of all workers afterwards.
+
+        Args:
+          state: what all workers share of it; its ``progress`` is no tracer.
+          carried: what :meth:`carry` returned.
+          like: the shapes of the parameters.
+        """
+        del state, carried, like
+        return {}
+
+
+class PhasedAlgorithm(Algorithm):
+    """An algorithm that changes for good at some update: at its *freeze*.
+
+    Its updates before the freeze and after it have phases of their own; the state after one says
+    all about it, so that the direction is read off the state, and nothing else of full size leaves
+    a step.
+    """
+
+    def before(self) -> Mapping[Phase, Step]:
+        """The steps before the freeze, by phase."""
+        raise NotImplementedError
+
+    def after(self) -> Mapping[Phase, Step]:
+        """The steps after it, by phase."""
+        raise NotImplementedError
+
+    def ends(self, state: Any) -> jax.Array:
+        """Whether the update that was made, not counted yet, is the last one before the freeze."""
+        raise NotImplementedError
+
+    def freeze(self, state: Any, params: Any) -> Any:
+        """What becomes of the state then."""
+        raise NotImplementedError
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:  # type: ignore[override]
+        """Before the freeze and after it."""
+        return (*self.before(), *self.after())
+
+    def accepts(self, progress: Progress, phase: Phase) -> jax.Array | bool:
+        """Only phases of the side that the state is on."""
+        return (progress.frozen_at >= 0) == (phase in self.after())
+
+    def step(
+        self,
+        state: Any,
+        grads: Arrays,
+        params: Any,
+        phase: Phase | None,
+        when: jax.Array,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, Any]:
+        """The step of the phase; without one, of all phases the upcoming one, written in place."""
+        del extra_args
+        if phase is not None:
+            return self._make(phase, state, grads, params, when), None
+        index = state.progress.upcoming[0]
+        for name in self.phases:
+            chosen = when & (index == PHASES.index(name))
+            one = functools.partial(self._make, name)
+            state = overwrite_if(
+                chosen, one, state, grads, params, chosen, axis_names=self._axis_names
+            )
+        return state, None
+
+    @property
+    def _axis_names(self) -> tuple[str, ...]:
+        return bound_axes(self.exchange.axis_name).names
+
+    def _make(self, phase: Phase, state: Any, grads: Any, params: Any, when: jax.Array) -> Any:
+        if phase in self.after():
+            return self.after()[phase](state, grads, params, when)
+        state = self.before()[phase](state, grads, params, when)
+        ended = when & self.ends(state)
+        state = overwrite_if(ended, self.freeze, state, params, axis_names=self._axis_names)
+        progress = state.progress
+        frozen_at = jnp.where(ended, progress.count + 1, progress.frozen_at)
+        return state._replace(progress=progress._replace(frozen_at=frozen_at))
+
+
+def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArgs:
+    """Makes an Optax transformation of an algorithm.
+
+    Its ``update`` takes two extra arguments. ``phase`` leaves the other phases' programs out; an
+    update of a phase that cannot follow changes nothing, and the metric ``phase`` is -1. With
+    ``when`` (:class:`~.when.When`) all workers skip an update.
+    """
+    name = type(algorithm).__name__
+
+    def init_fn(params: optax.Params) -> Any:
+        validation.check_parameters(params)
+        bound_axes(algorithm.exchange.axis_name)
+        state = algorithm.init(params)
+        check_contract(name, state)
+        _note(state.progress.count, algorithm, params)
+        return state
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        phase: Phase | None = None,
+        when: When | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        if algorithm.needs_params and params is None:
+            raise ValueError(
+                f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
+            )
+        bound_axes(algorithm.exchange.axis_name)
+        like = algorithm.tree(state)
+        for tree in () if like is None else (updates,) if params is None else (updates, params):
+            validation.check_same_tree(tree, like)
+        if len(algorithm.phases) == 1:
+            phase = algorithm.phases[0]
+        elif phase is not None and phase not in algorithm.phases:
+            expected = ", ".join(map(repr, algorithm.phases))
+            raise ValueError(f"phase={phase!r} must be one of {expected}, or None.")
+        grads, structure = jax.tree.flatten(updates)
+        leaves = None if params is None else jax.tree.leaves(params)
+        was, wanted = state.progress, made(when)
+        index = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
+        accepted = wanted if phase is None else wanted & algorithm.accepts(was, phase)
+        new, received = algorithm.step(state, grads, leaves, phase, accepted, extra_args)
+        new = new._replace(
+            progress=new.progress._replace(
+                count=was.count + accepted,
+                phase=jnp.where(accepted, index, jnp.where(wanted, -1, was.phase)),
+            )
+        )
+        coming = algorithm.upcoming(new)
+        new = new._replace(progress=new.progress._replace(upcoming=coming))
+        _check_same(name, new, state)
+        u = algorithm.direction(new, received, leaves, phase)
+        if when is not None or (phase is not None and len(algorithm.phases) > 1):
+            u = [jnp.where(accepted, x, 0.0) for x in u]
+        u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
+        return structure.unflatten(u), new if when is None else when.keep(new)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def chain(
+    first: optax.GradientTransformationExtraArgs, *others: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """As :func:`optax.chain`, but an update that ``first`` refuses changes nothing at all."""
+    chained = optax.chain(first, *others)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        phase: Phase | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        new: Any
+        updates, new = chained.update(updates, state, params, phase=phase, **extra_args)
+        if phase is None:
+            return updates, new
+        accepted = new[0].progress.phase >= 0
+        updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)
+        return updates, (new[0], *keep(accepted, new[1:], state[1:]))
+
+    return optax.GradientTransformationExtraArgs(chained.init, update_fn)
+
+
+# What a state is asked.
+
+
+def has_progress(node: Any) -> bool:
+    """Whether a node of a tree is the state of an algorithm."""
+    return isinstance(getattr(node, "progress", None), Progress)
+
+
+def states_of(tree: Any) -> list[Any]:
+    """All states of algorithms in an optimizer's state, without those within them."""
+    return list(filter(has_progress, jax.tree.leaves(tree, is_leaf=has_progress)))
+
+
+# What a state answers without a method of that name. Others it may have:
+# - synced_parameters(params): the parameters that all workers share, where theirs differ;
+# - worker_parameters(params): those that a worker trains, in the worker view;
+# - own_parameters(): which of them may differ between workers, a tree of booleans;
+# - plan: what exchanges a state was made for, and check_plan(expected), which refuses another.
+_DEFAULTS: dict[str, Callable[[Any], Any]] = {
+    "metrics": lambda state: {"phase": state.progress.phase},
+    "diagnostics": lambda state: {},
+}
+
+
+def ask(state: Any, question: str, *args: Any) -> Any:
+    """What an algorithm's state answers, by its method or by default; None if neither is there."""
+    method = getattr(type(state), question, _DEFAULTS.get(question))
+    return None if method is None else method(state, *args)
+
+
+def states_that(tree: Any, question: str) -> list[Any]:
+    """The states of algorithms in an optimizer's state that answer a question."""
+    return [x for x in states_of(tree) if hasattr(type(x), question) or question in _DEFAULTS]
+
+
+def check_contract(name: str, state: Any) -> None:
+    """Raises ``ValueError`` for a state that is none of an algorithm, by its name."""
+    if not (isinstance(state, tuple) and hasattr(state, "_fields") and has_progress(state)):
+        raise ValueError(
+            f"{name}.init returned a {type(state).__name__}, expected a NamedTuple with a field "
+            f"'progress' that onebit_jax.transforms.phases.begin makes: the driver counts updates "
+            f"and chooses phases by it."
+        )
+
+
+def _check_same(name: str, new: Any, old: Any) -> None:
+    """Raises ``ValueError`` for a step that changes the state's structure, shapes or dtypes."""
+    got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (new, old))
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        differing = got.keys() ^ wanted.keys()
+        at = min(map(jax.tree_util.keystr, differing), default="the types of its nodes")
+        raise ValueError(
+            f"{name}.step returned a state of another structure than it was given: they differ in "
+            f"{at}. A step is compiled, and a checkpoint restored, for one structure: let init "
+            f"make all of it."
+        )
+    for path, x in got.items():
+        y = wanted[path]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            raise ValueError(
+                f"{name}.step returned state{jax.tree_util.keystr(path)} of shape {x.shape} and "
+                f"dtype {x.dtype}, but was given {y.shape} and {y.dtype}: a step must keep both."
+            )
+
+
+# Which algorithm each state belongs to.
+
+
+class Noted(NamedTuple):
+    """An algorithm whose state an ``init`` made, and the shapes of the tree that it is over."""
+
+    algorithm: Algorithm
+    like: Any
+
+
+_noted: contextvars.ContextVar[list[tuple[Any, Noted]] | None] = contextvars.ContextVar(
+    "_noted", default=None
+)
+
+
+def _note(mark: Any, algorithm: Algorithm, params: Any) -> None:
+    noted = _noted.get()
+    if noted is not None:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        noted.append((mark, Noted(algorithm, like)))
+
+
+def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
+    """The algorithms of the states that ``init(params)`` makes, where its axes are bound.
+
+    A state of arrays does not tell its options, nor what tree it is over; so each is noted when it
+    is made, by the array of its count.
+    """
+    token = _noted.set([])
+    try:
+        marks = [node.progress.count for node in states_of(init(params))]
+        noted = _noted.get() or []
+    finally:
+        _noted.reset(token)
+    found = [next((x for own, x in noted if own is mark), None) for mark in marks]
+    if None in found:
+        raise ValueError(
+            "a state in this optimizer's was not made by an algorithm of onebit_jax, or was copied "
+            "on the way: how it lies on the workers cannot be told."
+        )
+    return [x for x in found if x is not None]
+
+
+def fits_pieces(exchange: BoundExchange, pieces: Arrays) -> None:
+    """Raises ``ValueError`` for a worker's arrays that are of other tensors or workers."""
+    expected = worker_arrays(exchange.layout, jnp.float32)
+    check_fits(pieces, expected, exchange.axes.workers)
+
+
+def fits(exchange: BoundExchange, state: Any) -> None:
+    """Raises ``ValueError`` for a state that a bound exchange cannot go on from."""
+    check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)

@@ -1,0 +1,79 @@
+"""The mean of gradients that moments are made of, at full precision or a few bits per value."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from onebit_jax import validation
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.error_feedback import Call
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.k_bits import KBits
+from onebit_jax.transforms.algorithm import Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientMean:
+    """How dense updates average gradients.
+
+    Attributes:
+      axis_name: the axis that the workers run along, or a pair.
+      bits: per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with error feedback
+        and a scale per 256 values.
+      options: of the exchange.
+
+    Raises:
+      ValueError: for another number of bits.
+    """
+
+    axis_name: Any
+    bits: int | None
+    options: ExchangeOptions
+
+    def __post_init__(self):
+        if self.bits is not None:
+            validation.check_bits("warmup_bits", self.bits, (4, 8, 16, 32))
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether it keeps residuals."""
+        return self.bits in (4, 8)
+
+    def exchange(self) -> Exchange:
+        """The exchange at a few bits."""
+        return self.options.of(self.axis_name, KBits(self.bits or 8))
+
+    def init(self, params: Any) -> Any:
+        """What it keeps for a tree, before the first call; ``()`` without error feedback."""
+        return self.exchange().over(jax.tree.leaves(params)).init() if self.has_feedback else ()
+
+    def average(self, grads: Arrays, state: Any, when: jax.Array) -> tuple[Arrays, Any]:
+        """The mean over all workers, float32, and the next state; where not ``when``, the old."""
+        if not self.has_feedback:
+            return self.dense(grads), state
+        return self.exchange().over(grads).average(grads, state, Call(when))
+
+    def dense(self, grads: Arrays) -> Arrays:
+        """The mean of sums in float32 or bfloat16; float32."""
+        axes = bound_axes(self.axis_name)
+        if self.bits != 16:
+            return dense_mean(grads, axes)
+        sums = lax.psum([x.astype(jnp.bfloat16) for x in grads], axes.names)
+        return [x.astype(jnp.float32) / axes.workers for x in sums]
+
+    def carry(self, like: Any, state: Any) -> Any:
+        """Its residuals for any number of workers, in the worker view; trees, float32."""
+        if not self.has_feedback:
+            return ()
+        return self.exchange().over(jax.tree.leaves(like)).total_residual(state)
+
+    def resume(self, like: Any, carried: Any) -> Any:
+        """The state that goes on with as much, in the worker view."""
+        if not self.has_feedback:
+            return ()
+        leaves = jax.tree.leaves(like)
+        begun = self.exchange().over(leaves)
+        return begun.resumed(carried or [jnp.zeros(x.shape) for x in leaves], leaves)

@@ -1,0 +1,278 @@
+"""The momentum of optimizers that begin dense and compress it once their variance is frozen.
+
+One array for each piece serves for two things: in the dense phase it holds the momentum ``m``,
+equal on all workers, and later the worker's compensated values ``c_i``, when the momentum *is* what
+was received: its signs and scales, one bit per element instead of 32. So neither phase has an array
+that only the other one needs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from onebit_jax.collectives.error_feedback import Call, ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, whole_pieces
+from onebit_jax.collectives.one_bit import OneBit
+from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.markers import PerWorker
+from onebit_jax.transforms.algorithm import Arrays
+from onebit_jax.transforms.gradient_mean import GradientMean
+from onebit_jax.transforms.phases import PHASES, Phase, Progress
+
+
+class Momentum(NamedTuple):
+    """A momentum that is dense first and compressed later.
+
+    Attributes:
+      m_then_compensated: ``m`` in the dense phase, equal on all workers; later each worker's
+        ``c_i``, in the hierarchical form of its shard alone. For each piece ``[1, *shape]``, in the
+        hierarchical form ``[1, L, *shape]``. On a single node it is ``m`` always.
+      received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
+        form ``[L, N, bytes]``; equal on all workers.
+      exchange: what the exchange keeps besides.
+    """
+
+    m_then_compensated: PerWorker
+    received: jax.Array
+    exchange: ExchangeState
+
+
+def begin(exchange: BoundExchange) -> Momentum:
+    """``m = 0``."""
+    layout, dtype = exchange.layout, cast(OneBit, exchange.compressor).residual_dtype
+    m = [jnp.zeros((1, *layout.shards, *piece.shape), dtype) for piece in layout.pieces]
+    _, state = exchange.hand_back(m, exchange.init())
+    return Momentum(PerWorker(m), exchange.nothing_received(), state)
+
+
+def dense(momentum: Momentum) -> Arrays:
+    """``m`` in the dense phase, in pieces of all shards."""
+    return whole_pieces(momentum.m_then_compensated.value)
+
+
+def compressed(exchange: BoundExchange, momentum: Momentum) -> Arrays:
+    """``m`` after it, in pieces of all shards."""
+    if not exchange.compresses:
+        return dense(momentum)
+    return exchange.mean_in_pieces(momentum.received, momentum.exchange)
+
+
+def update_moments(
+    exchange: BoundExchange,
+    gradient_mean: GradientMean,
+    decays: tuple[Any, Any],
+    kept: tuple[Momentum, Any, Arrays],
+    grads: Arrays,
+    when: jax.Array,
+) -> tuple[Momentum, Any, Arrays]:
+    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient ``g``.
+
+    One quarter of the tensors, or so, comes after another: XLA would average all gradients into new
+    memory before it used the first.
+
+    Args:
+      exchange: over the tree that the gradients are of.
+      gradient_mean: how they are averaged.
+      decays: ``b1`` and ``b2``.
+      kept: the momentum in its dense phase; what averaging keeps; ``v``, one for each tensor.
+      grads: the worker's own, one for each tensor.
+      when: where false, all stay as they are; the same on all workers.
+
+    Returns:
+      The same three.
+    """
+    layout, (b1, b2), (momentum, gradient_state, v) = exchange.layout, decays, kept
+    averaged = gradient_mean.has_feedback
+    if averaged:
+        grads, gradient_state = gradient_mean.average(grads, gradient_state, when)
+
+    def first_moment(m: jax.Array, g: jax.Array) -> jax.Array:
+        mean = jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)
+        return mean.astype(m.dtype)
+
+    m, v = list(momentum.m_then_compensated.value), list(v)
+    for group in layout.quarters():
+        leaves = [i for place in group for i in layout.leaves_of(place)]
+
+        def turn(over: Any, own: Any, group: Any = group, leaves: Any = leaves) -> Any:
+            g = own if averaged else gradient_mean.dense(own)
+            pieces = layout.gather_pieces(group, dict(zip(leaves, g, strict=True)))
+            new_m = [first_moment(x, y) for x, y in zip(over[0], pieces, strict=True)]
+            return new_m, [b2 * x + (1 - b2) * y**2 for x, y in zip(over[1], g, strict=True)]
+
+        new_m, new_v = overwrite_if(
+            when,
+            turn,
+            ([m[place] for place in group], [v[i] for i in leaves]),
+            [grads[i] for i in leaves],
+            axis_names=exchange.axes.names,
+        )
+        for place, new in zip(group, new_m, strict=True):
+            m[place] = new
+        for i, new in zip(leaves, new_v, strict=True):
+            v[i] = new
+    return momentum._replace(m_then_compensated=PerWorker(m)), gradient_state, v
+
+
+def activate(
+    exchange: BoundExchange, momentum: Momentum, arrays: Sequence[jax.Array], alike: Any
+) -> Momentum:
+    """Freezes which elements are active, by a tree that is above 0 where they are.
+
+    Args:
+      exchange: over the tree.
+      momentum: at the end of the dense phase.
+      arrays: the momentum to go on from, for each piece; it is the first residual.
+      alike: the tree.
+    """
+    state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
+    _, state = exchange.hand_back(arrays, state)
+    return momentum._replace(m_then_compensated=PerWorker(list(arrays)), exchange=state)
+
+
+def reactivate(exchange: BoundExchange, momentum: Momentum, alike: Any) -> Momentum:
+    """Says anew which elements are active; those that were not begin with residuals of 0."""
+    arrays = momentum.m_then_compensated.value
+    state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
+    arrays, state = exchange.hand_back(arrays, state)
+    return momentum._replace(m_then_compensated=PerWorker(arrays), exchange=state)
+
+
+def compress(
+    exchange: BoundExchange,
+    momentum: Momentum,
+    b1: Any,
+    m: Arrays,
+    g: Arrays,
+    first: jax.Array,
+    when: jax.Array,
+) -> Momentum:
+    """``m <- EC1(b1 m + (1 - b1) g_i)``.
+
+    Args:
+      exchange: over the tree.
+      momentum: the momentum.
+      b1: its decay.
+      m: it, in the pieces that a worker compresses: ``exchange.last_mean(...)``.
+      g: the worker's own gradients, likewise.
+      first: whether this is the first compressed update.
+      when: where false, all stays as it is; the same on all workers.
+    """
+    m_i = [jnp.multiply(b1, x) + (1 - b1) * y for x, y in zip(m, g, strict=True)]
+    # Before the first one m is in the residuals' place, and nothing was received: with b1 m for the
+    # residual m_i is right, without a program of its own.
+    decay = jnp.where(first, jnp.asarray(b1, jnp.float32), 1.0)
+    arrays = momentum.m_then_compensated.value
+    handed = exchange.hand_over(arrays, momentum.exchange)
+    received, state = exchange.all_reduce(m_i, handed, Call(when, decay))
+    arrays, state = exchange.hand_back(arrays, state)
+    received = jnp.where(when, received, momentum.received)
+    return Momentum(PerWorker(arrays), received, state)
+
+
+def whole(exchange: BoundExchange, momentum: Momentum, made: jax.Array, phase: Phase | None) -> Any:
+    """``m`` after an update, as a tree.
+
+    Args:
+      exchange: over the tree.
+      momentum: the momentum.
+      made: the phase of the update, by its place in ``PHASES``.
+      phase: the same, where the program is for that alone.
+    """
+    scatter = exchange.layout.scatter
+    if phase == "warmup":
+        return scatter(dense(momentum))
+    if phase is not None:
+        return scatter(compressed(exchange, momentum))
+    both = scatter(dense(momentum)), scatter(compressed(exchange, momentum))
+    is_dense = made == PHASES.index("warmup")
+    return jax.tree.map(lambda x, y: jnp.where(is_dense, x, y), *both)
+
+
+def last(exchange: BoundExchange, momentum: Momentum) -> Arrays:
+    """The compressed momentum in the pieces that a worker compresses."""
+    if not exchange.compresses:
+        return dense(momentum)
+    return exchange.last_mean(momentum.received, momentum.exchange)
+
+
+class Carried(NamedTuple):
+    """A momentum for any number of workers; trees, float32.
+
+    Attributes:
+      m: the momentum.
+      residual: what all residuals come to.
+    """
+
+    m: Any
+    residual: Any
+
+
+def carry(exchange: BoundExchange, momentum: Momentum, progress: Progress) -> Carried:
+    """Takes a momentum from its workers, in the worker view.
+
+    Args:
+      exchange: over the tree.
+      momentum: the momentum.
+      progress: of its optimizer, which is no tracer.
+    """
+    if is_dense(progress):
+        m = exchange.layout.scatter(dense(momentum))
+        return Carried(m, jax.tree.map(jnp.zeros_like, m))
+    handed = exchange.hand_over(momentum.m_then_compensated.value, momentum.exchange)
+    m = exchange.layout.scatter(compressed(exchange, momentum))
+    return Carried(m, exchange.total_residual(handed))
+
+
+def is_dense(progress: Progress) -> bool:
+    """Whether a momentum is in its dense form; the first compressed update still finds it so."""
+    frozen_at = int(progress.frozen_at)
+    return frozen_at < 0 or int(progress.count) == frozen_at
+
+
+def resume(
+    exchange: BoundExchange, carried: Carried, progress: Progress, like: Any, decay: Any
+) -> Momentum:
+    """Gives a momentum to workers, of any number, in the worker view.
+
+    The compressed form has a scale for each of ``n`` chunks: for other chunks it is packed anew,
+    with its own signs, and what other scales make of it is added to the residual. On a single node,
+    where nothing is compressed, the residual is applied at once.
+
+    Args:
+      exchange: over the tree.
+      carried: what :func:`carry` returned.
+      progress: of its optimizer, which is no tracer.
+      like: a tree that is above 0 where elements are active, once the variance is frozen.
+      decay: what the momentum is multiplied with in an update.
+    """
+    begun, layout = begin(exchange), exchange.layout
+    dtype = cast(OneBit, exchange.compressor).residual_dtype
+
+    def held(tree: Any) -> list[jax.Array]:
+        return [x[None].astype(dtype) for x in layout.gather(tree)]
+
+    if int(progress.frozen_at) < 0:
+        return begun._replace(m_then_compensated=PerWorker(held(carried.m)))
+    if is_dense(progress):
+        return activate(exchange, begun, held(carried.m), like)
+    m, R = (
+        jax.tree.map(lambda x, y: jnp.where(y > 0, x, 0.0), tree, like)
+        for tree in (carried.m, carried.residual)
+    )
+    if not exchange.compresses:
+        share = jnp.where(decay > 0, 1 / jnp.where(decay > 0, decay, 1.0), 0.0)
+        m = jax.tree.map(lambda x, r: x + share * r, m, R)
+        return begun._replace(m_then_compensated=PerWorker(held(m)))
+    momentum = activate(exchange, begun, begun.m_then_compensated.value, like)
+    momentum = momentum._replace(received=exchange.encode(m, momentum.exchange))
+    coarser = layout.scatter(compressed(exchange, momentum))
+    coarser = jax.tree.map(lambda x, y: jnp.where(y > 0, x, 0.0), coarser, like)
+    R = jax.tree.map(lambda r, x, c: r + decay * (x - c), R, m, coarser)
+    zeros = momentum.m_then_compensated.value
+    handed = exchange.hand_over(zeros, momentum.exchange)
+    handed = exchange.feedback.with_residual(layout, handed, layout.gather(R))
+    arrays, state = exchange.hand_back(zeros, handed)
+    return momentum._replace(m_then_compensated=PerWorker(arrays), exchange=state)
