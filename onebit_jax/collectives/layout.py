@@ -228,8 +228,7 @@ class Layout:
         if len(leaves) > 1:
             return (self.axes.nodes, self.planes, *plane)
         if self.axes.local is None:
-            [leaf] = leaves
-            return self.shapes[leaf]
+            return self.shapes[min(leaves)]
         return (self.planes * self.axes.nodes * plane[0], *plane[1:])
 
     def _stacks_in_blocks(self) -> list[Stack]:
