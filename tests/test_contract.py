@@ -191,6 +191,22 @@ def hold_faulty_steps(case):
         assert (own["skipped"], own["skipped_in_a_row"]) == (skipped, in_a_row)
 
 
+@pytest.mark.parametrize(
+    "case", of_every([x for x, own in OPTIMIZERS.items() if own.has_warmup]), indirect=True
+)
+def test_a_phase_of_the_other_side_changes_nothing(case):
+    state, steps = case.begin(), 0
+    for right, wrong, made in (("warmup", "compression", 1), ("compression", "warmup", WARMUP)):
+        state, steps = case.run(state, made), steps + made
+        *state, metrics = case.step(*state, make_batch(), phase=wrong)
+        assert metrics["phase"] == -1
+        *state, metrics = case.step(*state, make_batch(), phase=right)
+        steps += 1
+        assert_equal(held(tuple(state)), case.trained[0][steps - 1])
+        with pytest.raises(ValueError, match=rf"^phase='{wrong}' was given.* is in '{right}'"):
+            case.step(*state, make_batch())
+
+
 @every_case
 def test_a_run_that_was_stopped_ends_with_the_same_bits(case, tmp_path, caplog):
     """Once while dense updates, or the first round, last; once later. Nothing is compiled anew."""

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.transforms.phases import PHASES, Phase
 from tests.small_task import (
     B2,
     LEARNING_RATE,
@@ -34,7 +33,6 @@ from tests.small_task import (
     onebit,
     onebit_start,
     start,
-    train,
 )
 from tests.workers import PAIR, mesh_view, on_workers, onebit_state, replicate, residuals
 
@@ -251,32 +249,6 @@ def test_between_nodes_only_bytes_and_a_few_scalars_cross():
 
 
 # How it is called
-
-
-def test_a_phase_of_the_other_side_changes_nothing():
-    step, (params, opt_state) = onebit_start()
-    batches = make_batches(WARMUP + 1)
-    cases: list[tuple[Phase, Phase, int]] = [
-        ("warmup", "compression", 1),
-        ("compression", "warmup", WARMUP),
-    ]
-    for right, wrong, updates in cases:
-        params, opt_state = train(step, params, opt_state, batches[:updates])
-        before = jax.device_get((params, refused(opt_state)))
-        params, opt_state, metrics = step(params, opt_state, batches[-1], phase=wrong)
-        assert metrics["phase"] == -1
-        assert_equal((params, opt_state), before)
-        params, opt_state, metrics = step(params, opt_state, batches[-1], phase=right)
-        assert metrics["phase"] == PHASES.index(right)
-        with pytest.raises(ValueError, match=rf"^phase='{wrong}' was given.* is in '{right}'"):
-            step(params, opt_state, batches[-1])
-
-
-def refused(opt_state):
-    """The state with the mark that a refusal leaves."""
-    onebit, *others = opt_state
-    progress = onebit.progress._replace(phase=np.int32(-1))
-    return (onebit._replace(progress=progress), *others)
 
 
 def test_a_call_and_lower_share_what_is_traced_and_compiled(caplog):
