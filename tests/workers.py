@@ -81,7 +81,7 @@ def residuals(state: ScaleByOnebitAdamState) -> tuple[Any, Any]:
     `state` has one row per worker too, or is in the mesh view.
     """
     if not state.progress.count.ndim:
-        state = _with_rows(state, len(state.exchange.residual_ratio.value))
+        state = with_rows(state, len(state.exchange.residual_ratio.value))
     like = jax.tree.map(lambda x: x[0], state.v_then_inverse_root)
     return exchange_residuals(state.exchange, like)
 
@@ -168,7 +168,7 @@ def _of_all_shards(exchange: BoundExchange | BoundQuantizedExchange, part: jax.A
     return part if exchange.axes.local is None else lax.all_gather(part, exchange.axes.local)
 
 
-def _with_rows(state: Any, workers: int) -> Any:
+def with_rows(state: Any, workers: int) -> Any:
     """The worker view, with one row per worker, of a state in the mesh view."""
     return jax.tree.map(
         lambda node: (
@@ -176,6 +176,15 @@ def _with_rows(state: Any, workers: int) -> Any:
             if is_per_worker(node)
             else jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), node)
         ),
+        state,
+        is_leaf=is_per_worker,
+    )
+
+
+def mesh_view(state: Any) -> Any:
+    """Undoes `with_rows`."""
+    return jax.tree.map(
+        lambda node: jax.tree.map(lambda x: x[:, 0], node) if is_per_worker(node) else node[0],
         state,
         is_leaf=is_per_worker,
     )
@@ -211,10 +220,12 @@ def train(
     gradients: Any,
     phases: dict[Any, int] | None = None,
     binding: Binding = "vmap",
+    state: Any = None,
 ) -> Run:
     """Trains with gradients `[workers, updates, ...]`, in one program.
 
-    `phases` gives static phases in order, each with its number of updates.
+    `phases` gives static phases in order, each with its number of updates; `state`, one row per
+    worker, is what to begin with.
     """
     workers, all_updates = jax.tree.leaves(gradients)[0].shape[:2]
     extended = optax.with_extra_args_support(tx)
@@ -236,7 +247,7 @@ def train(
         return Run(updates, history, carry[1])
 
     params = replicate(params, workers)
-    state = on_workers(tx.init, sizes, binding)(params)
+    state = on_workers(tx.init, sizes, binding)(params) if state is None else state
     return jax.device_get(on_workers(worker, sizes, binding)(params, state, gradients))
 
 
@@ -260,3 +271,10 @@ def flipped(x: jax.Array, worker: int, bit: int = 0) -> jax.Array:
             copy.reshape(-1)[-1:].view(f"u{min(copy.dtype.itemsize, 4)}")[-1] ^= 1 << bit
         copies.append(jax.device_put(copy, shard.device))
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)
+
+
+def flipped_at(tree: Any, name: str, worker: int) -> Any:
+    """The tree, of which the leaf of this name has one bit flipped."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: flipped(x, worker) if jax.tree_util.keystr(path) == name else x, tree
+    )
