@@ -11,14 +11,14 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
-
-from onebit_jax.collectives import ec1, quantized
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_state import ExchangeState
 from onebit_jax.collectives.quantized import BoundQuantizedExchange, QuantizedState
 from onebit_jax.collectives.signs import unpack_bits
-from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.onebit_adam_steps import ScaleByOnebitAdamState
+
+from onebit_jax.collectives import ec1, quantized
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.markers import is_per_worker
 
 AXIS = "workers"
 NODE, LOCAL = PAIR = ("node", "local")

@@ -264,7 +264,7 @@ def scale_by_birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of Birder; see :func:`birder`, which adds decay and learning rate."""
     validation.check_decay("b", b)
@@ -290,7 +290,7 @@ def birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
 

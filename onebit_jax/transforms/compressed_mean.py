@@ -87,7 +87,7 @@ def compressed_mean(
     bits: int = 1,
     *,
     residual_decay: float = 1.0,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over the workers with one bit per element each way, or a few.
 

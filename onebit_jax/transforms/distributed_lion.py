@@ -98,7 +98,7 @@ def scale_by_distributed_lion(
     *,
     axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -117,7 +117,7 @@ def distributed_lion(
     *,
     axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformation:
     r"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of.
 

@@ -128,7 +128,7 @@ def ef_signsgd(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
-    exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),
 ) -> optax.GradientTransformation:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 

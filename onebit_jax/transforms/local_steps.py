@@ -319,7 +319,7 @@ def local_steps(
     bits: int = 32,
     fragments: int = 1,
     error_decay: float = 1.0,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets workers train for themselves, and averages how far they went every few steps.
 

@@ -280,7 +280,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -318,7 +318,7 @@ def onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 

@@ -330,7 +330,7 @@ def zero_one_adam(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
     warmup_bits: int | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 

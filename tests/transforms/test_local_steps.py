@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from onebit_jax.collectives.quantized import QuantizedExchange
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.collectives.quantized import QuantizedExchange
 from onebit_jax.transforms.phases import PHASES
 from tests.small_task import (
     MESH,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from onebit_jax.collectives.quantized import QuantizedExchange
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.collectives.quantized import QuantizedExchange
 from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
