@@ -65,21 +65,22 @@ class DistributedLion(Algorithm):
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
             received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
-            u = exchange.mean(received, ())
         else:
             # A single node's devices share the gradient, so that they agree.
-            u = exchange.layout.scatter(list(map(jnp.sign, equal_on_all_workers(values))))
+            received = list(map(jnp.sign, equal_on_all_workers(values)))
         # The new m is written over the old only when nobody reads that any more; XLA would copy.
-        m, u = materialize((m, u), exchange.axes.node)
-        m = keep(
-            update.when, [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)], m
-        )
-        return state._replace(momentum=PerWorker(m)), u
+        kept: tuple[Arrays, Any] = (m, received)
+        m, received = materialize(kept, exchange.axes.node)
+        new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
+        return state._replace(momentum=PerWorker(keep(update.when, new, m))), received
 
-    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """What the votes came to."""
-        del state, update
-        return received
+        del state
+        exchange = self.exchange.over(update.grads)
+        if exchange.compresses:
+            return exchange.mean(received, ())
+        return exchange.layout.scatter(received)
 
     def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
