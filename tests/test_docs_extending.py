@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import wire
+from onebit_jax import plan, wire
+from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.small_task import NODES_MESH, assert_close, assert_equal, assert_replicas_agree
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
@@ -18,10 +19,11 @@ PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 @pytest.fixture(scope="module")
 def page():
     """What the page's code defines, having trained."""
-    names = {}
+    names = {"__name__": "page"}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(code, str(PAGE), "exec"), names)
-    return names
+    yield names
+    del REGISTRY["onebit_rmsprop"]
 
 
 def train(page, tx, mesh, steps, through_host=()):
@@ -71,8 +73,9 @@ def test_a_run_that_was_stopped_resumes(page):
 def test_nodes_and_options(page):
     """Two nodes of two devices, residuals in bfloat16, buckets; and what an update sends."""
     mesh = NODES_MESH
-    options = {"residual_dtype": "bfloat16", "bucket_bytes": 128}
-    tx = page["onebit_rmsprop"](page["rate"], warmup=60, axis_name=mesh.axis_names, **options)
+    exchange = onebit_jax.ExchangeOptions(residual_dtype="bfloat16", bucket_bytes=128)
+    options = {"axis_name": mesh.axis_names, "exchange": exchange, "warmup_bits": 8}
+    tx = page["onebit_rmsprop"](page["rate"], warmup=60, **options)
     params, opt_state, metrics = train(page, tx, mesh, 300)
     assert metrics["loss"] < 0.1
     assert_replicas_agree((params, opt_state))
@@ -82,3 +85,24 @@ def test_nodes_and_options(page):
     sent = wire.collectives(lowered.compile(), mesh)
     between = sorted((c.op, c.dtype) for c in sent if c.axis == "node")
     assert between == [("all-gather", "u8"), ("all-to-all", "u8")]
+
+
+def test_its_line_of_the_registry_plans_it(page):
+    del page
+    names = [row.name for row in plan.rows()]
+    assert names.count("One-bit RMSProp") == 1
+
+
+def test_its_line_of_the_registry_makes_it(page):
+    """And a run of it goes on with another number of workers."""
+    tx = REGISTRY["onebit_rmsprop"].make(Setting(page["rate"], "data", warmup=4))
+    params, opt_state, _ = train(page, tx, page["mesh"], 8)
+    fewer = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    moved = onebit_jax.resize(opt_state, tx, params, fewer, from_axes=page["mesh"])
+    before, after = (x[0].momentum.received for x in (opt_state, moved))
+    assert before.shape[0] == 4
+    assert after.shape[0] == 2
+    step = onebit_jax.train_step(page["loss_fn"], tx, fewer)
+    params, moved, metrics = step(jax.device_get(params), moved, page["batch"])
+    assert int(moved[0].progress.count) == 9
+    assert metrics["phase"] == 1

@@ -207,10 +207,11 @@ class OnebitAdam(PhasedAlgorithm):
         return self._with_momentum(state, m, g, update.when)
 
     def _with_momentum(self, state: State, m: Arrays, g: Arrays, when: jax.Array) -> State:
+        m_i = [jnp.multiply(self.b1, x) + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         first = state.progress.count == state.progress.frozen_at
         exchange = self._bound(state)
         return state._replace(
-            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, when)
         )
 
     def refresh_step(self, state: State, update: Update) -> State:

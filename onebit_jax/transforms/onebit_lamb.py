@@ -241,8 +241,9 @@ class OnebitLamb(PhasedAlgorithm):
         g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(update.grads)])
         m = moments.last(exchange, state.momentum)
         last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, update.when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update.when)
         )
         fresh = overwrite_if(
             first & update.when,
