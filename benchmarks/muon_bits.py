@@ -96,9 +96,9 @@ def compressed_momentum(axis_name: str, beta: float = 0.95) -> optax.GradientTra
 
 def mean_at(bits: int, decay: float = 0.5) -> Callable[[str], optax.GradientTransformation]:
     """A compressed mean, as `onebit_jax.onebit_muon` has it, with residuals that decay."""
-    scale = "mean_abs" if bits == 1 else "rms"
+    exchange = onebit_jax.ExchangeOptions(scale="mean_abs" if bits == 1 else "rms")
     return lambda axis_name: onebit_jax.compressed_mean(
-        axis_name, bits, scale=scale, residual_decay=decay
+        axis_name, bits, residual_decay=decay, exchange=exchange
     )
 
 

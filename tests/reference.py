@@ -3,7 +3,7 @@
 Everything is a list over workers; a tensor is flat and unpadded, and nothing is packed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -201,7 +201,7 @@ class Tensor:
 
     def __init__(self, p, workers, lr, weight_decay):
         self.p = p.astype(np.float32).reshape(-1)
-        self.m = [np.zeros_like(self.p) for _ in range(workers)]
+        self.m: Any = [np.zeros_like(self.p) for _ in range(workers)]
         self.lr, self.weight_decay, self.count = lr, weight_decay, 0
 
     def step(self, lr, u):
@@ -306,8 +306,7 @@ class Birder(Tensor):
 
     def __init__(self, p, workers, lr, b, weight_decay=0.0, requantize=True, amsgrad=False):
         super().__init__(p, workers, lr, weight_decay)
-        self.m = np.stack(self.m)
-        self.a = np.zeros_like(self.m)
+        self.m, self.a = (np.zeros((workers, self.p.size), np.float32) for _ in range(2))
         self.live = np.zeros(self.p.size, bool)
         self.b, self.requantize, self.amsgrad = b, requantize, amsgrad
 

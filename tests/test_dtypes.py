@@ -35,14 +35,14 @@ def test_a_model_of_one_dtype(dtype):
             x = jnp.sum(params["kernel"] ** 2) + jnp.sum(params["bias"])
             return jnp.mean(jnp.tanh(x / 50) * batch.astype(dtype))
 
-        step, state = start(onebit(), params=params, loss_fn=loss_fn, accumulation=2)
+        step, (params, opt_state) = start(onebit(), params=params, loss_fn=loss_fn, accumulation=2)
         losses = []
         for _ in range(WARMUP + 2):
-            *state, metrics = step(*state, BATCH)
+            params, opt_state, metrics = step(params, opt_state, BATCH)
             losses.append(metrics["loss"])
         assert losses[-1] < losses[0]
-        assert {x.dtype for x in jax.tree.leaves(state[0])} == {jnp.dtype(dtype)}
-        assert_replicas_agree(tuple(state))
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+        assert_replicas_agree((params, opt_state))
 
 
 # Integers

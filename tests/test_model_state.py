@@ -1,5 +1,7 @@
 """`rng=` and `model_state=` of the step: what each worker is given, what comes back, what not."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,7 +278,7 @@ STATE = {"mean": np.zeros(3, np.float32), "count": np.int32(0)}
 LOSS = "^loss_fn returned a loss of "
 CHANGED = r"model_state\['{}'\] is {}"
 # Of a loss and a batch what is returned, and the words in which it is refused.
-MALFORMED = {
+MALFORMED: dict[str, Any] = {
     "three": (lambda x, _: (x, {}, {}), r"^loss_fn returned 3 values, expected loss or .*step\("),
     "list": (lambda x, _: [x, {}], LOSS + "type list, expected a float"),
     "dict": (lambda x, _: {"loss": x}, LOSS + "type dict, expected"),
@@ -287,7 +289,7 @@ MALFORMED = {
     "vectors": (lambda x, batch: (x, batch), r"^loss_fn returned metrics\['x'\] of shape \("),
 }
 # The same of one that is given `STATE`.
-OTHER_STATES = {
+OTHER_STATES: dict[str, Any] = {
     "loss": (lambda x: x, r"returned \w*Tracer, expected \(loss, metrics, model_state\)"),
     "two": (lambda x: (x, STATE), r"^loss_fn returned 2 values, expected .*\{\} for no metrics"),
     "swapped": (lambda x: (x, STATE, {}), r"returned metrics\['mean'\] of shape \(3,\)"),
@@ -323,7 +325,8 @@ def check_loss(result, message, accumulation, **given):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_result_is_refused(name, accumulation):
-    check_loss(*MALFORMED[name], accumulation)
+    result, message = MALFORMED[name]
+    check_loss(result, message, accumulation)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -12,7 +12,7 @@ import onebit_jax
 from onebit_jax import __main__ as command
 from onebit_jax import plan, wire
 
-FLAT, HIERARCHICAL = plan.ONEBIT_ADAM, plan.ONEBIT_ADAM_HIERARCHICAL
+FLAT, HIERARCHICAL = plan.row("onebit_adam", "flat"), plan.row("onebit_adam")
 DILOCO = plan.local_steps(30, 32)
 SETTING = plan.Setting(
     parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
@@ -92,7 +92,7 @@ def test_birder_against_the_published_speedup(parameters, published):
             parameters, 64, 10e9, step_time, 1, per_node=8, local_bandwidth=2400e9
         )
         dense = plan.predict(plan.FLOAT32, setting).step
-        speedups.append(dense / plan.predict(plan.BIRDER, setting).step)
+        speedups.append(dense / plan.predict(plan.row("birder"), setting).step)
     assert speedups[0] > published > speedups[1]
 
 
@@ -100,7 +100,7 @@ def test_rounds_of_zero_one_adam_are_those_of_its_published_step_sets():
     updates, freeze = 152_000, 12_500
     phases = [onebit_jax.zero_one_adam_phase(t, variance_freeze=freeze) for t in range(updates)]
     exchanging = 1 - phases.count("local") / updates
-    assert exchanging == pytest.approx(plan.ZERO_ONE_ADAM.rounds, abs=0.005)
+    assert exchanging == pytest.approx(plan.row("zero_one_adam").rounds, abs=0.005)
     # Published: up to 54 % fewer rounds.
     assert 1 - exchanging == pytest.approx(0.54, abs=0.04)
 
@@ -157,7 +157,7 @@ def test_volume_of_local_steps_is_that_of_an_exchange_shared_out(bits):
 def test_a_plan_has_local_steps_dense_and_at_the_bits_asked_for():
     def names(bits):
         result = plan.plan(SETTING._replace(every=7, local_bits=bits))
-        return [p.optimizer.name for p in result.onebit[len(plan.ONEBIT) :]]
+        return [p.optimizer.name for p in result.onebit[len(plan.rows()) :]]
 
     assert names(32) == ["DiLoCo, every 7"]
     assert names(2) == ["DiLoCo, every 7", "local steps, 2 bits, every 7"]
@@ -199,7 +199,7 @@ def test_within_one_node_nothing_crosses_the_card_and_the_advice_is_not_to_use_i
     assert result.advice.startswith("Do not use it")
 
 
-@pytest.mark.parametrize("optimizer", plan.ONEBIT, ids=lambda optimizer: optimizer.name)
+@pytest.mark.parametrize("optimizer", plan.rows(), ids=lambda optimizer: optimizer.name)
 @pytest.mark.parametrize("per_node", [1, 4])
 def test_thresholds_are_where_the_runs_take_the_same_time(optimizer, per_node):
     setting = SETTING._replace(per_node=per_node, local_bandwidth=1e15, latency=50e-6)
@@ -268,7 +268,7 @@ def write_calibration(path, **changes):
         "1-bit Adam, warm-up": [0.4],
         "1-bit Adam": [0.2],
     }
-    kinds = {kind: [0.5] for kind in plan.CALIBRATED_KINDS} | kinds
+    kinds = {kind: [0.5] for kind in plan.calibrated_kinds()} | kinds
     figures = {"elements": 1000, "kinds": {kind: {"seconds": s} for kind, s in kinds.items()}}
     path.write_text(json.dumps({"figures": figures | changes}), encoding="utf-8")
     return path
@@ -297,7 +297,7 @@ def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, caps
     calibration = plan.read_calibration(path)
     result = plan.plan(SETTING._replace(calibration=calibration))
     assert [p.optimizer for p in result.onebit] == [FLAT, HIERARCHICAL, DILOCO]
-    assert result.left_out == (*plan.ONEBIT[2:], plan.local_steps(30, 4))
+    assert result.left_out == (*plan.rows()[2:], plan.local_steps(30, 4))
     assert result.thresholds.keys() == {FLAT.name, HIERARCHICAL.name, DILOCO.name}
     command.main(["plan", *ARGUMENTS, "--calibration", str(path)])
     printed = capsys.readouterr().out
@@ -313,7 +313,7 @@ def test_an_optimizer_without_its_warm_up_in_the_calibration_is_left_out(tmp_pat
     calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
     del calibration["1-bit LAMB, warm-up"]
     result = plan.plan(SETTING._replace(calibration=calibration))
-    assert result.left_out == (plan.ONEBIT_LAMB,)
+    assert result.left_out == (plan.row("onebit_lamb"),)
     assert "work measured as" in plan.table(result)
 
 
@@ -368,7 +368,7 @@ def test_bad_settings_are_refused(field, value, message):
 def test_a_calibration_of_other_kinds_is_refused():
     with pytest.raises(ValueError, match=r"has the kinds .* but needs \['1-bit Adam', "):
         plan.plan(SETTING._replace(calibration={"Adam with pmean": 1e-9}))
-    none = dict.fromkeys(plan.CALIBRATED_KINDS, 1.0) | {"1-bit Adam": 0.0}
+    none = dict.fromkeys(plan.calibrated_kinds(), 1.0) | {"1-bit Adam": 0.0}
     with pytest.raises(ValueError, match=r"calibration\['1-bit Adam'\]=0\.0 must be above 0"):
         plan.plan(SETTING._replace(calibration=none))
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from onebit_jax.collectives.quantized import QuantizedExchange
 
 import onebit_jax
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.quantized import QuantizedExchange
 from onebit_jax.markers import is_per_worker
 from tests import workers
 from tests.optimizers import OPTIMIZERS

@@ -38,8 +38,6 @@ from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.markers import PerWorker
 
-ADD_RESIDUALS = Call()
-
 
 class Compressor(Protocol):
     """What turns values into bytes, on workers and on servers, and bytes into values.
@@ -236,7 +234,7 @@ class BoundExchange:
     # The exchange.
 
     def all_reduce(
-        self, values: Sequence[Any], state: Any, call: Any = ADD_RESIDUALS
+        self, values: Sequence[Any], state: Any, call: Any = Call()
     ) -> tuple[jax.Array, Any]:
         """Averages values; :meth:`mean` reads what was received.
 
@@ -304,7 +302,7 @@ class BoundExchange:
         return self.layout.row(sections, jnp.zeros((*leading, *self.layout.scale_shape)))
 
     def average(
-        self, tree: Any, state: ExchangeState, call: Call = ADD_RESIDUALS
+        self, tree: Any, state: ExchangeState, call: Call = Call()
     ) -> tuple[Any, ExchangeState]:
         """Averages the workers' trees: the mean, float32, the same on all; and the next state."""
         received, state = self.all_reduce(self.node_mean(tree), state, call)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from onebit_jax.collectives.signs import pack_signs
 
 from benchmarks import gpu
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.signs import pack_signs
 from onebit_jax.markers import PerWorker
 
 TINY = gpu.Options(elements=2**10, workers=(2,), worker_elements=2**8, rounds=2, calls=2)

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from onebit_jax.collectives.fused import fuse
 
 SHAPES = [(3,), (), (0, 2), (5, 4), (17,)]

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from onebit_jax.collectives.in_place import materialize, overwrite_if, overwrite_one, unfolded
+
 from tests.workers import AXIS, BINDINGS, on_workers
 
 

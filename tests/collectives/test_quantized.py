@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-
-from onebit_jax import wire
 from onebit_jax.collectives.blocks import BLOCK, pack, unpack
 from onebit_jax.collectives.quantized import (
     QuantizedExchange,
@@ -21,6 +19,8 @@ from onebit_jax.collectives.quantized import (
     dequantize,
     quantize,
 )
+
+from onebit_jax import wire
 from tests import reference
 from tests.workers import (
     AXIS,

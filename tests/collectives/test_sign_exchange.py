@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from onebit_jax.collectives.sign_exchange import SignExchange
+from onebit_jax.collectives.stochastic import Ratio
 
 from onebit_jax import wire
 from onebit_jax.collectives import votes
 from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.sign_exchange import SignExchange
-from onebit_jax.collectives.stochastic import Ratio
 from tests import reference
 from tests.workers import AXIS, BINDINGS, Binding, on_workers
 

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from onebit_jax.collectives.signs import pack_bits, pack_signs, signed, unpack_bits
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from onebit_jax.collectives.stochastic import Ratio
 
 from onebit_jax.collectives import stochastic
 from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.stochastic import Ratio
 from tests import reference
 
 

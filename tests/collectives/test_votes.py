@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from onebit_jax.collectives.signs import pack_bits
 
 from onebit_jax import wire
 from onebit_jax.collectives import votes
 from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.signs import pack_bits
 from tests.workers import AXIS, BINDINGS, Binding, on_workers
 
 SHAPES = [(9,), (0,), (4, 16), (1,)]
