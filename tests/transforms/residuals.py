@@ -1,6 +1,7 @@
 """What workers and servers have not sent yet, read off the state of an exchange."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +30,15 @@ def residuals(how: Exchange, kept: Any, like: Any, sizes: Sizes) -> tuple[Any, A
 
     In the hierarchical form a worker is a node, and its devices have rows that are equal.
     """
+    leaves, structure = jax.tree.flatten(like)
+    program = _of_each(how, structure, tuple(x.shape for x in leaves), sizes)
+    e, E = jax.device_get(program(jax.device_get(kept)))
+    return e, jax.tree.map(lambda x: x[0], E)
+
+
+@functools.cache
+def _of_each(how: Exchange, structure: Any, shapes: Any, sizes: Sizes) -> Callable[[Any], Any]:
+    like = structure.unflatten([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
 
     def own(kept: Any) -> tuple[Any, Any]:
         axes = how.over(like).axes
@@ -44,8 +54,7 @@ def residuals(how: Exchange, kept: Any, like: Any, sizes: Sizes) -> tuple[Any, A
             jax.tree.map(lambda x: x[0], all_of_them),
         )
 
-    e, E = jax.device_get(on_workers(own, sizes)(jax.device_get(kept)))
-    return e, jax.tree.map(lambda x: x[0], E)
+    return on_workers(own, sizes)
 
 
 def _total(how: Exchange, like: Any, kept: Any, is_worker: Any = True, is_server: Any = True):

@@ -55,7 +55,7 @@ def test_agrees_with_numpy(name, sizes):
     assert_workers_agree(run)
     for p, g, history in zip(*map(jax.tree.leaves, (params, gradients, run.params)), strict=True):
         theirs = by_numpy(name, p, workers // per_node, rate)
-        means = g.reshape(-1, per_node, *g.shape[1:]).mean(1)
+        means = g.reshape(workers // per_node, per_node, *g.shape[1:]).mean(1)
         for t in range(count):
             expected = theirs.update(list(means[:, t])).reshape(p.shape)
             np.testing.assert_allclose(history[0, t], expected, rtol=1e-5, atol=2e-6)
