@@ -94,7 +94,9 @@ def test_replicas_that_are_the_same_pass(axis_name):
     mesh, params, opt_state = begun(axis_name)
     diagnosis = onebit_jax.diagnose(params, opt_state, mesh)
     assert diagnosis.warnings == ()
-    assert {"params['layer']['kernel']", "opt_state[0].exchange.packed"} <= set(diagnosis.compared)
+    assert {"params['layer']['kernel']", "opt_state[0].momentum.received"} <= set(
+        diagnosis.compared
+    )
     assert not [name for name in diagnosis.compared if "compensated" in name]
 
 
@@ -113,7 +115,9 @@ def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bi
 
 
 @both
-@pytest.mark.parametrize("field", ["exchange.packed", "exchange.active.bits", "progress.count"])
+@pytest.mark.parametrize(
+    "field", ["momentum.received", "momentum.exchange.active.bits", "progress.count"]
+)
 def test_shared_state_off_by_one_bit_on_one_device_is_named(axis_name, field):
     mesh, params, opt_state = begun(axis_name)
     name = f"[0].{field}"
@@ -170,7 +174,7 @@ def test_arrays_without_copies_to_compare_are_refused():
     on_one = jax.device_put(params, jax.devices()[0])
     with pytest.raises(ValueError, match=r"lies as SingleDeviceSharding.*nothing|no copies"):
         onebit_jax.diagnose(on_one, opt_state, mesh)
-    with pytest.raises(ValueError, match=r"opt_state\[0\].*worker_compensated.*lies as"):
+    with pytest.raises(ValueError, match=r"opt_state\[0\].*m_then_compensated.*lies as"):
         onebit_jax.diagnose(params, replicated(opt_state, mesh), mesh)
 
 
@@ -259,7 +263,10 @@ WIDE = 2**14
 
 @functools.cache
 def mean():
-    tx = optax.chain(onebit_jax.compressed_mean("data", scale="mean_abs"), optax.sgd(1e-3))
+    tx = optax.chain(
+        onebit_jax.compressed_mean("data", exchange=onebit_jax.ExchangeOptions(scale="mean_abs")),
+        optax.sgd(1e-3),
+    )
     return Given(tx, v=64, w=WIDE)
 
 

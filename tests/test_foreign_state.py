@@ -152,7 +152,9 @@ def test_of_another_optimizer(mesh, tx):
 
 
 def test_of_the_same_with_other_options(mesh):
-    opt_state = onebit_jax.init(onebit(residual_dtype="bfloat16"), make_params(), mesh)
+    opt_state = onebit_jax.init(
+        onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16")), make_params(), mesh
+    )
     refused(mesh, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
+from onebit_jax import ExchangeOptions
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
 from tests.optimizers import OPTIMIZERS, WITH_NODES
@@ -40,8 +41,8 @@ def labels(params):
 
 LR = 1e-2
 VARIANTS = {
-    "one collective": functools.partial(onebit, bucket_bytes=None),
-    "bfloat16": functools.partial(onebit, residual_dtype="bfloat16"),
+    "one collective": functools.partial(onebit, exchange=ExchangeOptions(bucket_bytes=None)),
+    "bfloat16": functools.partial(onebit, exchange=ExchangeOptions(residual_dtype="bfloat16")),
     "by variance": lambda axis_name: onebit_jax.onebit_adam(
         LR, warmup=onebit_jax.variance_stable(min_steps=2), axis_name=axis_name
     ),

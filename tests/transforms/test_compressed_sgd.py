@@ -15,8 +15,8 @@ from onebit_jax import ExchangeOptions, compressed_mean, ef_signsgd
 from onebit_jax.transforms.compressed_mean import CompressedMeanState
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState
 from tests import reference
+from tests.residuals import total_residual
 from tests.runs import axis_of, mesh_of
-from tests.transforms.residuals import total_residual
 from tests.workers import AXIS, PAIR, assert_workers_agree, draw, find_state, on_workers, train
 
 WORKERS, STEPS = 4, 4

@@ -13,6 +13,7 @@ import onebit_jax
 from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
+from tests.residuals import total_residual
 from tests.small_task import (
     MESH,
     NODES_MESH,
@@ -23,7 +24,6 @@ from tests.small_task import (
     start,
     train,
 )
-from tests.transforms.residuals import total_residual
 from tests.workers import AXIS, PAIR, Binding, draw, on_workers
 
 WORKERS, SYNC = 4, PHASES.index("sync")

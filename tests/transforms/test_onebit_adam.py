@@ -14,8 +14,8 @@ import onebit_jax
 from onebit_jax.transforms.phases import PHASES
 from onebit_jax.transforms.step_sets import published_variance_steps
 from tests import reference
+from tests.residuals import residuals
 from tests.runs import Sizes, axis_of, mesh_of
-from tests.transforms.residuals import residuals
 from tests.workers import AXIS, Run, assert_workers_agree, draw, on_workers, onebit_state, train
 
 SHAPES = {"matrix": (64, 3), "nested": [(), {"empty": (0,), "odd": (13,)}, None]}

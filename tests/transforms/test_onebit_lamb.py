@@ -11,8 +11,8 @@ import pytest
 
 import onebit_jax
 from tests import reference_lamb
+from tests.residuals import residuals
 from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.transforms.residuals import residuals
 from tests.workers import AXIS, assert_workers_agree, draw, find_state
 
 # A row of the third has no gradient in warm-up, nor has all of the last: they are dead.

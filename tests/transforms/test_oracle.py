@@ -12,8 +12,8 @@ import onebit_jax
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms.phases import PHASES
 from tests.oracle import Recording
+from tests.residuals import residuals
 from tests.runs import axis_of
-from tests.transforms.residuals import residuals
 from tests.workers import AXIS, assert_workers_agree, on_workers, onebit_state, replicate
 
 EXCHANGE = onebit_jax.ExchangeOptions()

@@ -16,8 +16,8 @@ from jax import lax
 import onebit_jax
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
+from tests.residuals import residuals
 from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.transforms.residuals import residuals
 from tests.workers import AXIS, assert_workers_agree, draw, on_workers, replicate
 
 LOCAL, SYNC = PHASES.index("local"), PHASES.index("sync")
