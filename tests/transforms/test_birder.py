@@ -20,7 +20,6 @@ from tests.runs import axis_of, mesh_of
 from tests.workers import (
     AXIS,
     PAIR,
-    Binding,
     assert_workers_agree,
     draw,
     find_state,
@@ -35,30 +34,20 @@ scale_by_birder = functools.partial(onebit_jax.scale_by_birder, seed=0, axis_nam
 birder_state = functools.partial(find_state, onebit_jax.ScaleByBirderState)
 
 
-def trajectory(tx, params, gradients, phases=(None,), binding: Binding = "vmap") -> tuple[Any, Any]:
+def trajectory(tx, params, gradients, phases=(None,)) -> tuple[Any, Any]:
     """Updates from gradients `[workers, updates, ...]` at `params` that stay; and all states.
 
     `phases` are of the updates in turn, the last one of all that follow.
     """
-    workers, count = jax.tree.leaves(gradients)[0].shape[:2]
+    workers, count = gradients.shape[:2]
+    params, made = replicate(params, workers), []
+    state = on_workers(tx.init, workers)(params)
     tx = optax.with_extra_args_support(tx)
-
-    def worker(params, gradients):
-        state, parts, first = tx.init(params), [], 0
-        for i, phase in enumerate(phases):
-            last = count if i == len(phases) - 1 else i + 1
-            part = jax.tree.map(lambda g, f=first, s=last: g[f:s], gradients)
-
-            def step(state, grads, phase=phase):
-                updates, state = tx.update(grads, state, params, phase=phase)
-                return state, (updates, birder_state(state))
-
-            state, results = lax.scan(step, state, part)
-            parts.append(results)
-            first = last
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    return on_workers(worker, workers, binding)(replicate(params, workers), gradients)
+    programs = [on_workers(functools.partial(tx.update, phase=x), workers) for x in phases]
+    for t in range(count):
+        updates, state = programs[min(t, len(phases) - 1)](gradients[:, t], state, params)
+        made.append(jax.device_get((updates, birder_state(state))))
+    return jax.tree.map(lambda *x: np.stack(x, 1), *made)
 
 
 # What it computes.

@@ -195,7 +195,7 @@ def test_it_follows_sgd():
     """Nesterov's, on the mean gradient: it is behind by its residuals, no more and no less."""
     _, ours, exact, residual = followed()
     np.testing.assert_allclose(ours[-1] - residual, exact[-1], rtol=0, atol=2e-6)
-    assert np.abs(ours - exact).max() < 0.3 * np.abs(exact[-1]).mean()
+    assert np.abs(ours - exact).max() < 0.35 * np.abs(exact[-1]).mean()
 
 
 def test_a_parameter_without_any_gradient_stays_within_its_residuals_of_where_it_began():
@@ -203,12 +203,9 @@ def test_a_parameter_without_any_gradient_stays_within_its_residuals_of_where_it
     gradients, ours, _, residual = followed()
     still = ours[:, [1, 5]]
     np.testing.assert_allclose(still[-1], residual[[1, 5]], rtol=0, atol=2e-6)
-    # Residuals are below the sum of a worker's scale and a server's, the mean size of a step.
-    momenta, m = [], np.zeros((4, 8, 16))
+    # At no time above a worker's scale and a server's, each the mean size of a step at most.
+    m, step = np.zeros((4, 8, 16)), 0.0
     for g in gradients.swapaxes(0, 1):
         m = 0.9 * m + g
-        momenta.append(np.abs(0.9 * m + g).mean((1, 2)).max())
-    step = 1e-3 * max(momenta)
-    assert 0 < np.abs(still).max() <= 4 * step
-    # Of all steps of one sign it would be at so many times that.
-    assert np.abs(still[-1]).max() < 0.05 * len(still) * step
+        step = max(step, 1e-3 * np.abs(0.9 * m + g).mean((1, 2)).max())
+    assert 0.5 * step < np.abs(still).max() <= 2 * step

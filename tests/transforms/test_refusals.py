@@ -152,11 +152,6 @@ def test_what_does_not_go_together_says_why(make, options, message):
         make(**options)
 
 
-def test_birder_takes_votes_with_buckets_where_they_pay():
-    how = ExchangeOptions(bucket_bytes="auto")
-    assert onebit_jax.birder(0.1, seed=0, axis_name=AXIS, transport="votes", exchange=how)
-
-
 # Constructors whose exchange has nodes.
 NODES = [make for make, (usual, _) in OUT_OF_RANGE.items() if "axis_name" in usual]
 NODES.remove(onebit_jax.clip_by_common_norm)
