@@ -30,8 +30,8 @@ def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:
 
     def of_tensor(g):
         workers, steps = g.shape[:2]
-        flat = g.reshape(workers, steps, -1) if g.size else g.reshape(workers, steps, 0)
-        size, means = flat.shape[-1], []
+        size, means = math.prod(g.shape[2:]), []
+        flat = g.reshape(workers, steps, size)
         residuals = reference.zero_residuals(size, workers)
         hierarchy = per_node and reference.Hierarchy(size, workers // per_node, per_node)
         for t in range(steps):
