@@ -133,21 +133,19 @@ def test_agrees_with_numpy(sizes, binding, options):
         assert np.all((a == 0) | (a >= 2.0**-100))
     asked = {name: options[name] for name in ("requantize", "amsgrad") if name in options}
     theirs = by_numpy(params, gradients, sizes, **asked)
-    layout_of = onebit_jax.ExchangeOptions().one_bit(axis_of(sizes)).over
+    trees, bound = [run.params], onebit_jax.ExchangeOptions().one_bit(AXIS).over
+    if isinstance(sizes, int):
+        both = [x.value for x in (state.m, state.a)]
 
-    def averages(kept):
-        return layout_of(params).layout.scatter([x[0] for x in kept])
+        def whole(kept):
+            return [bound(params).layout.scatter([y[0] for y in x]) for x in kept]
 
-    flat = isinstance(sizes, int)
-    m, a = (
-        on_workers(averages, sizes)(x) if flat else params for x in (state.m.value, state.a.value)
-    )
-    trees = map(jax.tree.leaves, (run.params, m, a))
-    for history, m, a, (expected, *kept) in zip(*trees, theirs, strict=True):
+        trees += on_workers(whole, sizes)(both)
+    ours = zip(*map(jax.tree.leaves, trees), strict=True)
+    for (history, *averages), (expected, *kept) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(history[0].reshape(count, -1), expected, rtol=1e-5, atol=1e-6)
-        for ours, there in zip((m, a), kept, strict=True):
-            if flat:
-                np.testing.assert_allclose(ours.reshape(sizes, -1), there, rtol=1e-5, atol=1e-7)
+        for x, there in zip(averages, kept, strict=False):
+            np.testing.assert_allclose(x.reshape(there.shape), there, rtol=1e-5, atol=1e-7)
 
 
 def test_one_node_takes_the_plain_mean_and_draws_nothing():

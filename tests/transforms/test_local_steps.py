@@ -106,7 +106,6 @@ def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
         (3, 4, 4, "vmap", SGD),
         (3, 4, 4, "shard_map", SGD),
     ],
-    ids=lambda x: str(x) if isinstance(x, int | tuple | str) and x is not SGD else "",
 )
 def test_groups_follow_numpy(fragments, bits, sizes, binding, inner):
     """With an inner optimizer that has a state, and between nodes too."""

@@ -19,8 +19,8 @@ DECAYS = (1.0, -0.1, 1.5, NAN)
 COUNTS = (-1, 0, 1.5, True, "10", None, jnp.float32(10))
 RATED: dict[str, Any] = {"learning_rate": 0.1, "axis_name": AXIS}
 ONEBIT, SEEDED = RATED | {"warmup": 1}, RATED | {"seed": 0}
-LOCAL: dict[str, Any] = {"inner": optax.sgd(1.0), "outer": optax.sgd(1.0), "every": 6}
-LOCAL["axis_name"] = AXIS
+INNER = {"inner": optax.sgd(1.0), "axis_name": AXIS}
+LOCAL: dict[str, Any] = INNER | {"outer": optax.sgd(1.0), "every": 6}
 
 # What no constructor takes that has such an option.
 COMMON: dict[str, tuple[Any, ...]] = {

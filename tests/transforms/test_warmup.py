@@ -159,13 +159,9 @@ def test_variance_stable_freezes_nothing_that_is_not_finite():
 
 def settling_gradients():
     """Gradients of two tensors whose scale falls to a twentieth and then stays."""
-    rng = np.random.default_rng(0)
-    scale = np.maximum(0.9 ** np.arange(UPDATES), 0.3)
-    draw = lambda *shape: rng.standard_normal((WORKERS, UPDATES, *shape))  # noqa: E731
-    return {
-        "a": (draw(SIZE) * scale[:, None]).astype(np.float32),
-        "b": (draw(6, 3) * scale[:, None, None]).astype(np.float32),
-    }
+    scale = np.maximum(0.9 ** np.arange(UPDATES), 0.3).astype(np.float32)
+    gradients = draw(0, WORKERS, UPDATES, shapes={"a": (SIZE,), "b": (3, 6)})
+    return {k: (g.swapaxes(1, -1) * scale).swapaxes(1, -1) for k, g in gradients.items()}
 
 
 @pytest.mark.parametrize("corrected", [True, False])
