@@ -161,8 +161,8 @@ def test_a_schedule_says_how_often():
 
     def phases(grads):
         def step(state, g):
-            _, state = tx.update(g, state, g)
-            return state, state.progress.phase
+            _, new = tx.update(g, state, g)
+            return new, cast(Any, new).progress.phase
 
         return jax.lax.scan(step, tx.init(grads[0]), grads)[1]
 

@@ -18,8 +18,9 @@ NAN, INF = math.nan, math.inf
 DECAYS = (1.0, -0.1, 1.5, NAN)
 COUNTS = (-1, 0, 1.5, True, "10", None, jnp.float32(10))
 RATED: dict[str, Any] = {"learning_rate": 0.1, "axis_name": AXIS}
-ONEBIT, SEEDED = RATED | {"warmup": 1}, RATED | {"seed": 0}
-INNER = {"inner": optax.sgd(1.0), "axis_name": AXIS}
+ONEBIT: dict[str, Any] = RATED | {"warmup": 1}
+SEEDED: dict[str, Any] = RATED | {"seed": 0}
+INNER: dict[str, Any] = {"inner": optax.sgd(1.0), "axis_name": AXIS}
 LOCAL: dict[str, Any] = INNER | {"outer": optax.sgd(1.0), "every": 6}
 
 # What no constructor takes that has such an option.
