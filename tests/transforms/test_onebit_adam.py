@@ -148,8 +148,8 @@ def test_agrees_with_numpy(case):
         if case.bits == 8:
             # Close to full precision, while it lasts.
             exact, _ = by_numpy(p, g[:, : case.warmup], **options)
-            off = np.abs(ours[0, : case.warmup] - exact).max(initial=0) / 0.05
-            assert (0 < off < 0.5) if p.size else off == 0
+            off = np.abs(ours[0, : case.warmup] - exact) / 0.05
+            assert np.sum(off) <= 0.05 * off.size
         v = (adam.v / adam.correction()).reshape(p.shape)
         if case.updates > case.warmup:
             np.testing.assert_array_equal(y[0] > 0, v > 0)

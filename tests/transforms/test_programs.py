@@ -314,15 +314,12 @@ def starts(name: str, steps: int) -> Any:
         params = jax.tree.map(jnp.add, params, updates)
 
 
-def mostly_slow(*names: str) -> Any:
-    """Of the optimizers in the table those that are named are fast."""
-    found = [name for name in OPTIMIZERS if name != "mean_gradients"]
-    return pytest.mark.parametrize(
-        "name", [x if x in names else pytest.param(x, marks=pytest.mark.slow) for x in found]
-    )
+def slow_but(fast: str, others: Any) -> Any:
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
+    return pytest.mark.parametrize("name", [fast, *slow])
 
 
-@mostly_slow("signum")
+@slow_but("signum", [name for name in OPTIMIZERS if name != "mean_gradients"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_every_program_makes_the_same_update(name):
     """Simulated workers and devices; told the phase, bit for bit as the program that chooses.
@@ -341,7 +338,7 @@ def test_every_program_makes_the_same_update(name):
             chex.assert_trees_all_equal(told, chosen, strict=True)
 
 
-@mostly_slow("zero_one_adam")
+@slow_but("zero_one_adam", ("onebit_adam", "onebit_lamb"))
 @pytest.mark.usefixtures("quick_compilation")
 def test_half_precision_is_computed_with_in_float32(name):
     update = program_of(name)
