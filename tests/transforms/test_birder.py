@@ -20,7 +20,6 @@ from tests.runs import axis_of, mesh_of
 from tests.workers import (
     AXIS,
     PAIR,
-    Binding,
     assert_workers_agree,
     draw,
     find_state,
@@ -35,30 +34,20 @@ scale_by_birder = functools.partial(onebit_jax.scale_by_birder, seed=0, axis_nam
 birder_state = functools.partial(find_state, onebit_jax.ScaleByBirderState)
 
 
-def trajectory(tx, params, gradients, phases=(None,), binding: Binding = "vmap") -> tuple[Any, Any]:
+def trajectory(tx, params, gradients, phases=(None,)) -> tuple[Any, Any]:
     """Updates from gradients `[workers, updates, ...]` at `params` that stay; and all states.
 
     `phases` are of the updates in turn, the last one of all that follow.
     """
-    workers, count = jax.tree.leaves(gradients)[0].shape[:2]
+    workers, count = gradients.shape[:2]
+    params, made = replicate(params, workers), []
+    state = on_workers(tx.init, workers)(params)
     tx = optax.with_extra_args_support(tx)
-
-    def worker(params, gradients):
-        state, parts, first = tx.init(params), [], 0
-        for i, phase in enumerate(phases):
-            last = count if i == len(phases) - 1 else i + 1
-            part = jax.tree.map(lambda g, f=first, s=last: g[f:s], gradients)
-
-            def step(state, grads, phase=phase):
-                updates, state = tx.update(grads, state, params, phase=phase)
-                return state, (updates, birder_state(state))
-
-            state, results = lax.scan(step, state, part)
-            parts.append(results)
-            first = last
-        return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-
-    return on_workers(worker, workers, binding)(replicate(params, workers), gradients)
+    programs = [on_workers(functools.partial(tx.update, phase=x), workers) for x in phases]
+    for t in range(count):
+        updates, state = programs[min(t, len(phases) - 1)](gradients[:, t], state, params)
+        made.append(jax.device_get((updates, birder_state(state))))
+    return jax.tree.map(lambda *x: np.stack(x, 1), *made)
 
 
 # What it computes.
@@ -144,21 +133,19 @@ def test_agrees_with_numpy(sizes, binding, options):
         assert np.all((a == 0) | (a >= 2.0**-100))
     asked = {name: options[name] for name in ("requantize", "amsgrad") if name in options}
     theirs = by_numpy(params, gradients, sizes, **asked)
-    layout_of = onebit_jax.ExchangeOptions().one_bit(axis_of(sizes)).over
+    trees, bound = [run.params], onebit_jax.ExchangeOptions().one_bit(AXIS).over
+    if isinstance(sizes, int):
+        both = [x.value for x in (state.m, state.a)]
 
-    def averages(kept):
-        return layout_of(params).layout.scatter([x[0] for x in kept])
+        def whole(kept):
+            return [bound(params).layout.scatter([y[0] for y in x]) for x in kept]
 
-    flat = isinstance(sizes, int)
-    m, a = (
-        on_workers(averages, sizes)(x) if flat else params for x in (state.m.value, state.a.value)
-    )
-    trees = map(jax.tree.leaves, (run.params, m, a))
-    for history, m, a, (expected, *kept) in zip(*trees, theirs, strict=True):
+        trees += on_workers(whole, sizes)(both)
+    ours = zip(*map(jax.tree.leaves, trees), strict=True)
+    for (history, *averages), (expected, *kept) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(history[0].reshape(count, -1), expected, rtol=1e-5, atol=1e-6)
-        for ours, there in zip((m, a), kept, strict=True):
-            if flat:
-                np.testing.assert_allclose(ours.reshape(sizes, -1), there, rtol=1e-5, atol=1e-7)
+        for x, there in zip(averages, kept, strict=False):
+            np.testing.assert_allclose(x.reshape(there.shape), there, rtol=1e-5, atol=1e-7)
 
 
 def test_one_node_takes_the_plain_mean_and_draws_nothing():

@@ -1,7 +1,7 @@
 """Local steps, of all tensors at once or in turns: against DiLoCo by hand, and bad input."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,10 @@ import onebit_jax
 from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
+from tests.runs import Sizes, axis_of
+from tests.small_task import MESH, make_batches, make_params, start, train
 from tests.residuals import total_residual
-from tests.small_task import (
-    MESH,
-    NODES_MESH,
-    assert_close,
-    loss_fn,
-    make_batches,
-    make_params,
-    start,
-    train,
-)
-from tests.workers import AXIS, PAIR, Binding, draw, on_workers
+from tests.workers import AXIS, draw, on_workers
 
 WORKERS, SYNC = 4, PHASES.index("sync")
 SHAPES = {"large": (30, 20), "middle": (40, 10), "small": (250,)}
@@ -35,53 +27,15 @@ GROUPS = {
 }
 INNER_RATE, EVERY, UPDATES = 0.1, 6, 13
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+SGD, ADAM = optax.sgd(INNER_RATE), optax.adam(INNER_RATE)
 
 
-def make_tx(fragments=1, bits=4, outer=NESTEROV, axis_name: Any = AXIS, every: Any = EVERY):
+def make_tx(
+    fragments=1, bits=4, outer=NESTEROV, inner=SGD, axis_name: Any = AXIS, every: Any = EVERY
+):
     return onebit_jax.local_steps(
-        optax.sgd(INNER_RATE), outer, every=every, axis_name=axis_name, bits=bits,
-        fragments=fragments,
-    )  # fmt: skip
-
-
-# On a mesh, with an inner optimizer that has a state.
-
-
-def diloco(batches, every):
-    """DiLoCo as its authors write it: lists over workers, nothing of this library."""
-    inner = optax.adam(1e-2)
-    shared = jax.tree.map(jnp.asarray, make_params())
-    own = [shared] * WORKERS
-    states, of_outer = [inner.init(shared)] * WORKERS, NESTEROV.init(shared)
-    for t, batch in enumerate(batches):
-        for i in range(WORKERS):
-            part = jax.tree.map(lambda x, i=i: x.reshape(WORKERS, -1, *x.shape[1:])[i], batch)
-            grads = jax.grad(loss_fn)(own[i], part)
-            updates, states[i] = inner.update(grads, states[i], own[i])
-            own[i] = optax.apply_updates(own[i], updates)
-        if t % every == every - 1:
-            mean = jax.tree.map(lambda x, *y: x - sum(y) / WORKERS, shared, *own)
-            updates, of_outer = NESTEROV.update(mean, of_outer, shared)
-            shared = optax.apply_updates(shared, updates)
-            own = [shared] * WORKERS
-    return shared, own
-
-
-@pytest.mark.parametrize(
-    ("mesh", "axes"), [(MESH, "data"), (NODES_MESH, PAIR)], ids=["flat", "nodes"]
-)
-def test_at_32_bits_it_is_diloco(mesh, axes):
-    batches = make_batches(7)
-    tx = onebit_jax.local_steps(optax.adam(1e-2), NESTEROV, every=3, axis_name=axes)
-    step, state = start(tx, mesh)
-    params, opt_state = train(step, *state, batches)
-    shared, own = diloco(batches, 3)
-    assert_close(opt_state.synced_parameters(params), shared)
-    held = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
-    assert_close(held, jax.tree.map(lambda *x: np.stack(x), *own))
-
-
-# On simulated workers, of gradients that are given.
+        inner, outer, every=every, axis_name=axis_name, bits=bits, fragments=fragments
+    )
 
 
 @functools.cache
@@ -102,11 +56,11 @@ def turn_of(t, fragments):
 
 
 @functools.cache
-def run(fragments, bits, binding: Binding = "vmap", outer=NESTEROV):
+def run(fragments, bits, sizes: Sizes = WORKERS, binding="vmap", outer=NESTEROV, inner=SGD):
     """The states after each update, with one row per worker."""
-    tx = make_tx(fragments, bits, outer)
-    state = on_workers(tx.init, WORKERS)(zeros(WORKERS))
-    update = on_workers(tx.update, WORKERS, binding)
+    tx = make_tx(fragments, bits, outer, inner, axis_of(sizes))
+    state = on_workers(tx.init, sizes)(zeros(WORKERS))
+    update = on_workers(tx.update, sizes, cast(Any, binding))
     params, states = zeros(WORKERS), []
     for t in range(UPDATES):
         updates, state = update({name: g[t] for name, g in gradients().items()}, state, params)
@@ -115,12 +69,18 @@ def run(fragments, bits, binding: Binding = "vmap", outer=NESTEROV):
     return states
 
 
-def by_hand(fragments, bits) -> list[tuple[Any, Any]]:
-    """``x`` and ``x_i`` after each update, with Nesterov's momentum and NumPy's exchange."""
+def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
+    """``x`` and ``x_i`` after each update, with Nesterov's momentum and NumPy's exchange: DiLoCo.
+
+    What inner optimizers do is elementwise, so that one does it for all workers.
+    """
     x, own, u, history = zeros(), zeros(WORKERS), zeros(), []
+    of_inner = inner.init(own)
     sent: list[list[Any]] = [[] for _ in range(fragments)]
     for t in range(UPDATES):
-        own = {name: y - np.float32(INNER_RATE) * gradients()[name][t] for name, y in own.items()}
+        grads = {name: g[t] for name, g in gradients().items()}
+        steps, of_inner = inner.update(grads, of_inner, own)
+        own = jax.device_get(optax.apply_updates(own, steps))
         if (f := turn_of(t + 1, fragments)) is not None:
             names = GROUPS[fragments][f]
             moved = [(x[name] - own[name]).reshape(WORKERS, -1) for name in names]
@@ -138,11 +98,19 @@ def by_hand(fragments, bits) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "bits", "binding"), [(2, 32, "vmap"), (3, 4, "vmap"), (3, 4, "shard_map")]
+    ("fragments", "bits", "sizes", "binding", "inner"),
+    [
+        (1, 32, 4, "shard_map", ADAM),
+        (1, 32, (2, 2), "vmap", ADAM),
+        (2, 32, 4, "vmap", SGD),
+        (3, 4, 4, "vmap", SGD),
+        (3, 4, 4, "shard_map", SGD),
+    ],
 )
-def test_groups_follow_numpy(fragments, bits, binding: Binding):
-    states = run(fragments, bits, binding)
-    for state, (x, own) in zip(states, by_hand(fragments, bits), strict=True):
+def test_groups_follow_numpy(fragments, bits, sizes, binding, inner):
+    """With an inner optimizer that has a state, and between nodes too."""
+    states = run(fragments, bits, sizes, binding, inner=inner)
+    for state, (x, own) in zip(states, by_hand(fragments, bits, inner), strict=True):
         for name in SHAPES:
             for row in state.shared[name]:
                 np.testing.assert_allclose(row, x[name], atol=5e-6, err_msg=name)
@@ -193,8 +161,8 @@ def test_a_schedule_says_how_often():
 
     def phases(grads):
         def step(state, g):
-            _, state = tx.update(g, state, g)
-            return state, state.progress.phase
+            _, new = tx.update(g, state, g)
+            return new, cast(Any, new).progress.phase
 
         return jax.lax.scan(step, tx.init(grads[0]), grads)[1]
 

@@ -145,14 +145,15 @@ def test_agrees_with_numpy(case):
         # What bits decode to is the same to rounding; here and there one is a level beside it.
         close = np.isclose(ours[0], theirs, rtol=2e-5, atol=5e-6)
         assert np.sum(close) >= (1.0 if case.bits is None else 0.99) * close.size
+        if case.bits == 8:
+            # Close to full precision, while it lasts.
+            exact, _ = by_numpy(p, g[:, : case.warmup], **options)
+            off = np.abs(ours[0, : case.warmup] - exact) / 0.05
+            assert np.sum(off) <= 0.05 * off.size
         v = (adam.v / adam.correction()).reshape(p.shape)
-        if case.updates > case.warmup:
-            np.testing.assert_array_equal(y[0] > 0, v > 0)
-            v, y = v[v > 0], (1 / y[:, v > 0] - DECAYS["eps"]) ** 2
-        else:
-            y = y / adam.correction()
-        loose = case.bits and case.refreshes
-        np.testing.assert_allclose(y[0], v, rtol=0.05 if loose else 1e-4, atol=1e-4 * bool(loose))
+        np.testing.assert_array_equal(y[0] > 0, v > 0)
+        found, loose = (1 / y[0, v > 0] - DECAYS["eps"]) ** 2, bool(case.bits and case.refreshes)
+        np.testing.assert_allclose(found, v[v > 0], rtol=0.05 if loose else 1e-4, atol=1e-4 * loose)
         adams.append(adam)
     if case.refreshes:
         last = max(t for t in range(case.updates) if refreshes_of(case)(t))
@@ -163,6 +164,8 @@ def test_agrees_with_numpy(case):
         assert np.abs(frozen[-1] - run.params["matrix"][0, -1]).max() > 0.02
     elif case.bits is None and per_node != mesh_of(case.sizes).size:
         assert_same_residuals(case, state, params, adams)
+        if case.sizes == (2, 2):
+            assert_other_shards_stay(state, gradients)
 
 
 def assert_same_residuals(case, state, params, adams):
@@ -179,15 +182,13 @@ def assert_same_residuals(case, state, params, adams):
         np.testing.assert_allclose(E.ravel(), served, atol=1e-6)
 
 
-def test_a_device_keeps_its_residual_in_the_place_of_its_shard_of_the_last_momentum():
-    case = CASES["nodes"]._replace(updates=WARMUP + 2)
-    params, gradients = draw_run(case)
+def assert_other_shards_stay(state, gradients):
+    """A device's residual is in the place of its own shard of the momentum that warm-up left."""
     m = np.zeros((64, 3))
     for g in gradients["matrix"].mean(0)[:WARMUP]:
         m = DECAYS["b1"] * m + (1 - DECAYS["b1"]) * g
     shards = m.reshape(2, 32, 3)
-    momentum = onebit_state(trained(case, params, gradients).state).momentum
-    [held] = [x for x in momentum.m_then_compensated.value if x.shape[2:] == shards.shape]
+    [held] = [x for x in state.momentum.m_then_compensated.value if x.shape[2:] == shards.shape]
     for device in range(4):
         own = device % 2
         np.testing.assert_allclose(held[device, 0, 1 - own], shards[1 - own], atol=1e-6)
@@ -231,19 +232,8 @@ def test_bfloat16_rounds_and_changes_little_else(options):
     assert not np.allclose(run.updates[0, warmup], theirs[warmup], rtol=1e-5)
 
 
-def test_half_precision_updates_are_those_of_float32_rounded():
-    start = np.zeros((40, 8), jnp.bfloat16)
-    gradients = draw(1, 2, 8, shapes=(40, 8)).astype(jnp.bfloat16)
-    run = train(onebit_jax.scale_by_onebit_adam(warmup=4, axis_name=AXIS), 2, start, gradients)
-    assert run.updates.dtype == jnp.bfloat16
-    options = PLAIN | {"lr": -1.0, "warmup": 4, "bias_correction": True}
-    theirs, _ = by_numpy(start.astype(np.float32), gradients.astype(np.float32), **options)
-    theirs = np.diff(theirs, axis=0, prepend=0)
-    np.testing.assert_allclose(run.updates[0].astype(np.float32), theirs, rtol=2**-7, atol=1e-5)
-
-
 def test_partition_compresses_matrices_and_leaves_the_rest_to_adamw():
-    """The bias is exactly adamw's, in both phases; and so with optax.masked."""
+    """The bias is exactly adamw's, in both phases."""
     shapes = {"kernel": (6, 5), "bias": (5,)}
     params = draw(0, shapes=shapes) | {"steps": np.zeros((), np.int32)}
     gradients = draw(1, 2, 6, shapes=shapes) | {"steps": np.zeros((2, 6), np.int32)}
@@ -251,19 +241,14 @@ def test_partition_compresses_matrices_and_leaves_the_rest_to_adamw():
     adamw = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(0.1, weight_decay=0.1))
     transforms: dict[Any, Any] = {"onebit": onebit, "adamw": adamw, "still": optax.set_to_zero()}
     labels = {"kernel": "onebit", "bias": "adamw", "steps": "still"}
-    by_mask = optax.chain(
-        optax.masked(onebit, {"kernel": True, "bias": False, "steps": False}),
-        optax.masked(adamw, {"kernel": False, "bias": True, "steps": False}),
-    )
     of_bias = train(adamw, 2, params["bias"], gradients["bias"]).params
     options = {"lr": 0.1, "warmup": 3, "weight_decay": 0.1, "bias_correction": True}
     of_kernel, _ = by_numpy(params["kernel"], gradients["kernel"], **PLAIN | options)
-    static = {"warmup": 3, "compression": 3}
-    for tx, phases in ((optax.partition(transforms, labels), static), (by_mask, None)):
-        ours = train(tx, 2, params, gradients, phases).params
-        assert not ours["steps"].any()
-        np.testing.assert_allclose(ours["bias"], of_bias, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(ours["kernel"][0], of_kernel, rtol=1e-5, atol=2e-6)
+    tx = optax.partition(transforms, labels)
+    ours = train(tx, 2, params, gradients, {"warmup": 3, "compression": 3}).params
+    assert not ours["steps"].any()
+    np.testing.assert_allclose(ours["bias"], of_bias, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(ours["kernel"][0], of_kernel, rtol=1e-5, atol=2e-6)
 
 
 # Refreshes.
@@ -282,26 +267,6 @@ def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momen
     np.testing.assert_allclose(roots, 1 / (np.abs(born) + 1e-8), rtol=1e-6)
     assert not run.updates[0, :8, 10:20].any()
     np.testing.assert_array_equal(np.sign(run.updates[0, 8, 10:20]), np.sign(born))
-
-
-@pytest.mark.slow
-def test_the_host_may_refresh_when_it_likes_but_not_in_warmup():
-    tx = onebit_adam(1e-2, b2=0.5, warmup=3, variance_refreshes=4)
-    params, gradients = draw(0, shapes={"w": (9, 5)}), draw(1, 2, 8, shapes={"w": (9, 5)})
-    told = {"warmup": 3, "refresh": 1, "compression": 4}
-    runs = [train(tx, 2, params, gradients, how) for how in (told, None)]
-    # By itself the eighth is one too.
-    np.testing.assert_array_equal(runs[0].updates["w"][:, :7], runs[1].updates["w"][:, :7])
-    assert np.any(runs[0].updates["w"][:, 7] != runs[1].updates["w"][:, 7])
-    early = train(tx, 2, params, gradients, {"warmup": 1, "refresh": 1})
-    assert not early.updates["w"][:, 1].any()
-    state = onebit_state(early.state)
-    np.testing.assert_array_equal(state.progress.phase, -1)
-    np.testing.assert_array_equal(state.variance_at, -1)
-    with pytest.raises(
-        ValueError, match=r"^phase='refresh' must be one of 'warmup', 'compression'"
-    ):
-        train(onebit_adam(1.0, warmup=3), 2, params, gradients, {"refresh": 1})
 
 
 def test_a_state_for_refreshes_takes_the_host_their_phase():

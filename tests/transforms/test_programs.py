@@ -6,6 +6,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
@@ -40,6 +41,8 @@ MAKE: dict[str, Any] = {
     ),
 }
 DENSE, BITS = {("all-reduce", "f32")}, {("all-gather", "u8"), ("all-to-all", "u8")}
+# Asked for as such; XLA for CPUs makes float32 of it.
+HALVES = {("all-reduce", "bf16")}
 VOTES = {"transport": "votes", "requantize": False}
 
 
@@ -74,6 +77,7 @@ SENT = [
     ("onebit_adam", {}, NODES, "compression", BITS, 2),
     ("onebit_adam", {}, (1, 3), "compression", DENSE, 64),
     ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
     (
         "onebit_adam",
         {"warmup_bits": 8, "variance_refreshes": 4},
@@ -87,6 +91,7 @@ SENT = [
     ("onebit_lamb", {}, FLAT, "compression", BITS, 2),
     ("onebit_lamb", {}, NODES, "compression", BITS, 2),
     ("onebit_lamb", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_lamb", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
     ("zero_one_adam", {}, FLAT, "warmup", DENSE, 64),
     ("zero_one_adam", {}, FLAT, "compression", BITS, 2),
     ("zero_one_adam", {}, FLAT, "sync", BITS, 2),
@@ -94,6 +99,7 @@ SENT = [
     ("zero_one_adam", {}, NODES, "sync", BITS, 2),
     ("zero_one_adam", {}, NODES, "local", set(), 0),
     ("zero_one_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("zero_one_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
     ("birder", {}, FLAT, "compression", BITS, 2),
     ("birder", {}, FLAT, "warmup", BITS, 4),
     ("birder", {"requantize": False}, FLAT, "compression", BITS, 1 + 3),
@@ -288,17 +294,32 @@ def test_a_state_takes_the_bytes_a_parameter_that_its_page_says(name, options, s
     assert 0.95 * expected * size < taken <= 1.01 * expected * size
 
 
-# How an axis is bound, and by whom the phase is chosen.
+# How an axis is bound, by whom the phase is chosen, and half precision.
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "signum" else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMIZERS
-        if name != "mean_gradients"
-    ],
-)
+def program_of(name: str, binding: Any = "vmap", phase: Any = None) -> Any:
+    tx = optax.with_extra_args_support(OPTIMIZERS[name].make(AXIS))
+    return on_workers(functools.partial(tx.update, phase=phase), 4, binding)
+
+
+def starts(name: str, steps: int) -> Any:
+    """Gradients, state and parameters before each update, on the host."""
+    shapes, update = {"matrix": (16, 16), "vector": (13,)}, program_of(name)
+    params = replicate(draw(0, shapes=shapes), 4)
+    state = on_workers(OPTIMIZERS[name].make(AXIS).init, 4)(params)
+    for t in range(steps):
+        start = draw(1 + t, 4, shapes=shapes), state, params
+        yield jax.device_get(start)
+        updates, state = update(*start)
+        params = jax.tree.map(jnp.add, params, updates)
+
+
+def slow_but(fast: str, others: Any) -> Any:
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
+    return pytest.mark.parametrize("name", [fast, *slow])
+
+
+@slow_but("signum", [name for name in OPTIMIZERS if name != "mean_gradients"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_every_program_makes_the_same_update(name):
     """Simulated workers and devices; told the phase, bit for bit as the program that chooses.
@@ -306,26 +327,26 @@ def test_every_program_makes_the_same_update(name):
     By way of the host, since every binding places the same numbers elsewhere. On a mesh XLA
     contracts other sums and products, and adds norms up in another order.
     """
-    tx = optax.with_extra_args_support(OPTIMIZERS[name].make(AXIS))
-    shapes = {"matrix": (16, 16), "vector": (13,)}
-
-    def step(phase, grads, state, params):
-        updates, state = tx.update(grads, state, params, phase=phase)
-        return updates, state, optax.apply_updates(params, updates)
-
-    @functools.cache
-    def program(binding="vmap", phase: Any = None):
-        return on_workers(functools.partial(step, phase), 4, binding)
-
-    params = replicate(draw(0, shapes=shapes), 4)
-    state = on_workers(tx.init, 4)(params)
-    for t in range(6):
-        start = jax.device_get((draw(1 + t, 4, shapes=shapes), state, params))
-        _, state, params = chosen = jax.device_get(program()(*start))
+    program = functools.cache(program_of)
+    for start in starts(name, 6):
+        _, state = chosen = jax.device_get(program(name)(*start))
         for binding in BINDINGS[1:]:
-            on_devices = jax.device_get(program(binding)(*start))
-            assert_close(on_devices, chosen)
+            assert_close(jax.device_get(program(name, binding)(*start)), chosen)
         made = {PHASES[int(x.progress.phase[0])] for x in algorithm.states_of(state)}
         if len(made) == 1:
-            told = program("vmap", made.pop())(*start)
+            told = program(name, "vmap", made.pop())(*start)
             chex.assert_trees_all_equal(told, chosen, strict=True)
+
+
+@slow_but("zero_one_adam", ("onebit_adam", "onebit_lamb"))
+@pytest.mark.usefixtures("quick_compilation")
+def test_half_precision_is_computed_with_in_float32(name):
+    update = program_of(name)
+    for grads, state, params in starts(name, 5):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (grads, params))
+        single = jax.tree.map(lambda x: x.astype(np.float32), half)
+        (rounded, _), (exact, _) = (update(g, state, p) for g, p in (half, single))
+        for x, y in zip(*map(jax.tree.leaves, (rounded, exact)), strict=True):
+            assert x.dtype == jnp.bfloat16
+            unit = float(jnp.finfo(jnp.bfloat16).eps)
+            np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=unit)

@@ -18,9 +18,10 @@ NAN, INF = math.nan, math.inf
 DECAYS = (1.0, -0.1, 1.5, NAN)
 COUNTS = (-1, 0, 1.5, True, "10", None, jnp.float32(10))
 RATED: dict[str, Any] = {"learning_rate": 0.1, "axis_name": AXIS}
-ONEBIT, SEEDED = RATED | {"warmup": 1}, RATED | {"seed": 0}
-LOCAL: dict[str, Any] = {"inner": optax.sgd(1.0), "outer": optax.sgd(1.0), "every": 6}
-LOCAL["axis_name"] = AXIS
+ONEBIT: dict[str, Any] = RATED | {"warmup": 1}
+SEEDED: dict[str, Any] = RATED | {"seed": 0}
+INNER: dict[str, Any] = {"inner": optax.sgd(1.0), "axis_name": AXIS}
+LOCAL: dict[str, Any] = INNER | {"outer": optax.sgd(1.0), "every": 6}
 
 # What no constructor takes that has such an option.
 COMMON: dict[str, tuple[Any, ...]] = {
@@ -150,11 +151,6 @@ MULTIPLE = r"must be a number, and a multiple of fragments=4"
 def test_what_does_not_go_together_says_why(make, options, message):
     with pytest.raises(ValueError, match=message):
         make(**options)
-
-
-def test_birder_takes_votes_with_buckets_where_they_pay():
-    how = ExchangeOptions(bucket_bytes="auto")
-    assert onebit_jax.birder(0.1, seed=0, axis_name=AXIS, transport="votes", exchange=how)
 
 
 # Constructors whose exchange has nodes.

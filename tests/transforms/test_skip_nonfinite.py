@@ -107,18 +107,17 @@ def jitted(tx):
     return optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
 
 
-@pytest.mark.parametrize("wrap", [unknown_to, jitted])
-def test_a_state_that_was_not_kept_is_selected(wrap):
-    tx = onebit_jax.distributed_lion(1e-2, weight_decay=0.1, axis_name=AXIS)
-    check_skips(Loop(wrap(tx)), {0, 3, 4, 8})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrap"),
-    [("onebit_adam", unknown_to), ("zero_one_adam", jitted), ("local_steps", unknown_to)],
+    [
+        ("signum", unknown_to),
+        ("signum", jitted),
+        pytest.param("onebit_adam", unknown_to, marks=pytest.mark.slow),
+        pytest.param("zero_one_adam", jitted, marks=pytest.mark.slow),
+        pytest.param("local_steps", unknown_to, marks=pytest.mark.slow),
+    ],
 )
-def test_any_state_that_was_not_kept_is_selected(name, wrap):
+def test_a_state_that_was_not_kept_is_selected(name, wrap):
     check_skips(Loop(wrap(make(name))), {0, 3, 4, 8})
 
 
