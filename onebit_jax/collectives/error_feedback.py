@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.layout import Layout
 from onebit_jax.markers import PerWorker
 
@@ -57,8 +58,7 @@ class ExchangeState(NamedTuple):
 
     Attributes:
       worker: ``c_i`` of the last call, of the device's shard, as :class:`Compensated`. Its values
-        are ``()`` where the optimizer holds them. On a single node they are
-        the last mean.
+        are ``()`` where the optimizer holds them. On a single node they are the last mean.
       server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`.
       active: which elements take part; ``()`` where the compressor asks for none.
       residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
@@ -144,5 +144,5 @@ def total_residual(layout: Layout, residuals: Any, server_residuals: Any) -> Any
         chunks = lax.all_gather(E, node)
         for piece, of_piece in zip(stack.pieces, stack.split(chunks), strict=True):
             R = lax.pmean(next(own), node) + piece.array(of_piece)
-            pieces.append(R if layout.axes.local is None else lax.all_gather(R, layout.axes.local))
+            pieces.append(hierarchical.all_gather(R, layout.axes))
     return layout.scatter(pieces)

@@ -30,7 +30,13 @@ from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.buckets import in_buckets
-from onebit_jax.collectives.error_feedback import Active, Call, ExchangeState, with_worker_values
+from onebit_jax.collectives.error_feedback import (
+    Active,
+    Call,
+    ExchangeState,
+    total_residual,
+    with_worker_values,
+)
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Grouping, Layout
@@ -81,8 +87,10 @@ class FeedbackCompressor(Compressor, Protocol):
         """The norm of the mean that this shard received, of its active elements."""
         ...
 
-    def total_residual(self, layout: Layout, state: ExchangeState) -> Any:
-        """The residuals of all workers and servers together, a tree; the same on all workers."""
+    def residuals(
+        self, layout: Layout, state: ExchangeState
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """This worker's ``e_i``, in pieces, and this server's ``E_j``, one for each stack."""
         ...
 
     def with_residual(
@@ -383,7 +391,7 @@ class BoundExchange:
         """The residuals of all workers and servers together, a tree; the same on all workers."""
         if not self.compresses:
             return jax.tree.map(lambda x: jnp.zeros(x.shape), self.layout.of_shapes())
-        return self.feedback.total_residual(self.layout, state)
+        return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
 
     def encode(self, tree: Any, state: ExchangeState) -> jax.Array:
         """Rows like those received that come as near to a tree as a scale for each chunk allows.

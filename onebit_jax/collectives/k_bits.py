@@ -29,7 +29,6 @@ from onebit_jax.collectives.error_feedback import (
     Call,
     Compensated,
     ExchangeState,
-    total_residual,
     worker_arrays,
 )
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
@@ -137,12 +136,13 @@ class KBits:
         compensated, scales, sections = [], [], []
         squared = jnp.float32(0)
         for piece, z, last in zip(layout.pieces, values, held, strict=True):
-            e = residual(last, piece.scales_of(last_scales, layout.at), self.bits)
-            # In a skipped step the last c stays, and with it its scales.
+            last_s = piece.scales_of(last_scales, layout.at)
+            e = residual(last, last_s, self.bits)
             c = jnp.where(call.when, z[None] + call.residual_decay * e, last)
             # Written once, for the scales and for the levels to read.
             c = lax.optimization_barrier(c)
-            s = block_scales(c)
+            # The last scales may be larger than the last c: see `with_residual`.
+            s = jnp.where(call.when, block_scales(c), last_s)
             compensated.append(c)
             scales.append(s)
             sections.append(piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits))
@@ -169,7 +169,7 @@ class KBits:
         total = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
         total, _ = lax.scan(add, total, received, unroll=min(len(rows), 8))
         a = lax.optimization_barrier(jnp.where(call.when, total, last))
-        S = block_scales(a)[0]
+        S = jnp.where(call.when, block_scales(a)[0], last_scales)
         section = pack(self._offset(quantize(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
         return layout.row([section], S[0]), state._replace(server=PerWorker(Compensated([a], S)))
 
@@ -195,14 +195,16 @@ class KBits:
             total += times * jnp.sum(self._numbers(in_bytes, S) ** 2)
         return jnp.sqrt(total)
 
-    def total_residual(self, layout: Layout, state: ExchangeState) -> Any:
-        """``R``, a tree."""
+    def residuals(
+        self, layout: Layout, state: ExchangeState
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """``e_i`` in pieces, and ``E_j``."""
         (held, s), ([a], S) = state.worker.value, state.server.value
         e = [
             residual(c, piece.scales_of(s, layout.at), self.bits)[0]
             for piece, c in zip(layout.pieces, held, strict=True)
         ]
-        return total_residual(layout, e, [residual(a, S[:, None], self.bits)[0]])
+        return e, [residual(a, S[:, None], self.bits)[0]]
 
     def with_residual(
         self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]

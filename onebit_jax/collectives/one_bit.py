@@ -40,7 +40,6 @@ from onebit_jax.collectives.error_feedback import (
     Call,
     Compensated,
     ExchangeState,
-    total_residual,
     worker_arrays,
 )
 from onebit_jax.collectives.layout import Grouping, Layout
@@ -352,8 +351,10 @@ class OneBit:
             active=active,
         )
 
-    def total_residual(self, layout: Layout, state: ExchangeState) -> Any:
-        """``R``, a tree."""
+    def residuals(
+        self, layout: Layout, state: ExchangeState
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """``e_i`` in pieces, and ``E_j`` for each stack; 0 where not active."""
         active, at = layout.shard(state.active), layout.at
         bits = active.bits[lax.axis_index(layout.axes.node)]
         (held, s), (served, S) = state.worker.value, state.server.value
@@ -366,7 +367,7 @@ class OneBit:
         for stack, a in zip(layout.stacks, served, strict=True):
             own = residual(a[0], across(stack.scales_of(S[0]), a[0]))
             E.append(jnp.where(unpack_flags(stack.bytes(bits), axis=1), own, 0.0))
-        return total_residual(layout, e, E)
+        return e, E
 
     def with_residual(
         self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]

@@ -1,84 +1,140 @@
-"""Tensors side by side in one buffer."""
+"""Tensors side by side in one buffer: separate, fused and in blocks, flat and by shards."""
 
+import math
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_jax.collectives import layout
-from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Block, stacks
+from onebit_jax.collectives import layout as layout_module
+from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.layout import Layout, end_to_end
+from onebit_jax.collectives.packing import unpack
+from tests.workers import AXIS, PAIR, assert_workers_agree, on_workers
 
 SHAPES = [(8, 8), (5,), (), (0, 3), (3, 7, 11), (1,), (9, 7), (64,)]
+FORMS = [
+    (1, "separate", 8),
+    (3, "separate", 8),
+    ((2, 4), "separate", 8),
+    (3, "fused", 8),
+    ((2, 2), "fused", 8),
+    (3, "blocks", 2),
+    (2, "blocks", 1),
+    ((2, 2), "blocks", 4),
+]
+by_form = pytest.mark.parametrize(("sizes", "grouping", "planes"), FORMS, ids=str)
+by_size = pytest.mark.parametrize("small", [layout_module.SMALL, 0], ids=["joined", "apart"])
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
-def test_chunks_are_contiguous_and_padding_is_zero(workers):
-    for shape in SHAPES:
-        block = Block(shape, workers)
-        x = np.arange(1.0, block.size + 1, dtype=np.float32).reshape(shape)
-        chunks = block.chunks(jnp.asarray(x))
-        assert chunks.shape == (workers, 8, *block.plane)
-        assert np.prod(block.plane) == block.chunk_bytes
-        flat = np.ravel(chunks)
-        np.testing.assert_array_equal(flat[: block.size], x.reshape(-1))
-        assert not flat[block.size :].any()
-        np.testing.assert_array_equal(block.tensor(chunks), x)
+def laid_out(f, form, *args, shapes=SHAPES):
+    """What `f` makes of the layout and of `args`, with one row per worker."""
+    sizes, grouping, planes = form
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def own(_, *args):
+        axes = bound_axes(AXIS if isinstance(sizes, int) else PAIR)
+        return f(Layout(axes, like, planes, grouping), *args)
+
+    rows = np.zeros(math.prod(np.atleast_1d(sizes)))
+    every = jax.tree.map(lambda x: np.broadcast_to(x, (rows.size, *np.shape(x))), args)
+    return jax.device_get(on_workers(own, sizes)(rows, *every))
+
+
+def drawn(shapes=SHAPES) -> Any:
+    """Numbers above 0, so that zeros are padding."""
+    rng = np.random.default_rng(0)
+    return [rng.uniform(1, 2, shape).astype(np.float32) for shape in shapes]
+
+
+@by_size
+@by_form
+def test_pieces_and_trees(monkeypatch, sizes, grouping, planes, small):
+    """There and back; padding is 0; a device's shard is its part of all."""
+    monkeypatch.setattr(layout_module, "SMALL", small)
+    form, tree = (sizes, grouping, planes), drawn()
+
+    def ways(layout: Layout, tree: Any) -> Any:
+        pieces = layout.gather(tree)
+        parts = [
+            layout.gather_pieces([i], {leaf: tree[leaf] for leaf in layout.leaves_of(i)})[0]
+            for i in range(len(layout.pieces))
+        ]
+        whole, own = pieces, layout.shard(pieces)
+        if layout.shards:
+            whole = [jax.lax.all_gather(x, PAIR[1]) for x in own]
+        return pieces, parts, whole, layout.scatter(pieces), layout.sums(tree)
+
+    results = laid_out(ways, form, tree)
+    assert_workers_agree(results)
+    pieces, parts, whole, back, sums = jax.tree.map(lambda x: x[0], results)
+    jax.tree.map(np.testing.assert_array_equal, (parts, whole, back), (pieces, pieces, tree))
+    held = np.sort(np.concatenate([np.ravel(x) for x in pieces]))
+    values = np.sort(np.concatenate([np.ravel(x) for x in tree]))
+    assert not held[: -values.size].any()
+    np.testing.assert_array_equal(held[-values.size :], values)
+    np.testing.assert_allclose(sums, [x.sum() for x in tree], rtol=1e-6)
+
+
+@by_size
+@by_form
+def test_rows(monkeypatch, sizes, grouping, planes, small):
+    """Packed by workers, read by servers, and unpacked by all, with the scales behind them."""
+    monkeypatch.setattr(layout_module, "SMALL", small)
+    bits = 8 // planes
+
+    def ways(layout: Layout, tree: Any) -> Any:
+        numbers = [(x % 1 * 2**bits).astype(jnp.uint8) for x in layout.shard(layout.gather(tree))]
+        sections = [p.pack(x, bits) for p, x in zip(layout.pieces, numbers, strict=True)]
+        count = layout.axes.nodes * math.prod(layout.scale_shape)
+        scales = jnp.arange(float(count)).reshape(-1, *layout.scale_shape)
+        rows, at, nodes = layout.row(sections, scales), layout.at, layout.axes.nodes
+        assert rows.shape[-1] == -(-(layout.payload + 4 * count // nodes) // 128) * 128
+        of_stacks = [stack.scales_of(scales) for stack in layout.stacks]
+        of_pieces = [piece.scales_of(scales, at) for piece in layout.pieces]
+        pairs = [(layout.scales(rows), scales)]
+        pairs += [(jnp.concatenate(x, -1), scales) for x in (of_stacks, of_pieces)]
+        split = [
+            part
+            for stack in layout.stacks
+            for part in stack.split(unpack(stack.bytes(rows), bits, axis=2))
+        ]
+        for piece, x, served in zip(layout.pieces, numbers, split, strict=True):
+            own = unpack(piece.bytes(rows, at), bits, axis=2)
+            chunks = piece.chunks_of(x).astype(jnp.float32)
+            sums = jnp.sum(chunks, range(2, chunks.ndim)).T
+            pairs += [(piece.array(own), x), (piece.array(served), x)]
+            pairs += [(piece.chunk_sums(x.astype(jnp.float32)), sums)]
+        return pairs
+
+    for ours, theirs in laid_out(ways, (sizes, grouping, planes), drawn()):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("shape", "plane"), [((48, 5), (2, 5)), ((47, 5), (10,)), ((), (1,))])
 def test_a_plane_is_part_of_the_first_axis_where_that_divides(shape, plane):
-    assert Block(shape, 3).plane == plane
+    planes = []
+    laid_out(lambda x: planes.append(x.pieces[0].plane), (3, "separate", 8), shapes=[shape])
+    assert planes == [plane]
 
 
-@pytest.mark.parametrize("small", [layout.SMALL, 0])
-@pytest.mark.parametrize(
-    "axes", [Axes("d", None, 3, 1), Axes("n", "l", 2, 4)], ids=["flat", "pair"]
-)
-def test_rows_hold_every_tensor_without_gap_or_overlap(monkeypatch, axes, small):
-    """In the hierarchical form, of a shard of every tensor."""
-    monkeypatch.setattr(layout, "SMALL", small)
-    laid = stacks(SHAPES, axes)
-    pieces = [piece for stack in laid for piece in stack.pieces]
-    held = sorted(i for piece in pieces for i in piece.tensors)
-    assert held == [i for i, shape in enumerate(SHAPES) if 0 not in shape]
-    start = first = 0
-    for piece in pieces:
-        assert (piece.start, piece.first) == (start, first)
-        start += len(piece.tensors) * piece.block.chunk_bytes
-        first += len(piece.tensors)
-        assert piece.block.workers == axes.nodes
-        assert piece.joined == (len(piece.tensors) > 1)
-    for stack in laid:
-        assert {piece.block.plane for piece in stack.pieces} == {stack.chunk_shape[2:]}
-        assert sum(len(piece.tensors) for piece in stack.pieces) == stack.count
-    assert any(piece.joined for piece in pieces) == (small > 0)
+def test_pieces_in_quarters():
+    """Each piece once, and no more than a quarter together."""
+    layouts, shapes = [], [(2**17,)] * 7 + [(2**18, 2)] + [(3,)] * 9
+    laid_out(layouts.append, (2, "separate", 8), shapes=shapes)
+    [layout] = layouts
+    assert np.concatenate(layout.quarters()).tolist() == list(range(len(layout.pieces)))
+    sizes = [[math.prod(layout.pieces[i].shape) for i in group] for group in layout.quarters()]
+    assert 2 < len(sizes) <= 8
+    assert all(len(own) == 1 or sum(own) <= sum(map(sum, sizes)) / 4 for own in sizes)
 
 
-def test_bits_of_a_piece_and_of_its_stack_are_the_same_bytes():
-    """Packed by the worker, read by the server, and unpacked again."""
-    axes, rng = Axes("d", None, 2, 1), np.random.default_rng(0)
-    laid = stacks(SHAPES, axes)
-    flags = {piece: rng.random(piece.shape) < 0.5 for stack in laid for piece in stack.pieces}
-    rows = jnp.concatenate([piece.pack(jnp.asarray(x)) for piece, x in flags.items()], -1)
-    at = {place: jnp.uint32(place) for piece in flags for place in (piece.start, piece.first)}
-    scales = jnp.arange(float(sum(stack.count for stack in laid)))
-    for stack in laid:
-        own = [piece.bits(rows, at) for piece in stack.pieces]
-        np.testing.assert_array_equal(stack.bits(rows), jnp.concatenate(own, 1))
-        own = [piece.own_scales(scales, at) for piece in stack.pieces]
-        np.testing.assert_array_equal(stack.own_scales(scales), jnp.concatenate(own))
-    for piece, x in flags.items():
-        bits = np.unpackbits(
-            np.asarray(piece.bits(rows, at))[:, :, None], axis=2, bitorder="little"
-        )
-        np.testing.assert_array_equal(piece.array(jnp.asarray(bits)), x)
-
-
-def test_sections_come_back_as_they_were_joined():
-    rng = np.random.default_rng(0)
-    shapes = [(3, 5), (0,), (), (130,)]
-    sections = [jnp.asarray(rng.integers(0, 256, (2, *shape)), jnp.uint8) for shape in shapes]
-    rows = layout.join_sections(sections, (2,))
-    assert rows.shape == (2, 256)
-    for ours, section in zip(layout.split_sections(rows, shapes), sections, strict=True):
-        np.testing.assert_array_equal(ours, section)
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+def test_tensors_end_to_end(dtype):
+    tensors = [jnp.zeros(3, dtype), jnp.zeros((2, 2), dtype)]
+    joined = end_to_end(tensors, jnp.ones(8, dtype))
+    assert joined.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(joined, [0] * 7 + [1])
+    np.testing.assert_array_equal(end_to_end(tensors), np.zeros(7))

@@ -1,90 +1,92 @@
-"""Votes counted in fields of uint8."""
+"""Votes on signs, and their counts, against whole numbers."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from onebit_jax.collectives.signs import pack_bits
 
-from onebit_jax import wire
 from onebit_jax.collectives import votes
-from onebit_jax.collectives.layout import Block
-from tests.workers import AXIS, BINDINGS, Binding, on_workers
-
-SHAPES = [(9,), (0,), (4, 16), (1,)]
-
-
-def all_reduce(blocks, workers, binding: Binding = "vmap"):
-    def call(flags):
-        fields = votes.all_reduce(flags, blocks, axis_name=AXIS)
-        return [votes.unpack_fields(x, votes.field_bits(workers), axis=1) for x in fields]
-
-    return on_workers(call, workers, binding)
+from onebit_jax.collectives.votes import Votes
+from tests import reference
+from tests.collectives.exchanging import Exchanging
+from tests.workers import AXIS, assert_workers_agree, on_workers
 
 
-def draw(blocks, workers):
-    """Votes of every worker, and all of them for the first block's every element."""
-    rng = np.random.default_rng(workers)
-    flags = [rng.random((workers, workers, 8, *block.plane)) < 0.5 for block in blocks]
-    flags[0][:] = True
-    return flags
+def as_counts(digits):
+    """From binary digits, lowest first, each of eight neighbours in a byte."""
+    bits = np.unpackbits(np.asarray(digits)[..., None], axis=-1, bitorder="little")
+    return np.tensordot(2 ** np.arange(len(bits)), bits, 1)
+
+
+def drawn(workers, *shape):
+    """Bytes of votes, the first of which have all workers' votes."""
+    rows = np.random.default_rng(workers).integers(0, 256, (workers, *shape), np.uint8)
+    rows[..., 0] = 255
+    return rows, np.unpackbits(rows[..., None], axis=-1, bitorder="little").sum(0, dtype=np.int64)
+
+
+@pytest.mark.parametrize("workers", [1, 9, 255, 300])
+def test_rows_are_counted_and_compared(workers):
+    rows, expected = drawn(workers, 40)
+    digits = votes.count_rows(jnp.asarray(rows))
+    assert digits.shape == (workers.bit_length(), 40)
+    np.testing.assert_array_equal(as_counts(digits), expected)
+    np.testing.assert_array_equal(np.ravel(votes.counts_of(digits, 0).T), np.ravel(expected))
+    for threshold in {0, workers // 2, workers}:
+        more, equal = votes.more_and_equal(digits, threshold)
+        np.testing.assert_array_equal(as_counts(more[None]), expected > threshold)
+        np.testing.assert_array_equal(as_counts(equal[None]), expected == threshold)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4, 15, 16, 255])
+def test_a_sum_of_votes_counts_as_rows_do(workers):
+    rows, expected = drawn(workers, 2, 5)
+    digits = on_workers(lambda x: votes.sum_votes(x, AXIS), workers)(rows)
+    assert digits.dtype == jnp.uint8
+    np.testing.assert_array_equal(digits, np.broadcast_to(digits[:1], digits.shape))
+    np.testing.assert_array_equal(as_counts(digits[0]), expected)
 
 
 def test_a_field_holds_the_number_of_workers_and_is_no_wider_than_needed():
+    """More than 255 are told of the hierarchical form: test_random_signs."""
     for workers in range(1, 256):
         bits = votes.field_bits(workers)
         assert workers < 2**bits
         assert bits == 1 or workers >= 2 ** (bits // 2)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_unpacking_undoes_packing(bits):
-    counts = np.random.default_rng(0).integers(0, 2**bits, (3, 8, 5, 2), dtype=np.uint8)
-    packed = votes.pack_fields(jnp.asarray(counts), bits, axis=1)
-    assert packed.dtype == jnp.uint8
-    assert packed.shape == (3, bits, 5, 2)
-    np.testing.assert_array_equal(votes.unpack_fields(packed, bits, axis=1), counts)
+@pytest.mark.parametrize("sizes", [1, 2, 3, 8, 256, (2, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("mean", [False, True], ids=["majority", "mean"])
+def test_votes_are_counted_exactly(mean, sizes):
+    shapes = [(9,)] if sizes == 256 else [(9,), (0,), (4, 16)]
+    exchange = Exchanging(Votes(mean), shapes, sizes)
+    rng, per_node = np.random.default_rng(0), 1 if isinstance(sizes, int) else sizes[1]
+    # A third are zeros of either sign, so that ties and zeros are common; those of a node are sums.
+    values = [
+        rng.choice(np.float32([-1, 1, 0, -0.0]), (exchange.workers, *s), p=[0.4, 0.3, 0.2, 0.1])
+        for s in shapes
+    ]
+    for turn in (0, 1):
+        results = exchange(values, turn=turn)
+        assert_workers_agree(results)
+        for z, ours in zip(values, results, strict=True):
+            nodes = z.reshape(exchange.workers // per_node, per_node, *z.shape[1:]).sum(1)
+            expected = reference.sum_of_votes(nodes, turn)
+            if mean:
+                np.testing.assert_allclose(ours[0], expected / len(nodes), rtol=2e-7, atol=0)
+            else:
+                majority = reference.vote_sign(expected, turn % 2 == 0)
+                np.testing.assert_array_equal(ours[0], majority)
 
 
-@pytest.mark.parametrize("workers", [1, 9, 255, 300])
-def test_rows_are_counted(workers):
-    flags = np.random.default_rng(0).random((workers, 8, 5, 2)) < 0.9
-    counts = votes.count(pack_bits(jnp.asarray(flags), axis=1))
-    assert counts.dtype == (jnp.uint8 if workers < 256 else jnp.int32)
-    np.testing.assert_array_equal(counts, flags.sum(0))
-
-
-@pytest.mark.parametrize("workers", [1, 3, 4, 15, 16, 255])
-def test_counts_are_those_of_an_integer_sum(workers):
-    blocks = [Block(shape, workers) for shape in SHAPES[: 4 if workers < 10 else 1]]
-    flags = draw(blocks, workers)
-    for ours, own in zip(all_reduce(blocks, workers)(flags), flags, strict=True):
-        assert ours.dtype == jnp.uint8
-        expected = own.sum(0, dtype=np.int64)
-        np.testing.assert_array_equal(ours, np.broadcast_to(expected, ours.shape))
-
-
-def test_256_workers_are_refused_and_told_of_the_hierarchical_form():
-    blocks = [Block((9,), 256)]
-    with pytest.raises(ValueError, match=r"workers=256.*at most 255.*\(node_axis, local_axis\)"):
-        jax.eval_shape(all_reduce(blocks, 256), draw(blocks, 256))
-
-
-def test_three_bindings_count_the_same():
-    blocks = [Block(shape, 4) for shape in SHAPES]
-    flags = draw(blocks, 4)
-    first, *others = [all_reduce(blocks, 4, binding)(flags) for binding in BINDINGS]
-    for other in others:
-        for ours, theirs in zip(first, other, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("workers", [2, 8])
-def test_one_sum_of_uint8_however_many_tensors(workers):
-    blocks = [Block(shape, workers) for shape in [*SHAPES, (64, 64)]]
-    compiled = all_reduce(blocks, workers, "shard_map").lower(draw(blocks, workers)).compile()
-    [sent] = wire.collectives(compiled)
-    assert (sent.op, sent.dtype) == ("all-reduce", "u8")
-    bits = votes.field_bits(workers)
-    row = -(-bits * sum(block.chunk_bytes for block in blocks) // 128) * 128
-    assert sent.operand_bytes == workers * row
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("mean", [False, True], ids=["majority", "mean"])
+def test_zeros_and_ties_add_up_to_nothing(mean, workers):
+    """They take turns. Half the votes of an even number of workers have a mean of exactly 0."""
+    exchange = Exchanging(Votes(mean), [(9,)], workers)
+    divided = np.broadcast_to(np.float32(-1) ** np.arange(workers)[:, None], (workers, 9))
+    for values in (np.zeros((workers, 9), np.float32), divided)[: 2 - workers % 2]:
+        turns = [exchange([values], turn=turn)[0][0] for turn in range(4)]
+        assert not np.any(sum(turns))
+        np.testing.assert_array_equal(turns[0], -turns[1])
+        size = 1 if not mean else workers % 2 / workers
+        np.testing.assert_allclose(np.abs(turns[0]), size, rtol=1e-6)

@@ -1,0 +1,79 @@
+"""The exchange at 2, 4 and 8 bits, against NumPy, and its rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onebit_jax.collectives.k_bits import KBits, block_scales, dequantize, quantize
+from onebit_jax.collectives.layout import BLOCK
+from tests import reference
+from tests.collectives.exchanging import Exchanging, flat, leaves
+from tests.workers import BINDINGS, assert_workers_agree
+
+BITS = [2, 4, 8]
+# Two pieces for up to four workers: "large" alone, which has to be padded, and the others.
+MANY = {"large": (258, 256), "matrix": (33, 17), "others": [(), (0,), (5,), (700,)]}
+# Of fewer values than there are workers.
+FEW = {"empty": (0, 3), "scalar": (), "vector": (3,)}
+
+
+def assert_close_but_for_ties(ours, theirs, bits):
+    """In float32 a value halfway between two levels may be rounded to either."""
+    off = np.abs(ours - theirs)
+    assert np.mean(off > 2e-6) < 1e-3
+    assert np.max(off) < 10 / (2 ** (bits - 1) - 1)
+
+
+@pytest.mark.parametrize(
+    ("bits", "binding", "decay", "shapes", "workers"),
+    [
+        *((bits, binding, 1.0, MANY, 4) for bits, binding in zip(BITS, BINDINGS, strict=True)),
+        *((bits, "vmap", 1.0, FEW, 8) for bits in BITS),
+        (4, "vmap", 0.5, FEW, 8),
+    ],
+    ids=str,
+)
+def test_it_agrees_with_numpy(bits, binding, decay, shapes, workers):
+    exchange, rng = Exchanging(KBits(bits), shapes, workers, binding), np.random.default_rng(0)
+    values = [exchange.draw(rng) for _ in range(3)]
+    got = []
+    for value in values:
+        means = exchange(value, decays=(decay, decay))
+        assert_workers_agree(means)
+        got.append(flat(means)[0])
+    e, E = map(flat, exchange.residuals())
+    shapes = [x.shape for x in leaves(exchange.like)]
+    layout = reference.quantized_layout(shapes, workers, bits)
+    assert len(layout) == (1 if len(shapes) == len(FEW) else 2)
+    stacked = np.stack([flat(value) for value in values])
+    means, expected_e, expected_E = reference.quantized_means(stacked, bits, layout, decay)
+    for ours, theirs in zip([*got, e, E[0]], [*means, expected_e, expected_E], strict=True):
+        assert_close_but_for_ties(ours, theirs, bits)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(BITS), st.integers(-130, 120), st.integers(0, 2**32 - 1))
+def test_no_value_is_off_by_more_than_half_a_level(bits, exponent, seed):
+    c = np.random.default_rng(seed).standard_normal((8, 3, BLOCK)).astype(np.float32)
+    c = np.ldexp(c, exponent)
+    c[:, 1] = 0
+    s = block_scales(jnp.asarray(c))
+    q = quantize(jnp.asarray(c), s, bits)
+    error = np.abs(np.asarray(dequantize(q, s, bits), np.float64) - c)
+    levels = 2 ** (bits - 1) - 1
+    assert np.all(error <= (0.5 + 1e-4) / levels * np.asarray(s)[..., None])
+    assert np.all(error[:, 1] == 0)
+    assert np.all(np.abs(q) <= levels)
+
+
+def test_a_state_of_zeros_has_no_residuals():
+    """So that whoever keeps one may begin anew with zeros."""
+    exchange = Exchanging(KBits(4), MANY, 4)
+    values = exchange.draw(np.random.default_rng(3))
+    expected = exchange(values)
+    exchange.state = jax.tree.map(np.zeros_like, exchange.fresh)
+    jax.tree.map(np.testing.assert_array_equal, exchange(values), expected)
+    assert not exchange.state.diagnostics()

@@ -1,0 +1,193 @@
+"""Signs drawn at random: the bits of chance, one draw, and means of what workers draw."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from onebit_jax.collectives import random_signs
+from onebit_jax.collectives.exchange import BoundExchange
+from onebit_jax.collectives.packing import unpack_flags
+from onebit_jax.collectives.random_signs import RandomSigns, Ratio
+from tests import reference
+from tests.collectives.exchanging import Exchanging, assert_equal
+from tests.workers import assert_workers_agree
+
+BITS, COUNTS = RandomSigns(), RandomSigns(requantize=False)
+VOTES, SUMS = RandomSigns("votes"), RandomSigns("votes", requantize=False)
+# The scalar and the vectors after it are joined.
+SHAPES: list[Any] = [(9,), (), (0,), (48, 5), (130,), (7,)]
+
+
+# The bits.
+
+
+def words(key, count):
+    counter = jnp.arange(count, dtype=jnp.uint32)
+    return np.asarray(random_signs.hash_words(counter, jnp.asarray(key, jnp.uint32)))
+
+
+def halves(x):
+    return (x & 0xFFFF) / 2**16 - 0.5, (x >> 16) / 2**16 - 0.5
+
+
+def own_key(key, which):
+    return np.asarray(jax.random.bits(jax.random.fold_in(key, which), (2,), jnp.uint32))
+
+
+def test_the_hash_and_its_numbers_are_those_of_numpy():
+    """Of several tensors at once and of one chunk alone, too; where counters overflow, too."""
+    key = np.array([123456789, 4000000000], np.uint32)
+    np.testing.assert_array_equal(words(key, 1000), reference.hash_words(np.arange(1000), key))
+    firsts = [2**32 - 100, 7]
+    for workers, plane in [(3, (2, 5)), (3, (0,)), (8, (3,))]:
+        ours = random_signs.uniforms(jnp.asarray(key), firsts, workers, plane)
+        assert ours.shape == (2, workers, 8, *plane)
+        for first, own in zip(firsts, ours, strict=True):
+            theirs = reference.uniforms(key, own.size, workers, first)
+            np.testing.assert_array_equal(np.ravel(own), theirs)
+        for chunk in {0, workers - 1}:
+            given = jnp.asarray(key), firsts, workers, plane, jnp.int32(chunk)
+            np.testing.assert_array_equal(random_signs.uniforms(*given)[:, 0], ours[:, chunk])
+
+
+@pytest.mark.parametrize("key", [(0, 0), (0, 1), (987654321, 2**32 - 1)])
+def test_halves_of_words_are_uniform_and_independent(key):
+    x = words(key, 2**20)
+    low, high = x & 0xFFFF, x >> 16
+    for of_1024 in (low >> 6, high >> 6, (low >> 11) * 32 + (high >> 11)):
+        observed = np.bincount(of_1024, minlength=1024)
+        chi2 = np.sum((observed - 1024) ** 2 / 1024)
+        assert abs(chi2 - 1023) < 4 * np.sqrt(2 * 1023)
+    for bit in range(32):
+        assert abs(np.mean((x >> bit) & 1) - 0.5) < 4 * 0.5 / 2**10
+
+
+def test_neighbours_words_workers_and_steps_are_uncorrelated():
+    """To 4.5 standard errors; the variance of these numbers is 1/12."""
+    count, step = 2**18, jax.random.key(7)
+    own = own_key(step, 0)
+    first = halves(words(own, count + 4096))
+    pairs = {"halves of a word": (first[0][:count], first[1][:count])}
+    for lag, i, j in itertools.product((1, 2, 3, 8, 64, 1000, 4096), range(2), range(2)):
+        pairs[f"lag {lag}, halves {i} and {j}"] = (first[i][:count], first[j][lag:][:count])
+    others = {"worker 1": own_key(step, 1), "server": own_key(step, 4)}
+    others |= {"next step": own_key(jax.random.fold_in(step, 1), 0)}
+    # Keys whose first words differ in one bit, as those of a weaker scheme would.
+    others |= {f"bit {bit}": own ^ np.array([2**bit, 0], np.uint32) for bit in (0, 15, 16, 31)}
+    for name, key in others.items():
+        second = halves(words(key.astype(np.uint32), count))
+        for i, j in itertools.product(range(2), repeat=2):
+            pairs[f"{name}, halves {i} and {j}"] = (first[i][:count], second[j])
+    for name, (x, y) in pairs.items():
+        correlation = 12 * np.mean((x - x.mean()) * (y - y.mean()))
+        assert abs(correlation) < 4.5 / np.sqrt(count), name
+
+
+def test_the_probability_of_a_draw_is_within_2_to_the_minus_17():
+    """Counted over all numbers that there are; and what is certain is drawn without chance."""
+    uniform = jnp.asarray((2 * np.arange(2**16) + 1) / 2**16 - 1, jnp.float32)
+    rng = np.random.default_rng(0)
+    zs = np.concatenate([[-1, 1, 0, 1e-9, -1e-9, 2**-16, 1 - 2**-16], rng.uniform(-1, 1, 100)])
+    for a in (1.0, 3e-5, 2.0**-100, 2.0**100):
+        m = (zs * a).astype(np.float32)
+        z = m / np.float64(a)
+        drawn = jax.vmap(lambda m, a=a: random_signs.binarize(Ratio(m, jnp.float32(a)), uniform))(m)
+        probability = np.asarray(drawn).sum(1) / 2**16
+        assert np.abs(probability - (1 + z) / 2).max() <= 2**-17 + 2**-22
+        np.testing.assert_array_equal(probability[:2], [0, 1])
+
+
+# The exchange.
+
+
+def newly_active(exchange: Exchanging) -> Any:
+    """A tree with one row per worker of flags; flat form."""
+
+    def told(bound: BoundExchange, received: Any, active: Any) -> Any:
+        layout, signs = bound.layout, exchange.compressor
+        bits = [p.pack(x > 0, 1) for p, x in zip(layout.pieces, layout.gather(active), strict=True)]
+        news = signs.newly_active(layout, received, layout.row(bits, None))
+        flags = [unpack_flags(piece.bytes(news, layout.at), news.ndim) for piece in layout.pieces]
+        return layout.scatter([p.array(x) for p, x in zip(layout.pieces, flags, strict=True)])
+
+    return exchange.over(told, exchange.received, exchange.active)
+
+
+@pytest.mark.parametrize(
+    ("workers", "signs", "binding"),
+    [
+        (1, BITS, "vmap"),
+        (3, BITS, "shard_map"),
+        (5, SUMS, "vmap"),
+        (8, COUNTS, "vmap"),
+        (2, VOTES, "pmap"),
+    ],
+    ids=str,
+)
+def test_it_agrees_with_numpy(workers, signs, binding):
+    """Inactive elements tell whether any worker has a gradient: those become active."""
+    rng = np.random.default_rng(workers)
+    exchange = Exchanging(signs, SHAPES, workers, binding)
+    exchange.activate([rng.random(s) < 0.7 for s in SHAPES])
+    z = exchange.draw(rng)
+    means = exchange(z, seed=7)
+    told = newly_active(exchange)
+    assert_workers_agree((means, told))
+    keys = [own_key(jax.random.key(7), which) for which in range(workers + 1)]
+    # Tensors whose chunks have one shape draw one after the other; else in the order of the tree.
+    first = 0
+    for x, flags, mean, news in zip(z, exchange.active, means, told, strict=True):
+        size, flags = x[0].size, np.ravel(flags[0]) > 0
+        numbers = [reference.uniforms(key, size, workers, first) for key in keys]
+        expected = reference.binarize(x.reshape(workers, -1), np.stack(numbers[:-1])).mean(0)
+        if signs.requantize:
+            expected = reference.binarize(expected, numbers[-1])
+        np.testing.assert_allclose(np.ravel(mean[0])[flags], expected[flags], atol=1e-7)
+        np.testing.assert_array_equal(np.ravel(news[0]), np.ravel(np.any(x > 0, 0)) & ~flags)
+        first += 4 * workers * -(-size // (8 * workers))
+
+
+@pytest.mark.parametrize(("sizes", "requantize"), [(4, False), (16, True), ((2, 2), True)], ids=str)
+def test_both_transports_bring_the_same(sizes, requantize):
+    both = [Exchanging(RandomSigns(x, requantize), SHAPES, sizes) for x in ("bits", "votes")]
+    values = both[0].draw(np.random.default_rng(0))
+    assert_equal(*(exchange(values) for exchange in both))
+
+
+def test_workers_draw_different_bits_and_a_key_determines_them():
+    exchange, coins = Exchanging(COUNTS, [(512,)], 8), np.zeros((8, 512), np.float32)
+    [mean], [again], [other] = (exchange([coins], seed=seed) for seed in (7, 7, 8))
+    # Eight fair coins: a variance of 1/8 of one coin's.
+    assert np.var(mean[0]) == pytest.approx(1 / 8, rel=0.25)
+    np.testing.assert_array_equal(mean, again)
+    assert np.mean(other != mean) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signs", [BITS, VOTES], ids=str)
+def test_a_million_draws_average_to_z(signs):
+    count = 10**6
+    exchange = Exchanging(signs, [(count,)], 2)
+    for i, z in enumerate([-1, -0.999, -0.5, -1 / 3, -(2**-10), 0, 1e-4, 0.1, 0.7, 0.99, 1]):
+        # The workers differ, and it is their mean that must come back.
+        both = np.stack([np.full(count, z), np.full(count, z**3)]).astype(np.float32)
+        [mean] = exchange([both], seed=i)
+        expected = (z + z**3) / 2
+        standard_error = np.sqrt((1 - expected**2) / count)
+        assert abs(np.mean(mean[0]) - expected) <= 4 * standard_error + 2**-16
+        assert set(np.unique(mean)) <= {-1.0, 1.0}
+
+
+@pytest.mark.parametrize("signs", [BITS, COUNTS, VOTES, SUMS], ids=str)
+def test_more_than_255_workers_need_bits(signs):
+    exchange = Exchanging(signs, [(40,)], 256)
+    if signs.transport == "votes":
+        with pytest.raises(ValueError, match=r"workers=256.*\(node_axis, local_axis\)"):
+            _ = exchange.fresh
+        return
+    [mean] = exchange([np.full((256, 40), 0.5, np.float32)])
+    assert np.mean(mean[0]) == pytest.approx(0.5, abs=0.5 if signs.requantize else 0.05)
