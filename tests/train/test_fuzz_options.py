@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.nonsense import accepts_or_says_why, values
 from train.bert.config import Config as BertConfig
-from train.compare_options import Options
+from train.compare import Config as CompareConfig
 from train.config import RunConfig, check_folder
 from train.glue.config import Config as GlueConfig
 from train.lm.config import Config as LMConfig
 from train.squad.config import Config as SquadConfig
 from train.training import make_optimizer
 
-PROGRAMS = [BertConfig, LMConfig, Options, GlueConfig, SquadConfig]
+PROGRAMS = [BertConfig, LMConfig, CompareConfig, GlueConfig, SquadConfig]
 TEXTS = [
     "nan",
     "inf",
