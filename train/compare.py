@@ -22,9 +22,11 @@ import jax
 from jax.sharding import Mesh
 
 from train import record
+from train.bert import model as bert_model
 from train.bert import pretrain as bert
 from train.comparison import Curve, draw, table
 from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextConfig
+from train.lm import model as lm_model
 from train.lm import pretrain as lm
 from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
@@ -34,6 +36,7 @@ from train.sweep import or_infinite, or_none, sweep
 from train.training import Task, Trainer
 
 _TASKS: dict[str, Any] = {"bert": bert, "lm": lm}
+_SIZES: dict[str, dict[str, Any]] = {"bert": bert_model.SIZES, "lm": lm_model.SIZES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Config(TextConfig):
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As for every run, and the comparison's."""
+        sizes = _SIZES[self.task]
         return [
             *super().requirements(),
             (
@@ -94,7 +98,7 @@ class Config(TextConfig):
                 self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
                 f"a whole number from 1 to --steps {self.steps}",
             ),
-            ("size", self.model.size in self._sizes, f"one of {', '.join(self._sizes)}"),
+            ("size", self.model.size in sizes, f"one of {', '.join(sizes)}"),
             *(
                 requirement
                 for requirement in self.model.requirements()
@@ -103,16 +107,12 @@ class Config(TextConfig):
         ]
 
     @property
-    def _sizes(self) -> dict[str, Any]:
-        return _TASKS[self.task].SIZES
-
-    @property
     def model(self) -> Any:
         """The options of the task's own program."""
         config = _TASKS[self.task].Config
         shared = {field.name for field in dataclasses.fields(config)}
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        given["size"] = self.size or next(iter(self._sizes))
+        given["size"] = self.size or next(iter(_SIZES[self.task]))
         return config(**{name: value for name, value in given.items() if name in shared})
 
     def runs(self) -> list[Self]:

@@ -314,6 +314,11 @@ class RunConfig:
         """`schedule_warmup` in steps."""
         return in_steps(self.schedule_warmup, self.steps)
 
+    @property
+    def precision(self) -> dict[str, bool]:
+        """How a model is computed."""
+        return {"bfloat16": self.bfloat16, "remat": self.remat}
+
     def exchange(self) -> dict[str, Any]:
         """Options of the exchange that are not each optimizer's own."""
         defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
@@ -392,6 +397,9 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
             )
         return
     earlier = _read(path)
+    # What a run of an earlier version had no option for was as it is by default.
+    seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
+    earlier = shared_options(type(config)()) | seeds | earlier
     free = config.FREE
     if config.schedule == "exponential":
         free += ("steps",)  # its learning rates do not depend on how many will follow

@@ -74,9 +74,7 @@ class FineTuneConfig(SequenceConfig):
 
     def model(self, pretrained: Pretrained) -> BertConfig:
         """The shape of pretrained weights, computed as the options say."""
-        return dataclasses.replace(
-            pretrained.config, dropout=self.dropout, bfloat16=self.bfloat16, remat=self.remat
-        )
+        return dataclasses.replace(pretrained.config, dropout=self.dropout, **self.precision)
 
     def of_seeds(self, name: str, examples: int, **own: Any) -> list[Self]:
         """The options of one run for each seed.

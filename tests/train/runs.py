@@ -1,6 +1,7 @@
 """What tests of whole runs have in common."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -25,6 +26,14 @@ def metrics(folder):
 def result(folder):
     """A training's `result.json`."""
     return json.loads((folder / "result.json").read_text())
+
+
+def printed(main, command):
+    """What a program prints, which must succeed."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(command) == 0
+    return text.getvalue()
 
 
 class CrashError(Exception):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
-from tests.train.runs import result, rows
+from tests.train.runs import printed, result, rows
 from train import compare, comparison
 from train.bert import model
 from train.optimizers import OPTIMIZERS
@@ -36,11 +36,7 @@ def small_model():
 def finished(tmp_path_factory):
     """A comparison of three optimizers: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
-        assert compare.main([*RUN, "--optimizers", *NAMES, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed))
+    return out, printed(compare.main, [*RUN, "--optimizers", *NAMES, "--out", str(out)])
 
 
 def figures(out):
@@ -154,11 +150,11 @@ def test_a_warm_up_that_ends_by_itself_is_counted_as_long_as_it_was(tmp_path):
 
 
 def test_table_and_picture(finished):
-    out, printed = finished
-    assert printed.splitlines()[-1] == str(out / "comparison.png")
+    out, said = finished
+    assert said.splitlines()[-1] == str(out / "comparison.png")
     assert (out / "comparison.png").stat().st_size > 10_000
     text = (out / "comparison.md").read_text()
-    assert text in printed
+    assert text in said
     adam, signum = (figures(out)[name] for name in ("adam", "signum"))
     [row] = re.findall(r"^\| Signum .*$", text, re.MULTILINE)
     losses = [figure["heldout"]["0"] for figure in (adam, signum)]

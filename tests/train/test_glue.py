@@ -1,12 +1,12 @@
 """Fine-tuning on GLUE: its files, metrics and batches, a whole small run, and bad input."""
 
 import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 
+from tests.train.bad_input import assert_refused
 from train.bert import weights
 from train.bert.inputs import join, shorten
 from train.bert.model import BertConfig, init_params
@@ -235,8 +235,5 @@ def test_seeds_optimizers_and_going_on(tmp_path, capsys):
 )
 def test_bad_input_is_one_line_and_nothing_is_written(more, complaint, tmp_path, capsys):
     write(tmp_path / "glue", "sst-2")
-    assert main([*options(tmp_path), "--tasks", "sst-2", *more]) == 2
-    printed = capsys.readouterr()
-    assert len(printed.err.splitlines()) == 1
-    assert complaint in printed.err
-    assert not pathlib.Path(tmp_path / "run").exists()
+    given = [*options(tmp_path), "--tasks", "sst-2", *more]
+    assert_refused(main, given, complaint, tmp_path / "run", capsys)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
-from tests.train.runs import metrics, result
+from tests.train.runs import metrics, printed, result
 from train import compare
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
@@ -29,11 +29,7 @@ NAMES = ("adam", "onebit_adam_8")
 def finished(tmp_path_factory, quick_compilation, small_language_model):
     """A run that nothing interrupted: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
-        assert pretrain.main([*RUN, "--optimizers", *NAMES, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed))
+    return out, printed(pretrain.main, [*RUN, "--optimizers", *NAMES, "--out", str(out)])
 
 
 def test_losses_fall_from_that_of_guessing(finished):
@@ -77,8 +73,8 @@ def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
 
 
 def test_report(finished):
-    out, printed = finished
-    assert printed.splitlines()[-1] == str(out / "loss.png")
+    out, said = finished
+    assert said.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
     assert report.startswith("# Language model nano, 2 workers, ")

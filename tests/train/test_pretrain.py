@@ -1,5 +1,6 @@
 """The pre-training program: its options, a whole small run, resuming, and bad input."""
 
+import contextlib
 import io
 import json
 import re
@@ -12,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
-from tests.train.runs import CrashError, at_step, crash, metrics, result, rows, sigterm
+from tests.train.runs import CrashError, at_step, crash, metrics, printed, result, rows, sigterm
 from tests.workers import flipped
 from train.bert import pretrain
 from train.bert.model import SIZES
@@ -40,12 +41,9 @@ def finished(tmp_path_factory, quick_compilation):
     """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
     bars = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("sys.stderr", bars)
-        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
-        assert pretrain.main([*RUN, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed)), bars.getvalue()
+    with contextlib.redirect_stderr(bars):
+        said = printed(pretrain.main, [*RUN, "--out", str(out)])
+    return out, said, bars.getvalue()
 
 
 def final_state(folder, steps=STEPS):
@@ -140,8 +138,8 @@ def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeyp
 
 
 def test_report(finished):
-    out, printed, _ = finished
-    assert printed.splitlines()[-1] == str(out / "loss.png")
+    out, said, _ = finished
+    assert said.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
     assert "| warm-up ended | - | after step 6, as given |" in report

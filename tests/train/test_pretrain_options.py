@@ -1,5 +1,6 @@
 """The options of the pre-training program: bad input, and learning rates over a run."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from tests.train.bad_input import assert_refused
 from train import schedules
 from train.bert import pretrain
 from train.bert.config import Config
-from train.config import check_folder, write_config
+from train.config import check_folder, shared_options, write_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -117,6 +118,18 @@ def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
     check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizers=("adam",)))
     with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
         check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))
+
+
+def test_a_folder_of_an_earlier_version(tmp_path):
+    """Which had no nodes, and a seed in place of the seeds."""
+    options = shared_options(Config(seeds=(1,)))
+    del options["nodes"]
+    options["seed"] = options.pop("seeds")[0]
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    check_folder(Config(out=str(tmp_path), seeds=(1,)))
+    for other in ({"nodes": 2}, {"seeds": (0,)}):
+        with pytest.raises(ValueError, match=f"--{next(iter(other))}"):
+            check_folder(Config(out=str(tmp_path), **{"seeds": (1,)} | other))
 
 
 def test_several_workers_on_cpus_take_no_program_from_a_cache(tmp_path, capsys):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.bad_input import assert_refused
 from train.bert import weights
 from train.bert.model import BertConfig, init_params
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
@@ -174,8 +175,4 @@ def test_bad_input_is_one_line_and_nothing_is_written(file, more, complaint, tmp
     path = write(tmp_path / "data", TRAIN, count=8, **(file or {}))
     if file is None:
         path.write_text('{"data": [{}]}')
-    assert main([*options(tmp_path), *more]) == 2
-    printed = capsys.readouterr().err
-    assert len(printed.splitlines()) == 1
-    assert complaint in printed
-    assert not (tmp_path / "run").exists()
+    assert_refused(main, [*options(tmp_path), *more], complaint, tmp_path / "run", capsys)

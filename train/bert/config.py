@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from train.bert.model import MAX_POSITIONS, SIZES
+from train.bert.model import MAX_POSITIONS
 from train.config import Count, TextConfig
 
 
@@ -29,7 +29,6 @@ class Config(TextConfig):
         """As those of all runs, and BERT's own."""
         positions = f"at most {MAX_POSITIONS}, the model's positions"
         return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
             *super().requirements(),
             ("sequence_length", self.sequence_length <= MAX_POSITIONS, positions),
         ]

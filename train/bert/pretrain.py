@@ -20,7 +20,6 @@ from train import digest
 from train.bert import data
 from train.bert.config import Config
 from train.bert.model import (
-    SIZES,
     BertConfig,
     Losses,
     decay_mask,
@@ -30,8 +29,6 @@ from train.bert.model import (
 from train.program import Program
 from train.report import Metric, Wording, corpus, loss_metric, sequences
 from train.training import Task
-
-__all__ = ["PROGRAM", "SIZES", "WORDING", "Config", "heldout_losses", "main", "make_task"]
 
 
 def make_task(config: Config) -> Task:
@@ -43,13 +40,8 @@ def make_task(config: Config) -> Task:
     train, heldout = data.load(
         config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
     )
-    model = BertConfig.of_size(
-        config.size,
-        train.tokenizer.vocab_size,
-        dropout=config.dropout,
-        bfloat16=config.bfloat16,
-        remat=config.remat,
-    )
+    shape = config.size, train.tokenizer.vocab_size
+    model = BertConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
         config,
         init=functools.partial(init_params, model, config.seed),

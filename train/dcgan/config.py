@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from train.config import Count, Fraction, ImageConfig, NotNegative, Positive, Share
-from train.dcgan.model import SIZES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +30,3 @@ class Config(ImageConfig):
     warmup: int | float | Literal["auto"] = 400
     b1: Fraction = 0.5
     weight_decay: NotNegative = 0.0
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all runs, and the DCGAN's own."""
-        return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            *super().requirements(),
-        ]

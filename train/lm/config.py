@@ -4,7 +4,6 @@ import dataclasses
 from typing import Annotated, ClassVar, Literal
 
 from train.config import Count, Fraction, OptimizerNames, Positive, Range, TextConfig
-from train.lm.model import SIZES
 from train.lm.tokenizer import BYTES
 
 
@@ -34,10 +33,3 @@ class Config(TextConfig):
     learning_rate: Positive = 4e-3
     schedule_warmup: int | float = 40
     warmup: int | float | Literal["auto"] = "auto"
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all runs, and the language model's own."""
-        return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            *super().requirements(),
-        ]

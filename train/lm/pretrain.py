@@ -23,13 +23,11 @@ import numpy as np
 from train import digest
 from train.lm import data
 from train.lm.config import Config
-from train.lm.model import SIZES, LMConfig, decay_mask, init_params, next_token_loss
+from train.lm.model import LMConfig, decay_mask, init_params, next_token_loss
 from train.lm.tokenizer import FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from train.program import Program
 from train.report import Metric, Wording, corpus, loss_metric, sequences
 from train.training import Task
-
-__all__ = ["PROGRAM", "SIZES", "WORDING", "Config", "heldout_losses", "main", "make_task"]
 
 
 def make_task(config: Config) -> Task:
@@ -41,13 +39,8 @@ def make_task(config: Config) -> Task:
     text, heldout, tokenizer = data.load(
         config.corpus, config.heldout, functools.partial(make_tokenizer, config)
     )
-    model = LMConfig.of_size(
-        config.size,
-        len(tokenizer.token_bytes),
-        bfloat16=config.bfloat16,
-        remat=config.remat,
-        dropout=config.dropout,
-    )
+    shape = config.size, len(tokenizer.token_bytes)
+    model = LMConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
         config,
         init=functools.partial(init_params, model, config.seed),

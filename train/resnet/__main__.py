@@ -31,7 +31,7 @@ def make_task(config: Config) -> Task:
         ValueError: a file of images is missing or unfit.
     """
     train, test = images.read_folder(pathlib.Path(config.data))
-    model = ResNetConfig.of_size(config.size, bfloat16=config.bfloat16, remat=config.remat)
+    model = ResNetConfig.of_size(config.size, **config.precision)
     return Task(
         config,
         init=functools.partial(init_params, model, config.seed),

@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from train.config import Count, ImageConfig, OptimizerNames
-from train.resnet.model import SIZES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +27,3 @@ class Config(ImageConfig):
     schedule_warmup: int | float = 100
     warmup: int | float | Literal["auto"] = 254
     checkpoint_every: Count = 391
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all runs, and the residual network's own."""
-        return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            *super().requirements(),
-        ]
