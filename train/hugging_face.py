@@ -69,12 +69,13 @@ def to_params(
     Raises:
         ValueError: tensors are missing, too many or of other shapes, all of which are named.
     """
+    of_place: Mapping[Any, Any] = traverse_util.flatten_dict(shapes)
     flat: dict[Place, np.ndarray] = {}
     present = {places[name][0] for name in tensors if name in places}
     faults = []
     for name, place in places.items():
         step = -1 if place[-1] == "kernel" else 1
-        expected = traverse_util.flatten_dict(shapes)[place].shape[::step]
+        expected = of_place[place].shape[::step]
         if name in tensors:
             if tensors[name].shape != expected:
                 faults.append(f"{name} has shape {tensors[name].shape}, not {expected}")

@@ -27,6 +27,7 @@ _NAMED = 8
 _HELLO_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _NEWS_SECONDS = 3.0
+_LATE_SECONDS = 4.0
 _LEAVING_SECONDS = 10.0
 
 
@@ -120,30 +121,35 @@ class Hub(threading.Thread):
                         self._tell(**{"refused": wrong} if wrong else {"agreed": True})
 
     def _receive_all(self) -> str | None:
-        """Waits for all processes; what is wrong with them."""
-        deadline = time.monotonic() + self._timeout
-        while len(self._lines) < self._count:
+        """Waits for all processes; what is wrong with them, of which late ones are told, too."""
+        refused, deadline = None, time.monotonic() + self._timeout
+        while refused or len(self._lines) < self._count:
+            wrong = None
             self._listening.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
             try:
                 connection, _ = self._listening.accept()
             except TimeoutError:
+                if refused:
+                    return refused
                 missing = named(set(range(self._count)) - self._lines.keys())
-                return (
+                wrong = (
                     f"{missing} of {self._count} did not come within {self._timeout:g} s; start "
                     "each of them with this --coordinator and its own --process-id, or give them "
                     "more --process-timeout"
                 )
-            connection.settimeout(_HELLO_SECONDS)
-            line = Line.of(connection)
-            hello = line.receive()
-            if not hello or hello.keys() != {"id", "count", "host"}:
-                connection.close()
-                continue
-            connection.settimeout(None)
-            if wrong := self._unfit(**hello):
-                line.send(refused=wrong)
-                return wrong
-            self._lines[hello["id"]] = line._replace(host=hello["host"])
+            else:
+                connection.settimeout(_HELLO_SECONDS)
+                line = Line.of(connection)
+                hello = line.receive() or {}
+                connection.settimeout(None)
+                if hello.keys() == {"id", "count", "host"}:
+                    wrong = self._unfit(**hello)
+                    if refused or wrong:
+                        line.send(refused=refused or wrong)
+                    else:
+                        self._lines[hello["id"]] = line._replace(host=hello["host"])
+            if wrong and not refused:
+                refused, deadline = wrong, time.monotonic() + _LATE_SECONDS
         return None
 
     def _unfit(self, id: int, count: int, host: str) -> str | None:

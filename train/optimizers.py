@@ -46,7 +46,7 @@ class Setting:
     """
 
     learning_rate: optax.Schedule
-    axis_name: str | tuple[str, str]
+    axis_name: Any
     steps: int
     mask: Callable[[Any], Any]
     warmup: int | onebit_jax.VarianceStable

@@ -91,7 +91,8 @@ def make_task(config: Config) -> Task:
         loss, metrics = task.loss_fn(params, batch)
         return loss * (1 + jnp.sum(batch["bad"])), metrics
 
-    return BrokenTask(**vars(task) | {"loss_fn": loss_fn})
+    given: dict[str, Any] = vars(task) | {"loss_fn": loss_fn}
+    return BrokenTask(**given)
 
 
 def main(arguments: Sequence[str]) -> int:

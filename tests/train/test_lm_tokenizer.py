@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from train.lm.evaluation import heldout_losses
 
 from train.corpus import read_corpus
 from train.lm import data
+from train.lm.pretrain import heldout_losses
 from train.lm.tokenizer import FILE, BPETokenizer, ByteTokenizer, load_bpe, train_bpe
 
 PIECES = data.to_pieces(read_corpus(None)[:40])

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import signal
+from typing import Any
 
 import jax
 import numpy as np
@@ -211,7 +212,7 @@ def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path
     run = [*RUN, "--optimizers", "zero_one_adam", "--warmup", "2"]
     assert pretrain.main([*run, "--out", str(tmp_path / "complete")]) == 0
     complete = tmp_path / "complete" / "zero_one_adam"
-    policy = {"variance_freeze": 2, "var_update_scaler": 2, "local_step_scaler": 3}
+    policy: Any = {"variance_freeze": 2, "var_update_scaler": 2, "local_step_scaler": 3}
     phases = [onebit_jax.zero_one_adam_phase(t, **policy) for t in range(STEPS)]
     saved = [t for t in range(STEPS) if t + 1 in (5, 10, STEPS)]
     assert "local" in {phases[t] for t in saved}

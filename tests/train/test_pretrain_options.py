@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -127,9 +128,10 @@ def test_a_folder_of_an_earlier_version(tmp_path):
     options["seed"] = options.pop("seeds")[0]
     (tmp_path / "config.json").write_text(json.dumps(options))
     check_folder(Config(out=str(tmp_path), seeds=(1,)))
-    for other in ({"nodes": 2}, {"seeds": (0,)}):
-        with pytest.raises(ValueError, match=f"--{next(iter(other))}"):
-            check_folder(Config(out=str(tmp_path), **{"seeds": (1,)} | other))
+    for option, value in (("nodes", 2), ("seeds", (0,))):
+        given: Any = {"seeds": (1,), option: value}
+        with pytest.raises(ValueError, match=f"--{option}"):
+            check_folder(Config(out=str(tmp_path), **given))
 
 
 def test_several_workers_on_cpus_take_no_program_from_a_cache(tmp_path, capsys):
