@@ -24,6 +24,7 @@ from train.dcgan.model import (
     init_params,
     init_statistics,
 )
+from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -149,7 +150,7 @@ def test_images_are_made_by_running_averages():
 
 def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
     seen, mirrored, seeds = [], 0, set()
-    for batch in itertools.islice(data.batches(IMAGES, batch_size=4), 16):
+    for batch in itertools.islice(stream(data.examples(IMAGES), batch_size=4), 16):
         seeds |= set(batch["noise_seed"].tolist())
         for image in batch["image"]:
             [(number, swapped)] = [
