@@ -13,9 +13,9 @@ import onebit_jax
 from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
+from tests.residuals import total_residual
 from tests.runs import Sizes, axis_of
 from tests.small_task import MESH, make_batches, make_params, start, train
-from tests.residuals import total_residual
 from tests.workers import AXIS, draw, on_workers
 
 WORKERS, SYNC = 4, PHASES.index("sync")
