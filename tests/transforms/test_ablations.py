@@ -192,10 +192,6 @@ def test_naive_form_is_worse_than_adam(form, times):
 # Birder's random signs.
 
 
-def birder(learning_rate):
-    return onebit_jax.birder(learning_rate, seed=0, axis_name=AXIS)
-
-
 def deterministic(learning_rate, b=0.95):
     """Birder whose signs are not drawn: sgn of m_i, and of what the workers agree on."""
 
@@ -222,6 +218,7 @@ def test_deterministic_signs_are_worse_than_birders():
         run = jax.vmap(functools.partial(final_loss, form), in_axes=(None, 0))
         return np.asarray(jax.jit(run)(texts, LEARNING_RATES[2:6]))
 
+    birder = functools.partial(onebit_jax.birder, seed=0, axis_name=AXIS)
     ours, theirs = losses(Form(birder, 1)), losses(Form(deterministic, 1))
     best = np.argmin(ours)
     assert theirs[best] > 1.12 * ours[best], f"losses {theirs}, Birder's {ours}"

@@ -22,6 +22,7 @@ from tests.small_task import assert_equal
 from tests.workers import AXIS, draw, on_workers, replicate
 
 WORKERS, FREEZE = 2, 2
+OTHERS = ("onebit_adam", "zero_one_adam", "birder", "signum", "ef_signsgd")
 ONE_BIT = onebit_jax.ExchangeOptions().one_bit(AXIS)
 PARAMS = {"w": np.zeros((3,), np.float32)}
 GRADS = draw(0, 5, WORKERS, shapes={"w": (3,)})
@@ -220,12 +221,8 @@ def test_a_tree_that_changed_since_init_is_named(changed, message):
             on_workers(tx.update, WORKERS)(*given)
 
 
-class Uncounted(NamedTuple):
-    total: Any
-
-
 @pytest.mark.parametrize(
-    "state", [Uncounted(jnp.zeros(3)), {"progress": phases.begin()}, (phases.begin(), 0.0)]
+    "state", [optax.TraceState(jnp.zeros(3)), {"progress": phases.begin()}, (phases.begin(), 0.0)]
 )
 def test_a_state_without_progress_is_refused_by_name(state):
     class Nameless(Sum):
@@ -310,9 +307,26 @@ def test_init_takes_shapes_in_place_of_parameters(name):
     assert_equal(*on_workers(both, WORKERS)(params))
 
 
+@pytest.mark.parametrize(
+    "name", ["onebit_lamb", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
+)
+@pytest.mark.usefixtures("quick_compilation")
+def test_only_empty_tensors_and_none_at_all(name):
+    tx = OPTIMIZERS[name].make(AXIS)
+    step = on_workers(lambda params, state, _: tx.update(params, state, params), WORKERS)
+    for params in ({"empty": jnp.zeros((WORKERS, 0, 3))}, {}):
+        state = on_workers(lambda params, _: tx.init(params), WORKERS)(params, jnp.zeros(WORKERS))
+        for _ in range(6):
+            updates, state = step(params, state, jnp.zeros(WORKERS))
+        assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+        [own] = algorithm.states_of(state)
+        metrics = jax.vmap(lambda own: algorithm.ask(own, "metrics"))(own)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(metrics))
+
+
 # A state over no tensors has empty lists, which Optax takes for another structure.
 @pytest.mark.xfail(strict=True, raises=ValueError)
-@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "ef_signsgd", "birder", "signum"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_optax_finds_what_is_like_the_parameters(name):
     tx = OPTIMIZERS[name].make(AXIS)
 

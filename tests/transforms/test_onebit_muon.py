@@ -8,15 +8,7 @@ import pytest
 
 import onebit_jax
 from onebit_jax import wire
-from tests.small_task import (
-    MESH,
-    NODES_MESH,
-    assert_close,
-    make_batches,
-    make_params,
-    start,
-    train,
-)
+from tests.small_task import MESH, NODES_MESH, assert_close, make_batches, make_params, start, train
 from tests.workers import PAIR
 
 
