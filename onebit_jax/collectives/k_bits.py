@@ -18,7 +18,6 @@ Each way ``k / 8 + 4 / 256`` bytes per value travel. The state takes ``4.1 + 4.1
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
