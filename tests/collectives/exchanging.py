@@ -68,7 +68,8 @@ class Exchanging:
         self.sizes, self.workers = sizes, math.prod(np.atleast_1d(sizes).tolist())
         options.setdefault("axis_name", AXIS if isinstance(sizes, int) else PAIR)
         self.how = Exchange(compressor=compressor, bucket_bytes=bucket_bytes, **options)
-        self.compressor, self.received = compressor, None
+        self.compressor: Any = compressor
+        self.received: Any = None
         self.active = self.rows(jax.tree.map(lambda x: np.ones(x.shape, np.float32), self.like))
         self.mapped = on_workers(self._call, sizes, binding)
         self._programs: dict[Any, Any] = {}
@@ -125,9 +126,9 @@ class Exchanging:
         return jax.tree.map(one, self.like)
 
     def told(self, when: Any = True, decays: Any = (1.0, 1.0), turn: int = 0, seed: int = 0) -> Any:
-        call = Call(np.bool(when), *np.float32(decays))
+        call = Call(np.bool(when), *map(np.float32, decays))
         key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-        return self.rows((call, Turn(np.int32(turn)), key))
+        return self.rows((call, Turn(jnp.int32(turn)), key))
 
     @functools.cached_property
     def lowered(self) -> Any:

@@ -114,34 +114,6 @@ def test_bfloat16_travels_within_a_node_only():
     assert {c.dtype for c in sent if NODE in c.axis} == {"u8"}
 
 
-@pytest.mark.parametrize("sizes", [4, (2, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize("name", ["rms", "fused", "4 bits"])
-def test_values_and_means_in_pieces_are_those_in_trees(name, sizes):
-    exchange = of_tree(name, sizes)
-    values = exchange.draw(np.random.default_rng(0))
-    means = exchange(values)
-
-    def ways(bound: BoundExchange, values: Any, means: Any, received: Any, state: Any) -> Any:
-        node, nothing = bound.node_mean_tree(values), bound.nothing_received()
-        assert nothing.shape == received.shape
-        mean = [x[None] for x in bound.node_mean(values)]
-        last = [x[None] for x in bound.last_mean(received, state)]
-        pairs = [
-            (bound.pieces(node), bound.node_mean(values)),
-            (bound.whole_means(last), means),
-            (bound.layout.scatter(bound.mean_in_pieces(received, state)), means),
-            (bound.mean(nothing, bound.init()), jax.tree.map(jnp.zeros_like, means)),
-        ]
-        return pairs, node, bound.whole_means(mean)
-
-    pairs, node, whole = exchange.over(ways, values, means, exchange.received, exchange.state)
-    for ours, theirs in pairs:
-        assert_close(ours, theirs)
-    by_node = flat(values).reshape(np.atleast_1d(sizes)[0], -1, flat(node).shape[1]).mean(1)
-    assert_close(flat(node), np.repeat(by_node, 4 // len(by_node), 0))
-    assert_close(flat(whole), exchange.rows(flat(values).mean(0)))
-
-
 # With error feedback.
 
 
@@ -294,37 +266,36 @@ def test_a_call_copies_nothing_of_full_size(name):
 
 # Bad input.
 
+ONE = {"axis_name": AXIS, "compressor": OneBit()}
+MEAN_ABS, HALF = ExchangeOptions(scale="mean_abs"), ExchangeOptions(residual_dtype="bfloat16")
+
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "options", "message"),
     [
-        (lambda: OneBit(scale="max"), r"^scale='max' must be 'rms' or 'mean_abs'"),
-        (lambda: OneBit(residual_dtype="float16"), r"^residual_dtype='float16' must be"),
+        (OneBit, {"scale": "max"}, r"^scale='max' must be 'rms' or 'mean_abs'"),
+        (OneBit, {"residual_dtype": "float16"}, r"^residual_dtype='float16' must be"),
         *[
-            (functools.partial(KBits, x), rf"^bits={x!r} must be 2, 4 or 8, bits per value")
+            (KBits, {"bits": x}, rf"^bits={x!r} must be 2, 4 or 8, bits per value")
             for x in (0, 1, 3, 16, 32, 4.0, True, "4", None)
         ],
-        (lambda: RandomSigns("mail"), r"^transport='mail' must be 'bits' or 'votes'"),
-        (lambda: RandomSigns(requantize=1), r"^requantize=1 must be"),
-        (lambda: ExchangeOptions(scale="max"), r"^scale='max'"),
-        (lambda: ExchangeOptions(bucket_bytes=100), r"^bucket_bytes=100.* multiple of 128"),
-        (lambda: Exchange(AXIS, OneBit(), bucket_bytes=0), r"^bucket_bytes=0"),
-        (lambda: Exchange(PAIR, OneBit(), "float16"), r"^local_dtype='float16' must be"),
-        (lambda: Exchange(AXIS, OneBit(), "bfloat16"), r"^local_dtype='bfloat16' .* is one axis"),
-        (lambda: ExchangeOptions(scale="mean_abs").at_bits(AXIS, 4), r"options of one bit"),
-        (lambda: ExchangeOptions(residual_dtype="bfloat16").at_bits(AXIS, 2), r"but bits=2: leave"),
-        (lambda: Exchange(AXIS, OneBit()).over([jnp.ones(3)]), f"axis_name='{AXIS}' is not bound"),
+        (RandomSigns, {"transport": "mail"}, r"^transport='mail' must be 'bits' or 'votes'"),
+        (RandomSigns, {"requantize": 1}, r"^requantize=1 must be"),
+        (ExchangeOptions, {"scale": "max"}, r"^scale='max'"),
+        (ExchangeOptions, {"bucket_bytes": 100}, r"^bucket_bytes=100.* multiple of 128"),
+        (Exchange, {**ONE, "bucket_bytes": 0}, r"^bucket_bytes=0"),
+        (Exchange, {**ONE, "local_dtype": "float16"}, r"^local_dtype='float16' must be"),
+        (Exchange, {**ONE, "local_dtype": "bfloat16"}, r"^local_dtype='bfloat16' .* is one axis"),
+        (
+            MEAN_ABS.at_bits,
+            {"axis_name": AXIS, "bits": 4},
+            r"^scale='mean_abs'.*of one bit",
+        ),
+        (HALF.at_bits, {"axis_name": AXIS, "bits": 2}, r"'bfloat16' are options.*bits=2: leave"),
+        (Exchange(AXIS, OneBit()).over, {"tree": [jnp.ones(3)]}, "is not bound"),
     ],
     ids=str,
 )
-def test_bad_options_are_named(make: Any, message):
+def test_bad_options_are_named(make: Any, options, message):
     with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_options_are_those_of_the_exchange():
-    options = ExchangeOptions("mean_abs", "bfloat16", "bfloat16", 256)
-    one = OneBit("mean_abs", "bfloat16", fused=True)
-    assert options.one_bit(PAIR, fused=True) == Exchange(PAIR, one, "bfloat16", 256)
-    assert options.at_bits(PAIR, 1).compressor == OneBit("mean_abs", "bfloat16")
-    assert ExchangeOptions().at_bits(AXIS, 4) == Exchange(AXIS, KBits(4), bucket_bytes="auto")
+        make(**options)

@@ -10,6 +10,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes
 from tests.workers import LOCAL, NODE, PAIR, PAIR_BINDINGS, Binding, on_workers
 
 AXES = Axes(NODE, LOCAL, 2, 2)
+NO_PAIR = [(NODE, NODE), (NODE,), (NODE, LOCAL, "c"), (NODE, None), (1, 2), [*PAIR], None]
 
 
 def of_axes(axis_name, sizes, binding: Binding = "vmap"):
@@ -73,18 +74,7 @@ def test_axes_have_the_sizes_that_are_bound(axis_name, sizes, expected, binding)
 @pytest.mark.parametrize(
     ("axis_name", "message"),
     [
-        *[
-            (x, r"^axis_name=.* must be the name of one axis.* or a pair")
-            for x in [
-                (NODE, NODE),
-                (NODE,),
-                (NODE, LOCAL, "c"),
-                (NODE, None),
-                (1, 2),
-                [*PAIR],
-                None,
-            ]
-        ],
+        *[(x, r"^axis_name=.* must be the name of one axis.* or a pair") for x in NO_PAIR],
         (("node", "data"), r"^axis_name=\('node', 'data'\): 'data' is not bound"),
         (("data", "local"), r"^axis_name=\('data', 'local'\): 'data' is not bound"),
         # Along it replicas would go apart, and nobody would be told; unless it has one device.

@@ -10,7 +10,7 @@ import pytest
 
 from onebit_jax.collectives import layout as layout_module
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.layout import Layout, end_to_end
+from onebit_jax.collectives.layout import Layout
 from onebit_jax.collectives.packing import unpack
 from tests.workers import AXIS, PAIR, assert_workers_agree, on_workers
 
@@ -129,12 +129,3 @@ def test_pieces_in_quarters():
     sizes = [[math.prod(layout.pieces[i].shape) for i in group] for group in layout.quarters()]
     assert 2 < len(sizes) <= 8
     assert all(len(own) == 1 or sum(own) <= sum(map(sum, sizes)) / 4 for own in sizes)
-
-
-@pytest.mark.parametrize("dtype", ["bool", "float32"])
-def test_tensors_end_to_end(dtype):
-    tensors = [jnp.zeros(3, dtype), jnp.zeros((2, 2), dtype)]
-    joined = end_to_end(tensors, jnp.ones(8, dtype))
-    assert joined.dtype == jnp.dtype(dtype)
-    np.testing.assert_array_equal(joined, [0] * 7 + [1])
-    np.testing.assert_array_equal(end_to_end(tensors), np.zeros(7))

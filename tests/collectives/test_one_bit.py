@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from onebit_jax.collectives import layout, one_bit
-from onebit_jax.collectives.exchange import BoundExchange
 from onebit_jax.collectives.one_bit import OneBit
 from tests import reference
-from tests.collectives.exchanging import TREE, Exchanging, assert_close, leaves
+from tests.collectives.exchanging import TREE, Exchanging, leaves
 
 KINDS: tuple[one_bit.Scale, ...] = ("rms", "mean_abs")
 
@@ -95,22 +94,6 @@ def test_zeros_are_positive(zero):
     exchange = Exchanging(OneBit(), [(4,)], 2)
     [mean] = exchange([np.array([[zero, 1, -1, 2]] * 2, np.float32)])
     np.testing.assert_array_equal(np.sign(mean[0]), [1, 1, -1, 1])
-
-
-@pytest.mark.parametrize("sizes", [3, (2, 2)], ids=str)
-@pytest.mark.parametrize("compressor", [OneBit(), OneBit(fused=True)], ids=str)
-def test_rows_can_be_made_of_a_tree(compressor, sizes):
-    """Such as a mean that came back: they stand for the same."""
-    exchange, rng = Exchanging(compressor, TREE, sizes), np.random.default_rng(0)
-    active = jax.tree.map(lambda x: rng.random(x.shape[1:]) < 0.8, exchange.active)
-    exchange.activate(active)
-    means = jax.tree.map(np.multiply, exchange(exchange.draw(rng)), exchange.active)
-
-    def again(bound: BoundExchange, tree: Any, state: Any) -> Any:
-        return bound.mean(bound.encode(tree, state), state)
-
-    ours = exchange.over(again, means, exchange.state)
-    assert_close(jax.tree.map(np.multiply, ours, exchange.active), means)
 
 
 # Scales and norms.

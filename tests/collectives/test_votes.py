@@ -30,7 +30,7 @@ def test_rows_are_counted_and_compared(workers):
     digits = votes.count_rows(jnp.asarray(rows))
     assert digits.shape == (workers.bit_length(), 40)
     np.testing.assert_array_equal(as_counts(digits), expected)
-    np.testing.assert_array_equal(np.ravel(votes.counts_of(digits, 0).T), np.ravel(expected))
+    np.testing.assert_array_equal(np.ravel(votes.counts_of([*digits], 0).T), np.ravel(expected))
     for threshold in {0, workers // 2, workers}:
         more, equal = votes.more_and_equal(digits, threshold)
         np.testing.assert_array_equal(as_counts(more[None]), expected > threshold)
@@ -60,11 +60,10 @@ def test_votes_are_counted_exactly(mean, sizes):
     shapes = [(9,)] if sizes == 256 else [(9,), (0,), (4, 16)]
     exchange = Exchanging(Votes(mean), shapes, sizes)
     rng, per_node = np.random.default_rng(0), 1 if isinstance(sizes, int) else sizes[1]
-    # A third are zeros of either sign, so that ties and zeros are common; those of a node are sums.
-    values = [
-        rng.choice(np.float32([-1, 1, 0, -0.0]), (exchange.workers, *s), p=[0.4, 0.3, 0.2, 0.1])
-        for s in shapes
-    ]
+    # A third are zeros of either sign, so that ties and zeros are common.
+    of = np.array([-1, 1, 0, -0.0], np.float32)
+    sizes = [(exchange.workers, *shape) for shape in shapes]
+    values = [rng.choice(of, size, p=[0.4, 0.3, 0.2, 0.1]) for size in sizes]
     for turn in (0, 1):
         results = exchange(values, turn=turn)
         assert_workers_agree(results)

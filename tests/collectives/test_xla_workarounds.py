@@ -14,45 +14,31 @@ from onebit_jax.collectives.xla_workarounds import (
 from tests.workers import AXIS, BINDINGS, on_workers
 
 
-def add_where(flag, x, y):
-    """With a collective in the update."""
+def add_to_one(which, arrays):
+    """What the workers have of one of several trees, three times."""
 
-    def update(arrays, y):
-        return arrays[0] + jax.lax.psum(y, AXIS), arrays[1] + 1
+    def update(x, y):
+        return jax.tree.map(lambda x, y: x + jax.lax.psum(y, AXIS), x, y)
 
-    return overwrite_if(flag, update, (x, y), y, axis_names=(AXIS,))
+    thrice = jax.tree.map(lambda x: 3 * x, arrays)
+    return overwrite_one(which, update, arrays, thrice, axis_names=(AXIS,))
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("binding", BINDINGS)
-def test_it_overwrites_where_the_predicate_is_true(binding):
-    x, y = np.arange(6.0, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)
-    program = on_workers(add_where, 2, binding)
-    for flag in (True, False):
-        overwritten = program(np.full(2, flag), x, y)
-        np.testing.assert_array_equal(overwritten[0], x + 2 * flag)
-        np.testing.assert_array_equal(overwritten[1], y + flag)
-
-
-@pytest.mark.parametrize("binding", BINDINGS)
-def test_of_several_it_overwrites_the_one_asked_for(binding):
-    def add(which, x, y):
-        def update(x, y):
-            return x + jax.lax.psum(y, AXIS)
-
-        return overwrite_one(which, update, [x, 2 * x], [y, 3 * y], axis_names=(AXIS,))
-
-    x, y = np.arange(6.0, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)
-    program = on_workers(add, 2, binding)
-    for which in (-1, 0, 1):
-        first, second = program(np.full(2, which), x, y)
-        np.testing.assert_array_equal(first, x + 2 * (which == 0))
-        np.testing.assert_array_equal(second, 2 * x + 6 * (which == 1))
+def test_it_overwrites_the_one_asked_for(binding, count):
+    x = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    arrays, program = [(x + i, x * i) for i in range(count)], on_workers(add_to_one, 2, binding)
+    for which in range(-1, count):
+        for i, new in enumerate(program(np.full(2, which), arrays)):
+            for ours, old in zip(new, arrays[i], strict=True):
+                np.testing.assert_array_equal(ours, old + 3 * old.sum(0) * (i == which))
 
 
 def test_simulated_workers_share_a_loop():
     """One with a predicate for each would select between old and new."""
     x = np.ones((2, 3), np.float32)
-    text = on_workers(add_where, 2).lower(np.full(2, True), x, x).as_text()
+    text = on_workers(add_to_one, 2).lower(np.full(2, 0), [x]).as_text()
     assert "stablehlo.while" in text
     assert "stablehlo.select" not in text
 
