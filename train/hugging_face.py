@@ -6,7 +6,7 @@ No code of a checkpoint runs: safetensors are numbers, and the rest is JSON and 
 import json
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flax import traverse_util
@@ -69,7 +69,7 @@ def to_params(
     Raises:
         ValueError: tensors are missing, too many or of other shapes, all of which are named.
     """
-    of_place: Mapping[Any, Any] = traverse_util.flatten_dict(shapes)
+    of_place = cast(Mapping[Any, Any], traverse_util.flatten_dict(shapes))
     flat: dict[Place, np.ndarray] = {}
     present = {places[name][0] for name in tensors if name in places}
     faults = []

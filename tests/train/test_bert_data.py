@@ -9,16 +9,6 @@ from train.stream import stream
 
 
 @pytest.fixture(scope="module")
-def documents():
-    return data.split_heldout(data.read_corpus(None))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(documents):
-    return data.train_tokenizer(documents[0], 1024)
-
-
-@pytest.fixture(scope="module")
 def corpus(documents, tokenizer):
     return data.tokenize(documents[0], tokenizer)
 

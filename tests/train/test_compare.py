@@ -15,6 +15,8 @@ from train.bert import model
 from train.optimizers import OPTIMIZERS
 from train.sweep import or_infinite, sweep
 
+pytestmark = pytest.mark.usefixtures("small_bert")
+
 STEPS, WARMUP, WORKERS = 8, 3, 2
 RUN = (
     f"--workers {WORKERS} --batch-size 4 --sequence-length 16 --vocab-size 300 --steps {STEPS} "
@@ -24,16 +26,8 @@ SCALARS = 64
 NAMES = ("adam", "onebit_adam", "signum")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "tiny", (1, 16, 2, 32))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(tmp_path_factory, small_bert):
     """A comparison of three optimizers: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
     return out, printed(compare.main, [*RUN, "--optimizers", *NAMES, "--out", str(out)])

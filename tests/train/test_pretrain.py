@@ -17,9 +17,8 @@ from onebit_jax.checkpoint import Checkpoints
 from tests.train.runs import CrashError, at_step, crash, metrics, printed, result, rows, sigterm
 from tests.workers import flipped
 from train.bert import pretrain
-from train.bert.model import SIZES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_bert")
 
 STEPS = 12
 # Stops at a third fall into the warm-up, and later ones into compression.
@@ -29,16 +28,8 @@ RUN = (
 ).split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "tiny", (1, 16, 2, 32))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory, quick_compilation, small_bert):
     """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
     bars = io.StringIO()

@@ -234,18 +234,10 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cifar10")
-    write(path / images.TRAIN)
-    write(path / images.TEST, PIXELS[:10], LABELS[:10])
-    return path
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory, quick_compilation):
+def finished(cifar10, tmp_path_factory, quick_compilation):
     """A run that nothing interrupted: its folder."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    command = [*RUN, "--data", str(cifar10), "--optimizers", "onebit_adam", "--out", str(out)]
     assert main(command) == 0
     return out
 
@@ -267,10 +259,10 @@ def test_report(finished):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path):
+def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
     """Without the batch norms' statistics in the checkpoint, the held-out loss would differ."""
     out = tmp_path / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    command = [*RUN, "--data", str(cifar10), "--optimizers", "onebit_adam", "--out", str(out)]
     with at_step(5, sigterm):
         assert main(command) == 128 + signal.SIGTERM
     assert len(metrics(out / "onebit_adam")) == 5
@@ -294,9 +286,11 @@ def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path):
         ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
+def test_bad_input_is_one_line_and_nothing_is_written(
+    options, complaint, cifar10, tmp_path, capsys
+):
     (tmp_path / "unfit").mkdir()
     write(tmp_path / "unfit" / images.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
-    for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", folder)):
+    for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", cifar10)):
         options = options.replace(name, str(path))
     assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
