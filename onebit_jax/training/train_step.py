@@ -62,29 +62,26 @@ def _by_name(given: _Arguments) -> dict[str, Any]:
     return dict(zip(given._fields[:3], given[:3], strict=True))
 
 
+class _Options(NamedTuple):
+    """What :func:`train_step` is given by keyword."""
+
+    accumulation: int
+    max_grad_norm: float | None
+    clip: Literal["common", "local"]
+    grad_norm_every: int | None
+    max_skipped: int | None
+
+
 class TrainStep:
     """A compiled training step; :func:`train_step` makes it and says what it does."""
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        tx: optax.GradientTransformation,
-        mesh: Mesh,
-        accumulation: int,
-        max_grad_norm: float | None,
-        clip: Literal["common", "local"],
-        grad_norm_every: int | None,
-        max_skipped: int | None,
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, options: _Options
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._mesh = mesh
-        self._accumulation = accumulation
-        self._max_grad_norm = max_grad_norm
-        self._clip = clip
-        # Where gradients are clipped by it, their norm is known in every step.
-        self._grad_norm_every = grad_norm_every if max_grad_norm is None else 1
-        self._max_skipped = max_skipped
+        self._options = options
         self._replicated = NamedSharding(mesh, P())
         self._runs = [Run()]
         self._calls = 0
@@ -135,13 +132,13 @@ class TrainStep:
         # Within a jitted loop of steps a state does not tell its phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         skips, run = no_skips(), Run()
-        every = self._grad_norm_every
+        every = self._options.grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
         with placement.computing_on(self._mesh):
             if not traced:
                 run = self._run(params, opt_state)
-                if self._max_skipped is not None:
-                    run.check(params, self._max_skipped)
+                if self._options.max_skipped is not None:
+                    run.check(params, self._options.max_skipped)
                 phase = run.phases.choose(opt_state, phase)
                 # Placed otherwise the first would cost a second compilation.
                 replicated = jax.tree.map(lambda _: self._replicated, skips)
@@ -289,27 +286,26 @@ class TrainStep:
         return self._programs[key]
 
     def _check_agreement(self, traced: jax.stages.Traced) -> None:
-        options = {
-            "the mesh": (self._mesh.shape, self._mesh.device_ids.tolist()),
-            "accumulation": self._accumulation,
-            "max_grad_norm": self._max_grad_norm,
-            "clip": self._clip,
-            "grad_norm_every": self._grad_norm_every,
-            "max_skipped": self._max_skipped,
-        }
-        outline = agreement.outline(traced.jaxpr.jaxpr)
-        program = {"the loss, the optimizer or the shapes of the arguments": outline}
-        agreement.check_agreement(options | agreement.settings() | program)
+        agreement.check_agreement(
+            self._options._asdict()
+            | {"the mesh": (self._mesh.shape, self._mesh.device_ids.tolist())}
+            | agreement.settings()
+            | {
+                "the loss, the optimizer or the shapes of the arguments": agreement.outline(
+                    traced.jaxpr.jaxpr
+                )
+            }
+        )
 
     def _check_batch(self, batch: Any) -> None:
-        parts = self._mesh.size * self._accumulation
+        parts = self._mesh.size * self._options.accumulation
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape = np.shape(leaf)
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
                     f"must be a multiple of {parts} = {self._mesh.size} workers x accumulation "
-                    f"{self._accumulation}. Change the batch size or the accumulation."
+                    f"{self._options.accumulation}. Change the batch size or the accumulation."
                 )
 
     def _worker(
@@ -326,24 +322,24 @@ class TrainStep:
             self._loss_fn,
             given.params,
             given.batch,
-            self._accumulation,
+            self._options.accumulation,
             rng,
             model_state,
             given.loss_scale,
         )
         own = {"loss": loss.astype(jnp.float32)}
-        if self._grad_norm_every is not None:
+        if self._options.grad_norm_every is not None:
             own["grad_norm"] = self._squared_norm(grads, measured)
         health = when = None
-        if self._max_skipped is not None:
+        if self._options.max_skipped is not None:
             finite = remains_finite(given.model_state, model_state)
             health = examine(grads, axes, jnp.where(finite, loss, jnp.nan))
             when = When(health.fit)
-        if self._max_grad_norm is not None:
+        if self._options.max_grad_norm is not None:
             bound = own["grad_norm"]
-            if self._clip == "common":
+            if self._options.clip == "common":
                 bound = lax.pmean(bound, axes) if health is None else health.squared_norm
-            grads = clipped(grads, bound, self._max_grad_norm)
+            grads = clipped(grads, bound, self._options.max_grad_norm)
         params, opt_state, outlook, finite = phase_choice.update(
             self._tx,
             grads,
@@ -365,7 +361,7 @@ class TrainStep:
         metrics, model_state, finite = mean_over_workers(
             (metrics | own, model_state, finite.astype(jnp.float32)), axes
         )
-        if self._grad_norm_every is not None:
+        if self._options.grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
         if health is not None:
@@ -377,7 +373,7 @@ class TrainStep:
         return (params, opt_state, model_state), metrics, outlook, skips
 
     def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
-        if self._grad_norm_every == 1:
+        if self._options.grad_norm_every == 1:
             return squared_norm(grads)
         return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)
 
@@ -504,6 +500,7 @@ def train_step(
         validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
     if max_skipped is not None:
         validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
-    return TrainStep(
-        loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every, max_skipped
-    )
+    # Where gradients are clipped by it, their norm is known in every step.
+    every = grad_norm_every if max_grad_norm is None else 1
+    options = _Options(accumulation, max_grad_norm, clip, every, max_skipped)
+    return TrainStep(loss_fn, tx, mesh, options)
