@@ -17,8 +17,9 @@ import jax
 import optax
 
 import onebit_jax
+from onebit_jax.transforms.registry import Entry, Setting
 from train import compare
-from train.optimizers import OPTIMIZERS, Optimizer, Setting, compressed
+from train.optimizers import OPTIMIZERS
 
 
 def muon(
@@ -102,8 +103,8 @@ def mean_at(bits: int, decay: float = 0.5) -> Callable[[str], optax.GradientTran
     )
 
 
-VARIANTS: dict[str, Optimizer] = {
-    name: compressed(label, 8e-3, make)._replace(rate_of="muon")
+VARIANTS: dict[str, Entry] = {
+    name: Entry(label, 8e-3, make, "compression", rate_of="muon")
     for name, label, make in (
         ("decay_1", "1 bit, all of the residuals", muon(mean_at(1, 1.0))),
         ("decay_0.9", "1 bit, 0.9 of the residuals", muon(mean_at(1, 0.9))),

@@ -15,8 +15,9 @@ import optax
 import typeguard
 import tyro
 
+from onebit_jax.transforms.registry import EXCHANGE
 from train import schedules
-from train.optimizers import EXCHANGE, OPTIMIZERS, check_names, check_warmup
+from train.optimizers import OPTIMIZERS, check_names, check_warmup
 
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.

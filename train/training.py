@@ -19,11 +19,12 @@ from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.registry import Setting
 from train import checkpoint
 from train.checkpoint import State, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
-from train.optimizers import OPTIMIZERS, Setting, warmup_end
+from train.optimizers import OPTIMIZERS, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
 from train.stop import GaveUp, Stopped, StopRequest

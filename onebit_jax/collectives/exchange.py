@@ -134,19 +134,22 @@ class ExchangeOptions:
         return self.of(axis_name, OneBit(self.scale, self.residual_dtype, fused))
 
     def at_bits(self, axis_name: Any, bits: int) -> "Exchange":
-        """The exchange at 1, 2, 4 or 8 bits; ``ValueError`` for options that are of one bit."""
-        if bits == 1:
-            return self.one_bit(axis_name)
-        if (self.scale, self.residual_dtype) != ("rms", "float32"):
-            raise ValueError(
-                f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
-                f"bit, but bits={bits}: leave them out."
-            )
-        return self.of(axis_name, KBits(bits))
+        """The exchange at 1, 2, 4 or 8 bits."""
+        return self.one_bit(axis_name) if bits == 1 else self.of(axis_name, KBits(bits))
 
     def of(self, axis_name: Any, compressor: Compressor) -> "Exchange":
-        """The exchange with another compressor."""
+        """The exchange with another compressor; ``ValueError`` for options that it has not."""
+        given = (self.scale, self.residual_dtype)
+        if not isinstance(compressor, OneBit) and given != ("rms", "float32"):
+            raise ValueError(
+                f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
+                f"bit with error feedback, but {compressor} has neither: leave them out."
+            )
         return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes)
+
+    def travel(self) -> "ExchangeOptions":
+        """The options of how bytes travel alone, which any compressor has."""
+        return dataclasses.replace(self, scale="rms", residual_dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ optimizer by its name.
 """
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +24,14 @@ from onebit_jax.transforms.onebit_lamb import onebit_lamb
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.signum import signum
-from onebit_jax.transforms.step_sets import zero_one_adam_phase
 from onebit_jax.transforms.warmup import Warmup
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
 # Updates from one exchange to the next of an optimizer that takes local steps.
 LOCAL_STEPS = 16
+# What a run may say of its exchange, by the names that constructors and `ExchangeOptions` have.
+_IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
+EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", *_IN_ONE_ARGUMENT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +48,11 @@ class Setting:
       b2: decay of the variance.
       eps: added to the variance's root.
       weight_decay: decoupled weight decay.
-      bits: per value, for those that let one choose; None for what each has by default.
-      exchange: options of the exchange.
+      exchange: options of the exchange, some of :data:`EXCHANGE`, in place of an optimizer's own.
     """
 
     learning_rate: optax.ScalarOrSchedule
-    axis_name: str | tuple[str, str]
+    axis_name: Any
     steps: int = 1000
     mask: Any = None
     warmup: Warmup = 100
@@ -58,31 +60,21 @@ class Setting:
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
-    bits: int | None = None
-    exchange: ExchangeOptions = ExchangeOptions()
+    exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def decay_options(self) -> dict[str, Any]:
-        """What all optimizers take."""
-        return {
-            "learning_rate": self.learning_rate,
-            "weight_decay": self.weight_decay,
-            "mask": self.mask,
-        }
+    def call(self, function: Callable[..., Any], **own: Any) -> Any:
+        """Calls a constructor with what it takes of a setting; ``own`` arguments go before it.
 
-    def adam_options(self) -> dict[str, Any]:
-        """What Adam and its relatives take."""
-        return self.decay_options() | {"b1": self.b1, "b2": self.b2, "eps": self.eps}
-
-    def exchange_options(self) -> dict[str, Any]:
-        """What every optimizer of this library takes."""
-        return {"axis_name": self.axis_name, "exchange": self.exchange}
-
-    def bits_option(self) -> dict[str, Any]:
-        """The bits, if they are chosen."""
-        return {} if self.bits is None else {"bits": self.bits}
-
-
-PhaseOf = Callable[[int, int, int], Phase]
+        Options of the exchange that the setting has go before those.
+        """
+        taken = inspect.signature(function).parameters
+        offered = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        offered |= {"momentum": self.b1} | own | dict(self.exchange)
+        if "exchange" in taken:
+            default = own.get("exchange", taken["exchange"].default)
+            chosen = {x: y for x, y in self.exchange.items() if x in _IN_ONE_ARGUMENT}
+            offered["exchange"] = dataclasses.replace(default, **chosen)
+        return function(**{name: value for name, value in offered.items() if name in taken})
 
 
 class Entry(NamedTuple):
@@ -90,14 +82,16 @@ class Entry(NamedTuple):
 
     Attributes:
       label: its name in tables and pictures.
-      make: the transformation for a setting; a ``ValueError`` names what is out of range.
       learning_rate: the peak that a sweep begins from.
-      warms_up: whether updates are dense until the variance is frozen, and compressed after it.
+      make: the transformation for a setting; a ``ValueError`` names what is out of range.
+      first_phase: the phase of the first update. One that averages gradients at full precision is
+        in "warmup" all the time.
+      exchange: the constructor that it exchanges by, whose options it has; None for a dense one.
+      warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
       freezes_by_number: whether its variance freezes after a number of updates only.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
-      phase_of: the phase of an update, from the number of updates made before it, the number of
-        dense ones, and the number of updates of the run; None for what ``warms_up`` says.
+      rate_of: the optimizer whose best learning rate it takes, where it is a variant of one.
       bits: per parameter, each way, in a compressed update.
       rounds: share of the updates after a warm-up in which it exchanges anything.
       encoding_bytes: bytes per element that encoding and decoding read and write beyond what Adam's
@@ -109,12 +103,14 @@ class Entry(NamedTuple):
     """
 
     label: str
-    make: Callable[[Setting], optax.GradientTransformation]
     learning_rate: float
+    make: Callable[[Setting], optax.GradientTransformation]
+    first_phase: Phase = "warmup"
+    exchange: Callable[..., Any] | None = None
     warms_up: bool = False
     freezes_by_number: bool = False
     local_steps: bool = False
-    phase_of: PhaseOf | None = None
+    rate_of: str | None = None
     bits: int = 1
     rounds: float = 1.0
     encoding_bytes: float = 13.0
@@ -122,151 +118,126 @@ class Entry(NamedTuple):
     planned: bool = True
     advised: bool = False
 
-    def phase(self, step: int, warmup: int, steps: int) -> Phase:
-        """The phase of the update after so many."""
-        if self.phase_of is not None:
-            return self.phase_of(step, warmup, steps)
-        return "warmup" if self.warms_up and step < warmup else "compression"
+    @property
+    def options(self) -> set[str]:
+        """The options of the exchange that it has."""
+        taken = inspect.signature(self.exchange).parameters if self.exchange else {}
+        return {
+            x for x in EXCHANGE if x in taken or ("exchange" in taken and x in _IN_ONE_ARGUMENT)
+        }
 
 
-def _zero_one_steps(warmup: Any, steps: int) -> dict[str, Any]:
-    """0/1 Adam's step sets: gaps between syncs double as early in a run as in the paper's."""
-    return {
-        "variance_freeze": warmup,
-        # Refreshed in every update until it freezes.
-        "var_update_scaler": warmup,
+def made_by(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """The entry of an optimizer that one constructor makes, with these arguments."""
+    return Entry(label, learning_rate, lambda s: s.call(function, **own), exchange=function)
+
+
+def warming_up(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """One that begins densely and compresses once its variance is frozen."""
+    return made_by(label, learning_rate, function, **own)._replace(warms_up=True)
+
+
+def compressed(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """One that compresses from the first update on."""
+    return made_by(label, learning_rate, function, **own)._replace(first_phase="compression")
+
+
+def zero_one(label: str, learning_rate: float, **policy: int) -> Entry:
+    """0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
+
+    def make(setting: Setting) -> optax.GradientTransformation:
         # In the paper every 32,768 of 152,000 updates.
-        "local_step_scaler": max(1, round(steps * 32768 / 152000)),
-    }
+        doubling = {"local_step_scaler": max(1, round(setting.steps * 32768 / 152000))}
+        # Refreshed in every update until it freezes.
+        always = {"var_update_scaler": setting.warmup}
+        own = {"variance_freeze": setting.warmup} | doubling | always | policy
+        return setting.call(zero_one_adam, **own)
+
+    made = Entry(label, learning_rate, make, exchange=zero_one_adam)
+    return made._replace(local_steps=True, freezes_by_number=True)
 
 
-def _zero_one_adam(s: Setting) -> optax.GradientTransformation:
-    steps = _zero_one_steps(s.warmup, s.steps)
-    return zero_one_adam(**s.adam_options(), **steps, **s.exchange_options())
-
-
-def _zero_one_phase(step: int, warmup: int, steps: int) -> Phase:
-    return zero_one_adam_phase(step, **_zero_one_steps(warmup, steps))
-
-
-def _ef_signsgd(s: Setting) -> optax.GradientTransformation:
-    exchange = dataclasses.replace(s.exchange, scale="mean_abs")
-    options = s.decay_options() | {"axis_name": s.axis_name, "exchange": exchange}
-    return ef_signsgd(**options, momentum=s.b1)
-
-
-def _onebit_muon(s: Setting) -> optax.GradientTransformation:
+def muon(label: str, bits: int, adam_bits: int) -> Entry:
     """Muon on matrices, Adam at the same learning rate on embeddings, norms and biases."""
 
     def matrices(params: Any) -> Any:
         def is_matrix(path: Any, p: Any) -> bool:
-            return jnp.ndim(p) == 2 and p.size > 0 and "embedding" not in str(path[-1:])
+            name = jax.tree_util.keystr(path[-1:], simple=True)
+            return jnp.ndim(p) == 2 and p.size > 0 and name != "embedding"
 
         return jax.tree_util.tree_map_with_path(is_matrix, params)
 
-    return onebit_muon(
-        s.learning_rate,
-        weight_decay=s.weight_decay,
-        matrices=matrices,
-        adam_b1=s.b1,
-        adam_b2=s.b2,
-        adam_bits=2,
+    def make(setting: Setting) -> optax.GradientTransformation:
+        own = {"adam_b1": setting.b1, "adam_b2": setting.b2, "adam_bits": adam_bits}
         # Steps about as long as AdamW's.
-        consistent_rms=0.2,
-        **s.exchange_options(),
-        **s.bits_option(),
-    )
+        own |= {"bits": bits, "matrices": matrices, "consistent_rms": 0.2}
+        return setting.call(onebit_muon, **own)
+
+    return Entry(label, 8e-3, make, "compression", onebit_muon)
 
 
-def _local_steps(s: Setting) -> optax.GradientTransformation:
-    """AdamW on every worker for itself, averaged every few steps."""
-    inner = optax.adamw(**s.adam_options())
-    options = s.exchange_options() | s.bits_option()
-    return local_steps(inner, optax.sgd(1.0), every=LOCAL_STEPS, **options)
+def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
+    """AdamW on every worker for itself; averages at so many bits every few steps."""
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        optimizers = {"inner": setting.call(optax.adamw), "outer": optax.sgd(1.0)}
+        return setting.call(local_steps, **optimizers, every=every, bits=bits, **own)
+
+    made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, bits=bits)
+    # A plan has rows for any interval and bits.
+    return made._replace(rounds=1 / every, encoding_bytes=28, planned=False)
 
 
-def _compressed_sgd(s: Setting) -> optax.GradientTransformation:
+def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
+    """One of Optax's, on gradients averaged with one bit per element."""
+
+    def chained(setting: Setting) -> optax.GradientTransformation:
+        return optax.chain(setting.call(compressed_mean), make(setting))
+
+    return Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
+
+
+def sgd(setting: Setting) -> optax.GradientTransformation:
+    """As ``optax.sgd`` with momentum, and decoupled weight decay."""
     return optax.chain(
-        compressed_mean(**s.exchange_options(), **s.bits_option()),
-        optax.trace(s.b1),
-        optax.add_decayed_weights(s.weight_decay, s.mask),
-        optax.scale_by_learning_rate(s.learning_rate),
+        optax.trace(setting.b1),
+        optax.add_decayed_weights(setting.weight_decay, setting.mask),
+        optax.scale_by_learning_rate(setting.learning_rate),
     )
 
 
 REGISTRY: dict[str, Entry] = {
-    # Passes over memory less Adam's 28 bytes: the worker reads g and c, writes c and reads it for
-    # the scale and for the signs (20); the server does so with its chunk (16 / n, at most 8);
-    # decoding reads the reciprocal root and the parameter and writes it (12); bits are under 1.
-    "onebit_adam": Entry(
-        "1-bit Adam",
-        lambda s: onebit_adam(**s.adam_options(), warmup=s.warmup, **s.exchange_options()),
-        2e-3,
-        warms_up=True,
-        advised=True,
-    ),
+    # Encoding: passes over memory less Adam's 28 bytes: the worker reads g and c, writes c and
+    # reads it for the scale and for the signs (20); the server does so with its chunk (16 / n, at
+    # most 8); decoding reads the reciprocal root and the parameter and writes it (12); bits are
+    # under 1.
+    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(advised=True),
     # It also brings the gradients together as one tensor (8) and goes twice over the fresh
     # variance, the reciprocal root and the parameters (8 + 4 + 4 + 4).
-    "onebit_lamb": Entry(
-        "1-bit LAMB",
-        lambda s: onebit_lamb(**s.adam_options(), warmup=s.warmup, **s.exchange_options()),
-        1e-2,
-        warms_up=True,
-        encoding_bytes=41,
-    ),
+    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),
     # Its variance begins at 0 and is not corrected for that, so that steps are larger than Adam's
-    # at the same learning rate. The published step sets exchange in this share of the paper's
-    # 152,000 updates, of which 12,500 come before the freeze. A sync reads B and y and writes them,
-    # less m's decoding (14).
-    "zero_one_adam": Entry(
-        "0/1 Adam",
-        _zero_one_adam,
-        5e-4,
-        freezes_by_number=True,
-        local_steps=True,
-        phase_of=_zero_one_phase,
-        rounds=0.49,
-        encoding_bytes=27,
-        benchmark="0/1 Adam, sync",
+    # at the same learning rate: the more so, the fewer refreshes there are. The published step sets
+    # exchange in this share of the paper's 152,000 updates, of which 12,500 come before the freeze.
+    # A sync reads B and y and writes them, less m's decoding (14).
+    "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(
+        rounds=0.49, encoding_bytes=27, benchmark="0/1 Adam, sync"
     ),
-    # No scales or residuals: it reads both averages once more to draw signs.
-    "birder": Entry(
-        "Birder",
-        lambda s: birder(**s.decay_options(), seed=0, **s.exchange_options()),
-        1.2e-3,
-        # In the first update workers also tell each other where they have gradients.
-        phase_of=lambda step, *_: "compression" if step else "warmup",
-        encoding_bytes=8,
-    ),
+    # In the first update workers also tell each other where they have gradients. No scales or
+    # residuals: it reads both averages once more to draw signs.
+    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(encoding_bytes=8),
     # The next two read and write less than Adam does.
-    "signum": Entry(
-        "Signum",
-        lambda s: signum(**s.decay_options(), b1=s.b1, **s.exchange_options()),
-        3e-4,
-        encoding_bytes=0,
+    "signum": compressed("Signum", 3e-4, signum)._replace(encoding_bytes=0),
+    # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
+    "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
+        encoding_bytes=0
     ),
-    "distributed_lion": Entry(
-        "Distributed Lion",
-        lambda s: distributed_lion(**s.decay_options(), b1=s.b1, **s.exchange_options()),
-        3e-4,
-        encoding_bytes=0,
-    ),
-    "ef_signsgd": Entry("EF sign SGD", _ef_signsgd, 0.4),
+    "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
     # Orthogonalizing is Muon's own compute, so that its exchange is timed before Adam.
-    "onebit_muon": Entry("1-bit Muon", _onebit_muon, 8e-3, benchmark="compressed_mean, Adam"),
-    "local_steps": Entry(
-        "Local steps, float32",
-        _local_steps,
-        2e-3,
-        local_steps=True,
-        phase_of=lambda step, *_: "local" if (step + 1) % LOCAL_STEPS else "sync",
-        bits=32,
-        rounds=1 / LOCAL_STEPS,
-        encoding_bytes=28,
-        # A plan has rows for any interval and bits.
-        planned=False,
+    "onebit_muon": muon("1-bit Muon", 1, 2)._replace(
+        rate_of="muon", benchmark="compressed_mean, Adam"
     ),
-    "compressed_mean_sgd": Entry("SGD, compressed mean", _compressed_sgd, 0.4, planned=False),
+    "local_steps": local("Local steps, float32", 32),
+    "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
 }
 
 

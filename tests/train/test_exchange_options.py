@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from onebit_jax.transforms.registry import EXCHANGE, Setting
 from tests.train.runs import result, rows
 from train.config import RunConfig
 from train.lm import pretrain
-from train.optimizers import EXCHANGE, OPTIMIZERS, Setting
+from train.optimizers import OPTIMIZERS
 from train.training import make_optimizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
