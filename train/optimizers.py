@@ -91,7 +91,7 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     **{
         f"birder_{b}": registry.made_by(
             f"Birder, decay {b}", 1.2e-3, onebit_jax.birder, b=b, seed=0
-        )
+        )._replace(feedback=False)
         for b in (0.9, 0.98)
     },
     "onebit_muon_2": registry.muon("Muon, 2 bits", 2, 8)._replace(rate_of="muon"),

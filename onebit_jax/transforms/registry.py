@@ -87,6 +87,7 @@ class Entry(NamedTuple):
       first_phase: the phase of the first update. One that averages gradients at full precision is
         in "warmup" all the time.
       exchange: the constructor that it exchanges by, whose options it has; None for a dense one.
+      feedback: whether it has error feedback at one bit, with a scale and residuals.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
       freezes_by_number: whether its variance freezes after a number of updates only.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
@@ -107,6 +108,7 @@ class Entry(NamedTuple):
     make: Callable[[Setting], optax.GradientTransformation]
     first_phase: Phase = "warmup"
     exchange: Callable[..., Any] | None = None
+    feedback: bool = True
     warms_up: bool = False
     freezes_by_number: bool = False
     local_steps: bool = False
@@ -122,9 +124,9 @@ class Entry(NamedTuple):
     def options(self) -> set[str]:
         """The options of the exchange that it has."""
         taken = inspect.signature(self.exchange).parameters if self.exchange else {}
-        return {
-            x for x in EXCHANGE if x in taken or ("exchange" in taken and x in _IN_ONE_ARGUMENT)
-        }
+        of_exchange = _IN_ONE_ARGUMENT if self.feedback else ("local_dtype", "bucket_bytes")
+        in_one = set(of_exchange) if "exchange" in taken else set()
+        return {x for x in EXCHANGE if x in taken} | in_one
 
 
 def made_by(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
@@ -224,12 +226,12 @@ REGISTRY: dict[str, Entry] = {
     ),
     # In the first update workers also tell each other where they have gradients. No scales or
     # residuals: it reads both averages once more to draw signs.
-    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(encoding_bytes=8),
+    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False, encoding_bytes=8),
     # The next two read and write less than Adam does.
-    "signum": compressed("Signum", 3e-4, signum)._replace(encoding_bytes=0),
+    "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False, encoding_bytes=0),
     # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
     "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
-        encoding_bytes=0
+        feedback=False, encoding_bytes=0
     ),
     "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
     # Orthogonalizing is Muon's own compute, so that its exchange is timed before Adam.

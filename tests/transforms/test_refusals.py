@@ -108,7 +108,7 @@ def test_a_value_out_of_range_is_named(make):
                 make(**usual | {field: value})
 
 
-ONE_BITS = r"are options of one bit, but bits=4: leave them out"
+ONE_BITS = r"are options of one bit with error feedback, but KBits.*: leave them out"
 MULTIPLE = r"must be a number, and a multiple of fragments=4"
 
 
