@@ -65,8 +65,14 @@ def test_workers_agree_and_bindings_give_the_same_bits(name):
             assert_equal(*kept)
 
 
-@pytest.mark.parametrize("sizes", [3, (2, 4)], ids=str)
-@every_compressor
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, (2, 4)) for name in COMPRESSORS),
+        *((name, 3) for name in ("rms", "8 bits", "votes, counted", "random signs, summed")),
+    ],
+    ids=str,
+)
 def test_what_travels_and_in_how_many_collectives(name, sizes):
     """Two of uint8, or one sum of votes, however many tensors; or as many as fill the buckets."""
     shapes, compressor = [(1024, 384), (3,), (0,), (77,)], COMPRESSORS[name]
@@ -117,7 +123,7 @@ def test_bfloat16_travels_within_a_node_only():
 # With error feedback.
 
 
-@pytest.mark.parametrize("sizes", [1, 4, 8, (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [1, 4, 8, (2, 2)], ids=str)
 @with_feedback
 def test_nothing_is_lost(name, sizes):
     """What a call brings and leaves is what went into it and what is left of older residuals."""
