@@ -30,10 +30,8 @@ import tyro
 from benchmarks import tasks
 from benchmarks.kinds import AXIS, onebit_adam
 from onebit_jax import validation
-from onebit_jax.collectives import ec1
-from onebit_jax.collectives.exchange import Active
-from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.signs import pack_bits, pack_signs, signed, unpack_bits
+from onebit_jax.collectives import one_bit
+from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.transforms.phases import Phase
 from train import record
 
@@ -84,44 +82,36 @@ class Timed:
 
 
 def encode(
-    value: jax.Array, compensated: jax.Array, scale: jax.Array, active: Active, block: Block
+    value: jax.Array, compensated: jax.Array, scale: jax.Array, active: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What an exchange does before its all-to-all, for one tensor; the tests hold it to that.
+    """The worker's stage of EC1 for one tensor, whose first axis is a multiple of 8.
 
     Args:
-      value: what is sent.
-      compensated: the last compensated value, `[1, *shape]`.
-      scale: its scale.
-      active: which elements count.
-      block: the tensor's layout for one worker.
+      value: what the worker sends.
+      compensated: the last call's `c`, `[1, *shape]`.
+      scale: the last call's scale.
+      active: which elements take part, packed; uint8 `[1, shape[0] / 8, ...]`.
 
     Returns:
       The new compensated value, its scale and its packed signs.
     """
-    counting = block.tensor(unpack_bits(active.bits.reshape(1, *block.plane), axis=1))
-    c = ec1.compensate(value, compensated, scale, counting, residual_decay=1.0, when=True)
-    [scale] = ec1.scale(ec1.power_sum(c, "rms"), active.counts[0], "rms")
-    return c, scale, pack_signs(block.chunks(c[0]), axis=1)
-
-
-def all_active(block: Block) -> Active:
-    """All of a tensor's elements, but for padding."""
-    bits = pack_bits(block.chunks(jnp.ones(block.shape)) > 0, axis=1).reshape(1, -1)
-    return Active(bits, jnp.full((1, 1), block.size, jnp.float32))
+    takes_part = unpack_flags(active, axis=1).reshape(value.shape)
+    c = one_bit.compensate(value, compensated, scale, takes_part, residual_decay=1.0, when=True)
+    [scale] = one_bit.scale(one_bit.power_sum(c, "rms"), jnp.float32(value.size), "rms")
+    return c, scale, pack(c.reshape(1, 8, *active.shape[1:]) >= 0, 1, axis=1)
 
 
 def decode(
-    params: jax.Array, packed: jax.Array, scales: jax.Array, inverse_root: jax.Array, block: Block
+    params: jax.Array, packed: jax.Array, scales: jax.Array, inverse_root: jax.Array
 ) -> jax.Array:
     """Applies received bits to the parameters, over a frozen variance."""
-    return params - 1e-4 * block.tensor(signed(packed, scales)) * inverse_root
+    return params - 1e-4 * signed(packed, scales).reshape(params.shape) * inverse_root
 
 
 def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
     """The programs that are bounded by memory; the copy first, which others are compared with."""
-    block = Block(shape, workers=1)
-    active = jax.jit(lambda: all_active(block))()
-    packed, scales = active.bits.reshape(1, *block.plane), jnp.full((1,), 1e-3)
+    packed = jnp.full((1, shape[0] // 8, *shape[1:]), 255, jnp.uint8)
+    scales = jnp.full((1,), 1e-3)
     adam = optax.adam(1e-4)
 
     def full(value: float) -> jax.Array:
@@ -129,12 +119,12 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
 
     def encode_again(carried: Any, fixed: Any) -> Any:
         (c, scale), (value, active) = carried, fixed
-        c, scale, packed = encode(value, c, scale, active, block)
+        c, scale, packed = encode(value, c, scale, active)
         return (c, scale), packed
 
     def apply_again(params: Any, fixed: Any) -> Any:
         packed, scales, inverse_root = fixed
-        return decode(params, packed, scales, inverse_root, block), ()
+        return decode(params, packed, scales, inverse_root), ()
 
     def adam_again(carried: Any, grads: Any) -> Any:
         params, state = carried
@@ -145,7 +135,7 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
         # Changes its values, lest XLA leave it out or have the copy engine do it; and in place, as
         # the others are, lest new pages be what is timed.
         "copy": Timed(lambda x, _: (-x, ()), full(0.5), ()),
-        "encode": Timed(encode_again, (full(0.0)[None], jnp.float32(0)), (full(1e-3), active)),
+        "encode": Timed(encode_again, (full(0.0)[None], jnp.float32(0)), (full(1e-3), packed)),
         "decode": Timed(apply_again, full(0.5), (packed, scales, full(1.0))),
         "Adam": Timed(adam_again, (full(0.5), adam.init(full(0.5))), full(1e-3)),
     }

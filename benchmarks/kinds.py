@@ -1,12 +1,15 @@
 """What is timed: optimizers, each in a phase and in one of the loops that a user may run it in."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import optax
 
 import onebit_jax
+from onebit_jax import ExchangeOptions
 from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.registry import REGISTRY, Setting
 
 AXIS = "workers"
 PAIR = ("node", "local")
@@ -17,6 +20,9 @@ Loop = Literal["train_step", "own", "bare"]
 _WEIGHT_DECAY = 0.01
 
 _COMPRESSING: tuple[Phase, ...] = ("warmup", "compression")
+
+# Timed with the options of README, or beside another dense optimizer.
+_OWN_ROWS = ("1-bit Adam", "1-bit LAMB")
 
 
 class Kind(NamedTuple):
@@ -86,7 +92,7 @@ def _zero_one_adam(phase: Phase) -> Kind:
 
 
 def _birder(**options: Any) -> Kind:
-    # Its first update counts as warm-up: coordinates at rest are found then.
+    # Its first update counts as warm-up: inactive elements are found then.
     return Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS, **options), _COMPRESSING)
 
 
@@ -95,6 +101,16 @@ def _onebit_lamb(**options: Any) -> Kind:
     return Kind(
         lambda: onebit_jax.onebit_lamb(1e-4, **options), _COMPRESSING, dense="LAMB with pmean"
     )
+
+
+def _registered() -> dict[str, Kind]:
+    """Every optimizer of the registry that a plan has a row for, by its label."""
+    setting = Setting(1e-4, AXIS, warmup=1)
+    return {
+        entry.label: Kind(functools.partial(entry.make, setting), _COMPRESSING)
+        for entry in REGISTRY.values()
+        if entry.planned and entry.benchmark is None
+    }
 
 
 def for_compilers() -> dict[str, Kind]:
@@ -126,18 +142,17 @@ def kinds() -> dict[str, Kind]:
         "1-bit Adam, warm-up, bare optimizer": forever_dense.alone(told=True),
         "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
         "Adam, no exchange": Kind(lambda: adam, loop="own", exchanges=False),
-        "1-bit Adam, bfloat16 residuals": onebit_adam(residual_dtype="bfloat16"),
+        "1-bit Adam, bfloat16 residuals": onebit_adam(
+            exchange=ExchangeOptions(residual_dtype="bfloat16")
+        ),
         "1-bit Adam, nodes of two": onebit_adam(axis_name=PAIR)._replace(nodes_of_two=True),
         "LAMB with pmean": dense(lamb),
         "1-bit LAMB, warm-up": _onebit_lamb(warmup=10**9)._replace(phases=("warmup",)),
         "1-bit LAMB": _onebit_lamb(warmup=1),
         "0/1 Adam, sync": _zero_one_adam("sync"),
         "0/1 Adam, local": _zero_one_adam("local"),
-        "Birder": _birder(),
+        **{label: kind for label, kind in _registered().items() if label not in _OWN_ROWS},
         "Birder, votes": _birder(transport="votes"),
-        "Signum": Kind(lambda: onebit_jax.signum(1e-4, axis_name=AXIS)),
-        "Distributed Lion": Kind(lambda: onebit_jax.distributed_lion(1e-4, axis_name=AXIS)),
-        "EF sign SGD": Kind(lambda: onebit_jax.ef_signsgd(1e-4, axis_name=AXIS)),
         "compressed_mean, Adam": Kind(
             lambda: optax.chain(onebit_jax.compressed_mean(AXIS), adam),
         ),

@@ -10,12 +10,13 @@ at one bit also with residuals of which half is kept.
 import sys
 from collections.abc import Sequence
 
+from onebit_jax.transforms.registry import Entry, local
 from train import compare
-from train.optimizers import OPTIMIZERS, Optimizer, local
+from train.optimizers import OPTIMIZERS
 
 EVERY = 6
 
-VARIANTS: dict[str, Optimizer] = {
+VARIANTS: dict[str, Entry] = {
     "every_6": local("Every 6 steps, float32", 32, EVERY),
     "every_6_4": local("Every 6 steps, 4 bits", 4, EVERY),
     "every_6_2": local("Every 6 steps, 2 bits", 2, EVERY),

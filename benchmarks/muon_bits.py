@@ -17,8 +17,9 @@ import jax
 import optax
 
 import onebit_jax
+from onebit_jax.transforms.registry import Entry, Setting
 from train import compare
-from train.optimizers import OPTIMIZERS, Optimizer, Setting, compressed
+from train.optimizers import OPTIMIZERS
 
 
 def muon(
@@ -96,14 +97,14 @@ def compressed_momentum(axis_name: str, beta: float = 0.95) -> optax.GradientTra
 
 def mean_at(bits: int, decay: float = 0.5) -> Callable[[str], optax.GradientTransformation]:
     """A compressed mean, as `onebit_jax.onebit_muon` has it, with residuals that decay."""
-    scale = "mean_abs" if bits == 1 else "rms"
+    exchange = onebit_jax.ExchangeOptions(scale="mean_abs" if bits == 1 else "rms")
     return lambda axis_name: onebit_jax.compressed_mean(
-        axis_name, bits, scale=scale, residual_decay=decay
+        axis_name, bits, residual_decay=decay, exchange=exchange
     )
 
 
-VARIANTS: dict[str, Optimizer] = {
-    name: compressed(label, 8e-3, make)._replace(rate_of="muon")
+VARIANTS: dict[str, Entry] = {
+    name: Entry(label, 8e-3, make, "compression", rate_of="muon")
     for name, label, make in (
         ("decay_1", "1 bit, all of the residuals", muon(mean_at(1, 1.0))),
         ("decay_0.9", "1 bit, 0.9 of the residuals", muon(mean_at(1, 0.9))),

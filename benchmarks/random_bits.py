@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import tyro
 from jax import lax
 
-from onebit_jax.collectives import stochastic
-from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.signs import pack_bits, pack_signs
+from onebit_jax.collectives.packing import pack
+from onebit_jax.collectives.random_signs import Ratio, binarize, uniforms
 from train import record
 
 
@@ -49,13 +48,12 @@ def check(options: Options) -> None:
 
 def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
     """By name, what makes the bits for all elements from a key of two words, and from numbers."""
-    block = Block((elements,), workers=1)
+    plane = (elements // 8,)
 
     def drawn(key: jax.Array, z: jax.Array) -> jax.Array:
-        z = block.chunks(z)
-        ratio = stochastic.Ratio(z, jnp.ones_like(z))
-        bits = stochastic.binarize(ratio, stochastic.uniforms(key, block, 0))
-        return pack_bits(bits, axis=1)
+        z = z.reshape(1, 1, 8, *plane)
+        drawn = binarize(Ratio(z, jnp.ones_like(z)), uniforms(key, [0], 1, plane))
+        return pack(drawn, 1, axis=2)
 
     def of_jax(implementation: str, dtype: jax.typing.DTypeLike) -> Callable[..., jax.Array]:
         def bits(key: jax.Array, z: jax.Array) -> jax.Array:
@@ -74,7 +72,7 @@ def sources(elements: int) -> dict[str, Callable[[jax.Array, jax.Array], jax.Arr
         return bits
 
     return {
-        "packing alone": lambda key, z: pack_signs(block.chunks(z), axis=1),
+        "packing alone": lambda key, z: pack(z.reshape(8, *plane) >= 0, 1, axis=0),
         "hash, drawing and packing": drawn,
         "lax.rng_bit_generator, Threefry": of_xla(lax.RandomAlgorithm.RNG_THREE_FRY, 4),
         "lax.rng_bit_generator, Philox": of_xla(lax.RandomAlgorithm.RNG_PHILOX, 4),

@@ -5,7 +5,7 @@
 1-bit Adam, whose warm-up takes 5, 15 or 30 % of the steps, or as many as `variance_stable` says,
 without and with refreshes of the variance after it; and Adam. On three tasks, at two learning rates
 each: a byte-level language model, BERT, and a regression whose gradients shrink late: its noise
-falls to a twentieth in the sixth tenth of the run. Workers are simulated on one device.
+falls to a twentieth in the sixth tenth of the run. Workers are devices that are simulated on CPUs.
 
 A loss is the training loss, the mean of the last twentieth of the steps; beside it, what that is to
 the best of the three shares. Bytes are what a worker sends in the whole run, to the shortest of the
@@ -18,6 +18,7 @@ import math
 import pathlib
 import statistics
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -26,11 +27,12 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh
 
-from onebit_jax.transforms.phases import Phase
 from train import record
-from train.compare_options import Options
-from train.trainer import Task, Trainer, make_task
-from train.workers import AXIS, Simulated, shares, worker_gradients
+from train.compare import Config, make_task
+from train.report import read_run
+from train.stop import StopRequest
+from train.stream import Examples
+from train.training import AXIS, Task, Trainer
 
 SHARES = 0.05, 0.15, 0.3
 # A loss that is as good as another.
@@ -56,25 +58,52 @@ class WarmupEndOptions:
     """File to write the figures to."""
 
 
-def late_task(steps: int, workers: Simulated) -> Task:
+class LateBatches:
+    """Batches whose targets are noisy for half of the run, as a stream that can be resumed.
+
+    Args:
+        make: makes one, with noise of this size.
+        steps: length of the run.
+    """
+
+    def __init__(self, make: Any, steps: int):
+        self._make, self._steps, self._step = make, steps, 0
+
+    def __iter__(self) -> "LateBatches":
+        return self
+
+    def __next__(self) -> Any:
+        noise = 2.0 * 0.05 ** min(max(self._step / self._steps * 10 - 5, 0.0), 1.0)
+        self._step += 1
+        return self._make(np.random.default_rng(self._step), noise)
+
+    def get_state(self) -> int:
+        """The place."""
+        return self._step
+
+    def set_state(self, state: int) -> None:
+        """Goes to a place."""
+        self._step = state
+
+
+def late_task(config: Config) -> Task:
     """Regression on a teacher network of two layers, whose targets are noisy for half of the run.
 
     Args:
-        steps: length of the run.
-        workers: who trains.
+        config: options of the run.
     """
     rows, inputs, hidden, outputs = 64, 32, 128, 16
-    rng = np.random.default_rng(0)
+    first = np.random.default_rng(0)
 
-    def normal(*shape: int) -> np.ndarray:
+    def normal(*shape: int, rng: np.random.Generator = first) -> np.ndarray:
         return rng.standard_normal(shape, np.float32)
 
     teacher = normal(inputs, 64) * 2 / math.sqrt(inputs), normal(64, outputs) / 8
 
-    def batch(noise: float) -> dict[str, np.ndarray]:
-        x = normal(rows, inputs)
+    def batch(rng: np.random.Generator, noise: float) -> dict[str, np.ndarray]:
+        x = normal(rows, inputs, rng=rng)
         y = np.tanh(x @ teacher[0]) @ teacher[1]
-        return {"x": x, "y": y + np.float32(noise) * normal(rows, outputs)}
+        return {"x": x, "y": y + np.float32(noise) * normal(rows, outputs, rng=rng)}
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, dict[str, Any]]:
         x = batch["x"]
@@ -82,64 +111,75 @@ def late_task(steps: int, workers: Simulated) -> Task:
             x = jax.nn.gelu(x @ params[name] + params[f"{name}_bias"])
         return jnp.mean((x @ params["last"] - batch["y"]) ** 2), {}
 
-    def noise(step: int) -> float:
-        return 2.0 * 0.05 ** min(max(step / steps * 10 - 5, 0.0), 1.0)
-
     sizes = {"first": (inputs, hidden), "second": (hidden, hidden), "last": (hidden, outputs)}
     params = {name: jnp.array(normal(*size)) / size[0] ** 0.5 for name, size in sizes.items()}
     params |= {name: jnp.zeros(hidden) for name in ("first_bias", "second_bias")}
-    batches = [shares(batch(noise(step)), workers.count) for step in range(steps)]
-    judged_on = [batch(0.0) for _ in range(16)]
     loss = jax.jit(lambda p, b: loss_fn(p, b)[0])
-    return Task(
-        params,
-        workers,
-        jax.jit(workers.map(worker_gradients(loss_fn))),
-        batches,
-        lambda params: float(np.mean([loss(params, b) for b in judged_on])),
-        lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    judged_on = [batch(np.random.default_rng((0, i)), 0.0) for i in range(16)]
+
+    class LateTask(Task):
+        """A task with batches of its own."""
+
+        def batches(self) -> Any:
+            """See `LateBatches`."""
+            return LateBatches(batch, config.steps)
+
+        def heldout_batches(self) -> Any:
+            """Without noise."""
+            return iter(judged_on)
+
+    nothing = Examples(lambda index, rng: {}, 0, "none")
+    return LateTask(
+        config,
+        init=lambda: params,
+        loss_fn=loss_fn,
+        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        examples=nothing,
+        heldout=nothing,
+        judge=lambda params, batches: {
+            "heldout_loss": float(np.mean([loss(params, b) for b in batches]))
+        },
     )
 
 
-def measure(options: WarmupEndOptions, mesh: Mesh) -> list[dict[str, Any]]:
-    """The figures of all trainings."""
+def measure(options: WarmupEndOptions, mesh: Mesh, folder: str) -> list[dict[str, Any]]:
+    """The figures of all trainings, which are made in a folder."""
     figures = []
     for name in options.tasks:
-        common = Options(
+        common = Config(
             task="bert" if name == "bert" else "lm",
             corpus=options.corpus,
             heldout=options.heldout,
-            devices=False,
             workers=options.workers,
             batch_size=8,
             sequence_length=64,
             steps=options.steps,
             schedule_warmup=options.steps // 20,
             eval_batches=32,
+            out=folder,
         )
-        workers = Simulated(options.workers)
-        task = (
-            late_task(options.steps, workers) if name == "late" else make_task(common, workers, 0)
-        )
+        task = late_task(common) if name == "late" else make_task(common)
         of_run = [round(share * options.steps) for share in SHARES]
         kinds = [("adam", 1), *(("onebit_adam", number) for number in of_run)]
         for optimizer, warmup in [*kinds, ("onebit_adam", "auto"), ("onebit_adam_refresh", "auto")]:
-            trainer = Trainer(optimizer, dataclasses.replace(common, warmup=warmup), task, mesh)
-            sent: dict[Phase, int] = {}
+            config = dataclasses.replace(common, warmup=warmup)
+            trainer = Trainer(optimizer, config, task, mesh, any_rate=True)
             for rate in RATES[name]:
-                run = trainer.train(task, rate)
-                phases = trainer.phases(run["frozen_at"])
-                sent |= trainer.bytes_sent([phase for phase in phases if phase not in sent])
+                one = config.one(f"{name}-{warmup}-{rate:g}", learning_rate=rate)
+                result = trainer.run(one, task, StopRequest())
+                run = read_run(one.folder / optimizer)
+                assert run is not None
+                losses = [row["loss"] for row in run.rows[-(options.steps // 20) :]]
                 figures.append(
                     {
                         "task": name,
                         "learning_rate": rate,
                         "optimizer": optimizer,
                         "warmup": warmup,
-                        "frozen_at": run["frozen_at"],
-                        "loss": statistics.fmean(run["losses"][-(options.steps // 20) :]),
-                        "heldout": run["heldout"],
-                        "bytes": sum(sent[phase] for phase in phases),
+                        "frozen_at": result["frozen_at"],
+                        "loss": statistics.fmean(losses),
+                        "heldout": result["heldout_mlm_loss" if name == "bert" else "heldout_loss"],
+                        "bytes": result["bytes_sent"],
                     }
                 )
                 print(json.dumps(figures[-1]), flush=True)
@@ -180,7 +220,8 @@ def main() -> int:
     try:
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((options.workers,), (AXIS,), axis_types=auto, devices=devices)
-        figures = measure(options, mesh)
+        with tempfile.TemporaryDirectory() as folder:
+            figures = measure(options, mesh, folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

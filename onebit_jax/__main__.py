@@ -1,11 +1,39 @@
 """The command ``python -m onebit_jax``."""
 
 import argparse
-import math
 import pathlib
 import sys
+from typing import Any
 
 from onebit_jax import plan
+
+_REQUIRED = (
+    ("--parameters", float, "of the model: 340e6"),
+    ("--workers", int, "devices that train"),
+    ("--bandwidth", str, "of one node's card, each way"),
+    ("--step-time", str, "of a step's compute with Adam, without exchange"),
+    ("--steps", int, "of the run"),
+)
+# With what stands for the default of `plan.Setting`; None for that itself.
+_OPTIONAL = (
+    ("--warmup", float, None, "share of the steps that is an optimizer's warm-up"),
+    ("--warmup-bits", int, None, "of the gradients in a warm-up: 32, 16, 8 or 4"),
+    ("--every", int, None, "steps from one exchange of local steps to the next"),
+    ("--local-bits", int, None, "per value that local steps exchange: 32, 8, 4, 2 or 1"),
+    ("--per-node", int, None, "devices that share a card"),
+    ("--latency", str, "50us", "of one message between nodes"),
+    ("--local-bandwidth", str, "25GB", "between the devices of a node, as by PCIe 4.0 x16"),
+    ("--memory-bandwidth", str, "1TB", "of one device"),
+    ("--efficiency", float, None, "share of the bandwidth that collectives reach"),
+)
+_PARSED = {
+    "bandwidth": plan.parse_rate,
+    "local_bandwidth": plan.parse_rate,
+    "memory_bandwidth": plan.parse_rate,
+    "host_bandwidth": plan.parse_rate,
+    "step_time": plan.parse_seconds,
+    "latency": plan.parse_seconds,
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -17,66 +45,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Predicts time and volume of a run, dense and with one bit, and advises.",
         epilog="Rates are such as 10Gbit, 100Mbit or, in bytes, 25GB; durations such as 50us. "
         "Optimizers that a calibration does not have are left out.",
+        argument_default=argparse.SUPPRESS,
     )
-    defaults = plan.Setting._field_defaults
     required = command.add_argument_group("required")
-    required.add_argument("--parameters", required=True, type=float, help="of the model: 340e6")
-    required.add_argument("--workers", required=True, type=int, help="devices that train")
-    required.add_argument("--bandwidth", required=True, help="of one node's card, each way")
-    required.add_argument(
-        "--step-time", required=True, help="of a step's compute with Adam, without exchange"
-    )
-    required.add_argument("--steps", required=True, type=int, help="of the run")
-    command.add_argument(
-        "--warmup",
-        type=float,
-        default=defaults["warmup"],
-        help="share of the steps that is an optimizer's warm-up (default: %(default)s)",
-    )
-    command.add_argument(
-        "--warmup-bits",
-        type=int,
-        default=defaults["warmup_bits"],
-        help="of the gradients in a warm-up: 32, 16, 8 or 4 (default: %(default)s)",
-    )
-    command.add_argument(
-        "--every",
-        type=int,
-        default=defaults["every"],
-        help="steps from one exchange of local steps to the next (default: %(default)s)",
-    )
-    command.add_argument(
-        "--local-bits",
-        type=int,
-        default=defaults["local_bits"],
-        help="per value that local steps exchange: 32, 8, 4, 2 or 1 (default: %(default)s)",
-    )
-    command.add_argument(
-        "--per-node",
-        type=int,
-        default=defaults["per_node"],
-        help="devices that share a card (default: %(default)s)",
-    )
-    command.add_argument(
-        "--latency", default="50us", help="of one message between nodes (default: %(default)s)"
-    )
-    command.add_argument(
-        "--local-bandwidth",
-        default="25GB",
-        help="between the devices of a node (default: %(default)s, PCIe 4.0 x16)",
-    )
-    command.add_argument(
-        "--memory-bandwidth", default="1TB", help="of one device (default: %(default)s)"
-    )
+    for name, kind, text in _REQUIRED:
+        required.add_argument(name, required=True, type=kind, help=text)
+    for name, kind, default, text in _OPTIONAL:
+        field = name.removeprefix("--").replace("-", "_")
+        default = plan.Setting._field_defaults[field] if default is None else default
+        text = f"{text} (default: %(default)s)"
+        command.add_argument(name, type=kind, default=default, help=text)
     command.add_argument(
         "--host-bandwidth",
         help="of a node's own software between memory and card (default: no limit, as with RDMA)",
-    )
-    command.add_argument(
-        "--efficiency",
-        type=float,
-        default=defaults["efficiency"],
-        help="share of the bandwidth that collectives reach (default: %(default)s)",
     )
     command.add_argument(
         "--calibration",
@@ -90,33 +71,21 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> None:
     """Runs the command; bad input ends it with exit code 2."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options: dict[str, Any] = vars(parser.parse_args(arguments))
+    del options["command"]
     try:
+        for field, value in options.items():
+            # Python's argparse makes an empty list of `--option=--`.
+            if value in ("", []):
+                raise ValueError(f"--{field.replace('_', '-')} must have a value.")
+            if field in _PARSED:
+                options[field] = _PARSED[field](field, value)
         # 340e6 is how people write it; what is no whole number is refused with the rest.
-        whole = options.parameters.is_integer()
-        setting = plan.Setting(
-            parameters=int(options.parameters) if whole else options.parameters,
-            workers=options.workers,
-            bandwidth=plan.parse_rate("bandwidth", options.bandwidth),
-            step_time=plan.parse_seconds("step_time", options.step_time),
-            steps=options.steps,
-            warmup=options.warmup,
-            warmup_bits=options.warmup_bits,
-            every=options.every,
-            local_bits=options.local_bits,
-            per_node=options.per_node,
-            latency=plan.parse_seconds("latency", options.latency),
-            local_bandwidth=plan.parse_rate("local_bandwidth", options.local_bandwidth),
-            memory_bandwidth=plan.parse_rate("memory_bandwidth", options.memory_bandwidth),
-            efficiency=options.efficiency,
-            host_bandwidth=(
-                plan.parse_rate("host_bandwidth", options.host_bandwidth)
-                if options.host_bandwidth
-                else math.inf
-            ),
-            calibration=options.calibration and plan.read_calibration(options.calibration),
-        )
-        result = plan.plan(setting)
+        if options["parameters"].is_integer():
+            options["parameters"] = int(options["parameters"])
+        if "calibration" in options:
+            options["calibration"] = plan.read_calibration(options["calibration"])
+        result = plan.plan(plan.Setting(**options))
     except ValueError as error:
         parser.error(str(error))
     print(plan.table(result))

@@ -165,10 +165,11 @@ def check_transformation(name: str, tx: Any) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises ``ValueError`` unless ``mesh`` is a mesh of devices, or an abstract one."""
-    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+    """Raises ``ValueError`` unless ``mesh`` is a mesh of devices without manual axes."""
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.abstract_mesh.manual_axes:
         raise ValueError(
-            f"mesh={mesh!r} must be a mesh of devices, such as jax.make_mesh((8,), ('data',))."
+            f"mesh={mesh!r} must be a mesh of devices, not an abstract one, with axes of type Auto "
+            f"or Explicit, such as jax.make_mesh((8,), ('data',))."
         )
 
 

@@ -11,59 +11,18 @@ import numpy as np
 import optax
 from hypothesis import strategies as st
 
-VALUES: list[Any] = [
-    None,
-    True,
-    False,
-    np.bool_(True),
-    0,
-    -1,
-    2**31,
-    10**400,
-    0.0,
-    -0.5,
-    1e-320,
-    1e39,
-    math.nan,
-    math.inf,
-    -math.inf,
-    1j,
-    np.complex64(1),
-    np.float32(0.5),
-    np.array(0.5),
-    np.array([0.5, 0.5]),
-    np.array("x"),
-    jnp.float32(math.nan),
-    jnp.array([1, 2]),
-    jnp.complex64(1j),
-    "",
-    "rms",
-    "data",
-    "10Gbit",
-    b"data",
-    (),
-    ("node", "local"),
-    ("node", 1),
-    [],
-    [1],
-    {},
-    {1: 2},
-    set(),
-    object(),
-    int,
-    len,
-    lambda *_: None,
-    lambda count: count,
-    optax.adam(1e-3),
-    jax.ShapeDtypeStruct((), jnp.float32),
-]
+_FLAGS = [None, True, False, np.bool_(True)]
+_NUMBERS = [0, -1, 2**31, 10**400, 0.0, -0.5, 1e-320, 1e39, math.nan, math.inf, -math.inf, 1j]
+_ARRAYS = [np.complex64(1), np.float32(0.5), np.array(0.5), np.array([0.5, 0.5]), np.array("x")]
+_JAX_ARRAYS = [jnp.float32(math.nan), jnp.array([1, 2]), jnp.complex64(1j)]
+_TEXTS = ["", "rms", "data", "10Gbit", b"data"]
+_CONTAINERS = [(), ("node", "local"), ("node", 1), [], [1], {}, {1: 2}, set()]
+_FUNCTIONS = [int, len, lambda *_: None, lambda count: count, optax.adam(1e-3)]
+_OTHERS = [object(), jax.ShapeDtypeStruct((), jnp.float32)]
+VALUES: list[Any] = [*_FLAGS, *_NUMBERS, *_ARRAYS, *_JAX_ARRAYS, *_TEXTS, *_CONTAINERS]
+VALUES += [*_FUNCTIONS, *_OTHERS]
 
-values = st.one_of(
-    st.sampled_from(VALUES),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=8),
-)
+values = st.one_of(st.sampled_from(VALUES), st.integers(), st.floats(), st.text(max_size=8))
 
 
 def arguments(function: Callable[..., Any], usual: dict[str, Any]) -> st.SearchStrategy[Any]:

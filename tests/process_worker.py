@@ -8,7 +8,6 @@ middle of the run there, from which every later process takes one compressed ste
 """
 
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from tests.processes import join_processes, on_mesh
 from tests.workers import flipped
 
 WORKERS, STEPS, WARMUP, MIDDLE = 4, 12, 6, 8
@@ -27,11 +27,7 @@ def loss_fn(params, batch):
     return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
 
-def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", WORKERS // processes)
-    if processes > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
     mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
     tx = onebit_jax.onebit_adam(1e-2, weight_decay=0.01, warmup=WARMUP, axis_name="data")
     step = onebit_jax.train_step(loss_fn, tx, mesh)
@@ -40,9 +36,6 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
 
     def draw(*shape):
         return rng.normal(size=shape).astype(np.float32)
-
-    def on_mesh(value, sharding):
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     # No tensor fills whole bytes on all workers, so that each of them is padded.
     params = {"hidden": {"kernel": draw(5, 33), "bias": draw(33)}, "out": draw(33, 3)}
@@ -77,8 +70,8 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
         params, opt_state = jax.tree.unflatten(jax.tree.structure(state), list(middle.values()))
     opt_state = jax.tree.map(on_mesh, opt_state, shardings)
     record("step", step(params, opt_state, batches[MIDDLE], phase="compression")[:2])
-    np.savez(folder / f"{processes}-{rank}.npz", **held)
+    return held
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    join_processes(main, WORKERS)

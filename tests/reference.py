@@ -3,7 +3,7 @@
 Everything is a list over workers; a tensor is flat and unpadded, and nothing is packed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -196,6 +196,21 @@ class ZeroOneAdam:
         return self.p
 
 
+class Tensor:
+    """One tensor, the same parameters on every worker, and the momentum of each."""
+
+    def __init__(self, p, workers, lr, weight_decay):
+        self.p = p.astype(np.float32).reshape(-1)
+        self.m: Any = [np.zeros_like(self.p) for _ in range(workers)]
+        self.lr, self.weight_decay, self.count = lr, weight_decay, 0
+
+    def step(self, lr, u):
+        """Applies an update with decoupled weight decay."""
+        self.p = (self.p - lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.count += 1
+        return self.p
+
+
 def vote_sign(z, positive):
     """`sgn`, but a zero is +1 where `positive` and -1 elsewhere."""
     return np.where(z == 0, np.float32(1 if positive else -1), np.sign(z)).astype(np.float32)
@@ -206,32 +221,27 @@ def sum_of_votes(z, turn):
     return np.sum([vote_sign(x, (turn + i) % 2 == 0) for i, x in enumerate(z)], axis=0)
 
 
-class Signum:
-    """Signum with majority vote, on one tensor."""
+class Signum(Tensor):
+    """Signum with majority vote."""
 
     def __init__(self, p, workers, lr, b1, weight_decay):
-        self.p = p.astype(np.float32).reshape(-1)
-        self.m = [np.zeros_like(self.p) for _ in range(workers)]
-        self.lr, self.b1, self.weight_decay, self.count = lr, b1, weight_decay, 0
+        super().__init__(p, workers, lr, weight_decay)
+        self.b1 = b1
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
         g = [x.astype(np.float32).reshape(-1) for x in gradients]
         self.m = [self.b1 * m + (1 - self.b1) * x for m, x in zip(self.m, g, strict=True)]
         u = vote_sign(sum_of_votes(self.m, self.count), self.count % 2 == 0)
-        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
-        self.count += 1
-        return self.p
+        return self.step(self.lr, u)
 
 
-class DistributedLion:
-    """Distributed Lion, on one tensor."""
+class DistributedLion(Tensor):
+    """Distributed Lion."""
 
     def __init__(self, p, workers, lr, b1, b2, weight_decay, aggregation):
-        self.p = p.astype(np.float32).reshape(-1)
-        self.m = [np.zeros_like(self.p) for _ in range(workers)]
-        self.lr, self.b1, self.b2, self.weight_decay = lr, b1, b2, weight_decay
-        self.aggregation, self.count = aggregation, 0
+        super().__init__(p, workers, lr, weight_decay)
+        self.b1, self.b2, self.aggregation = b1, b2, aggregation
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
@@ -240,22 +250,19 @@ class DistributedLion:
         u = sum_of_votes([self.b1 * m + (1 - self.b1) * x for m, x in both], self.count)
         u = vote_sign(u, self.count % 2 == 0) if self.aggregation == "majority" else u / len(g)
         self.m = [self.b2 * m + (1 - self.b2) * x for m, x in both]
-        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
-        self.count += 1
-        return self.p
+        return self.step(self.lr, u)
 
 
-class EfSignsgd:
-    """Zheng et al.'s dist-EF-blockSGDM on one tensor, with residuals of gradients as they write it.
+class EfSignsgd(Tensor):
+    """Zheng et al.'s dist-EF-blockSGDM, with residuals of gradients as they write it.
 
     `lr` is a function of the update count; it must not be 0.
     """
 
     def __init__(self, p, workers, lr, momentum, weight_decay):
-        self.p = p.astype(np.float32).reshape(-1)
-        self.m = [np.zeros_like(self.p) for _ in range(workers)]
+        super().__init__(p, workers, lr, weight_decay)
         self.residuals = zero_residuals(self.p.size, workers)
-        self.lr, self.momentum, self.weight_decay, self.count = lr, momentum, weight_decay, 0
+        self.momentum = momentum
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
@@ -265,9 +272,7 @@ class EfSignsgd:
         p = [self.momentum * m + x for m, x in zip(self.m, g, strict=True)]
         rescaled = Residuals(*[[ratio * x for x in side] for side in self.residuals])
         mean, self.residuals = ec1(p, rescaled, kind="mean_abs")
-        self.p = (self.p - lr * (mean + self.weight_decay * self.p)).astype(np.float32)
-        self.count += 1
-        return self.p
+        return self.step(lr, mean)
 
 
 def hash_words(counter, key):
@@ -296,16 +301,14 @@ def binarize(z, uniform):
     return np.where(uniform < z, 1.0, -1.0)
 
 
-class Birder:
-    """Birder on one tensor, the same parameters on every worker."""
+class Birder(Tensor):
+    """Birder."""
 
     def __init__(self, p, workers, lr, b, weight_decay=0.0, requantize=True, amsgrad=False):
-        self.p = p.astype(np.float32).reshape(-1)
-        self.m = np.zeros((workers, self.p.size), np.float32)
-        self.a = np.zeros_like(self.m)
+        super().__init__(p, workers, lr, weight_decay)
+        self.m, self.a = (np.zeros((workers, self.p.size), np.float32) for _ in range(2))
         self.live = np.zeros(self.p.size, bool)
-        self.lr, self.b, self.weight_decay = lr, b, weight_decay
-        self.requantize, self.amsgrad, self.count = requantize, amsgrad, 0
+        self.b, self.requantize, self.amsgrad = b, requantize, amsgrad
 
     def update(self, gradients, own_uniforms, server_uniforms):
         """Makes one update from the workers' own gradients and everybody's random numbers."""
@@ -321,9 +324,8 @@ class Birder:
         if self.requantize:
             u = binarize(u, server_uniforms)
         u = np.where(self.live, u, 0)
-        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
-        self.live, self.count = seen, self.count + 1
-        return self.p
+        self.live = seen
+        return self.step(self.lr, u)
 
 
 def quantized_layout(shapes, workers, bits, large=2**16):

@@ -1,24 +1,31 @@
 """A small network on a mesh of four CPU devices, and optimizers that train it."""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax.markers import is_per_worker
+from tests.optimizers import LEARNING_RATE, WARMUP
 from tests.workers import PAIR
 
 NODES = 2, 2
-WORKERS, ROWS, WARMUP, LEARNING_RATE, B2 = 4, 16, 3, 1e-2, 0.5
+WORKERS, ROWS, B2 = 4, 16, 0.5
 
 
 def make_mesh(sizes=(WORKERS,), axes=("data",), kind=None):
     """As README makes it, with axes of JAX's default kind, or of the one given."""
     kinds = None if kind is None else (kind,) * len(axes)
-    return jax.make_mesh(sizes, axes, devices=jax.devices()[:WORKERS], axis_types=kinds)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, devices=devices, axis_types=kinds)
 
 
 MESH, NODES_MESH = make_mesh(), make_mesh(NODES, PAIR)
@@ -44,6 +51,18 @@ def loss_and_metrics(params, batch):
 
 def loss_fn(params, batch):
     return loss_and_metrics(params, batch)[0]
+
+
+def faulty_loss(params, batch):
+    """The same; where a row has a fault, so has the gradient of one bias."""
+    return loss_fn(params, batch) + params["layer"]["bias"][2] * jnp.mean(batch["fault"])
+
+
+def with_fault(batch, worker=None, value=0.0):
+    fault = np.zeros(ROWS, np.float32)
+    if worker is not None:
+        fault[worker * ROWS // WORKERS + 1] = value
+    return batch | {"fault": fault}
 
 
 def onebit(axis_name: str | tuple[str, str] = "data", **options):
@@ -78,6 +97,29 @@ def train(step, params, opt_state, batches) -> tuple[Any, Any]:
     return params, opt_state
 
 
+def replicated(tree, mesh=MESH):
+    """On all devices of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, P()))
+
+
+def assert_replicas_agree(tree):
+    """All devices of a mesh hold the same bits, but for what is marked as each worker's own."""
+    shared = jax.tree.map(
+        lambda node: None if is_per_worker(node) else node, tree, is_leaf=is_per_worker
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(numbers(shared)):
+        copies = {np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards}
+        assert leaf.sharding.is_fully_replicated, jax.tree_util.keystr(path)
+        assert leaf.sharding.num_devices > 1, jax.tree_util.keystr(path)
+        assert len(copies) == 1, jax.tree_util.keystr(path)
+
+
+def numbers(tree):
+    """Random keys as what they are made of."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
 def assert_close(got, expected):
     """Floats to a part of each tensor's largest value, integers exactly; not bytes of floats."""
 
@@ -94,4 +136,13 @@ def assert_close(got, expected):
 
 
 def assert_equal(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(expected))
+    """The same bits."""
+
+    def check(path, got, expected):
+        name, got, expected = jax.tree_util.keystr(path), np.asarray(got), np.asarray(expected)
+        assert (got.shape, got.dtype) == (expected.shape, expected.dtype), name
+        if got.tobytes() != expected.tobytes():
+            np.testing.assert_array_equal(got, expected, err_msg=name)
+            pytest.fail(f"{name}: the same values of other bits")
+
+    jax.tree_util.tree_map_with_path(check, numbers(got), numbers(expected))

@@ -10,22 +10,22 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import checksum, find_divergences
+from tests.optimizers import OPTIMIZERS
 from tests.small_task import (
     MESH,
     NODES_MESH,
     make_batches,
     make_params,
     onebit,
+    replicated,
     start,
     train,
 )
-from tests.workers import PAIR, flipped
+from tests.workers import PAIR, flipped, flipped_at
 
 # The checksum
 
@@ -82,20 +82,25 @@ def test_the_minority_is_named_and_all_where_there_is_none():
 def begun(axis_name):
     """Parameters and state of 1-bit Adam before the first step."""
     mesh = MESH if axis_name == "data" else NODES_MESH
-    params = jax.device_put(make_params(), NamedSharding(mesh, P()))
+    params = replicated(make_params(), mesh)
     return mesh, params, onebit_jax.init(onebit(axis_name), params, mesh)
 
 
-@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+both = pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+
+
+@both
 def test_replicas_that_are_the_same_pass(axis_name):
     mesh, params, opt_state = begun(axis_name)
     diagnosis = onebit_jax.diagnose(params, opt_state, mesh)
     assert diagnosis.warnings == ()
-    assert {"params['layer']['kernel']", "opt_state[0].exchange.packed"} <= set(diagnosis.compared)
+    assert {"params['layer']['kernel']", "opt_state[0].momentum.received"} <= set(
+        diagnosis.compared
+    )
     assert not [name for name in diagnosis.compared if "compensated" in name]
 
 
-@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
+@both
 @pytest.mark.parametrize("bit", [0, 31])
 @pytest.mark.parametrize("worker", [0, 3])
 def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bit):
@@ -109,16 +114,14 @@ def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bi
     assert f"{words} {worker} ({device}, process 0). Go back" in str(error.value)
 
 
-@pytest.mark.parametrize("axis_name", ["data", PAIR], ids=["flat", "nodes"])
-@pytest.mark.parametrize("field", ["exchange.packed", "exchange.active.bits", "progress.count"])
+@both
+@pytest.mark.parametrize(
+    "field", ["momentum.received", "momentum.exchange.active.bits", "progress.count"]
+)
 def test_shared_state_off_by_one_bit_on_one_device_is_named(axis_name, field):
     mesh, params, opt_state = begun(axis_name)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(opt_state)
     name = f"[0].{field}"
-    opt_state = jax.tree.unflatten(
-        structure,
-        [flipped(x, 2) if jax.tree_util.keystr(path) == name else x for path, x in leaves],
-    )
+    opt_state = flipped_at(opt_state, name, worker=2)
     with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
         onebit_jax.diagnose(params, opt_state, mesh)
     assert error.value.divergences == ((f"opt_state{name}", (2,)),)
@@ -126,8 +129,8 @@ def test_shared_state_off_by_one_bit_on_one_device_is_named(axis_name, field):
 
 def test_the_models_state_is_compared():
     mesh, params, opt_state = begun("data")
-    mean = jax.device_put(jnp.ones(3), NamedSharding(mesh, P()))
-    model_state = {"mean": mean, "key": jax.device_put(jax.random.key(0), mean.sharding)}
+    mean = replicated(jnp.ones(3), mesh)
+    model_state = {"mean": mean, "key": replicated(jax.random.key(0), mesh)}
     diagnosis = onebit_jax.diagnose(params, opt_state, mesh, model_state=model_state)
     assert "model_state['key']" in diagnosis.compared
     model_state["mean"] = flipped(mean, 1)
@@ -146,45 +149,13 @@ def test_a_replica_that_went_astray_is_found_after_further_steps():
         onebit_jax.diagnose(params, opt_state, MESH)
 
 
-LOCAL = {
-    "local_steps": onebit_jax.local_steps(
-        optax.adam(1e-2), optax.sgd(1.0), every=3, axis_name="data", bits=4
-    ),
-    "zero_one_adam": onebit_jax.zero_one_adam(
-        1e-2, variance_freeze=2, sync_steps=lambda count: count % 3 == 2, axis_name="data"
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "shared"),
-    [
-        ("local_steps", "shared"),
-        pytest.param("zero_one_adam", "v_then_y", marks=pytest.mark.slow),
-    ],
-)
-def test_parameters_that_may_differ_between_exchanges_are_left_out(name, shared):
-    step, (params, opt_state) = start(LOCAL[name])
-    params, opt_state = train(step, params, opt_state, make_batches(4))
-    copies = [np.asarray(x.data) for x in params["layer"]["kernel"].addressable_shards]
-    assert not np.array_equal(copies[0], copies[1])
-    diagnosis = onebit_jax.diagnose(params, opt_state, MESH)
-    compared = f"opt_state.{shared}['layer']['kernel']"
-    assert compared in diagnosis.compared
-    assert not [x for x in diagnosis.compared if x.startswith("params")]
-    tree = getattr(opt_state, shared)
-    tree = {"layer": tree["layer"] | {"kernel": flipped(tree["layer"]["kernel"], 0)}}
-    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
-        onebit_jax.diagnose(params, opt_state._replace(**{shared: tree}), MESH)
-    assert error.value.divergences == ((compared, (0,)),)
-
-
 def test_of_a_partition_the_other_parameters_are_compared():
+    local = OPTIMIZERS["zero_one_adam"].make("data")
     tx = optax.partition(
-        {"local": LOCAL["zero_one_adam"], "dense": optax.chain(onebit_jax.mean_gradients("data"))},
+        {"local": local, "dense": onebit_jax.mean_gradients("data")},
         {"layer": {"kernel": "local", "bias": "dense"}},
     )
-    params = jax.device_put(make_params(), NamedSharding(MESH, P()))
+    params = replicated(make_params())
     opt_state = onebit_jax.init(tx, params, MESH)
     frozen = jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.ones_like(x) if "frozen_at" in jax.tree_util.keystr(path) else x,
@@ -203,9 +174,8 @@ def test_arrays_without_copies_to_compare_are_refused():
     on_one = jax.device_put(params, jax.devices()[0])
     with pytest.raises(ValueError, match=r"lies as SingleDeviceSharding.*nothing|no copies"):
         onebit_jax.diagnose(on_one, opt_state, mesh)
-    replicated = jax.device_put(opt_state, NamedSharding(mesh, P()))
-    with pytest.raises(ValueError, match=r"opt_state\[0\].*worker_compensated.*lies as"):
-        onebit_jax.diagnose(params, replicated, mesh)
+    with pytest.raises(ValueError, match=r"opt_state\[0\].*m_then_compensated.*lies as"):
+        onebit_jax.diagnose(params, replicated(opt_state, mesh), mesh)
 
 
 # Warnings
@@ -293,7 +263,10 @@ WIDE = 2**14
 
 @functools.cache
 def mean():
-    tx = optax.chain(onebit_jax.compressed_mean("data", scale="mean_abs"), optax.sgd(1e-3))
+    tx = optax.chain(
+        onebit_jax.compressed_mean("data", exchange=onebit_jax.ExchangeOptions(scale="mean_abs")),
+        optax.sgd(1e-3),
+    )
     return Given(tx, v=64, w=WIDE)
 
 

@@ -5,15 +5,13 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
-from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax import plan, wire
+from onebit_jax.transforms.registry import REGISTRY, Setting
+from tests.small_task import NODES_MESH, assert_close, assert_equal, assert_replicas_agree
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 
@@ -21,19 +19,11 @@ PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
 @pytest.fixture(scope="module")
 def page():
     """What the page's code defines, having trained."""
-    names = {}
+    names = {"__name__": "page"}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(compile(code, str(PAGE), "exec"), names)
-    return names
-
-
-def assert_replicas_are_equal(*trees):
-    for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        if x.sharding.is_fully_replicated:
-            first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
-            assert others, "nothing to compare with"
-            for other in others:
-                np.testing.assert_array_equal(first, other, err_msg=jax.tree_util.keystr(path))
+    yield names
+    del REGISTRY["onebit_rmsprop"]
 
 
 def train(page, tx, mesh, steps, through_host=()):
@@ -54,12 +44,14 @@ def test_it_trains_and_replicas_are_equal(page):
     assert page["metrics"]["phase"] == 1
     assert page["metrics"]["frozen_at"] == 60
     assert 0 < page["metrics"]["residual_ratio"] < 10
-    assert_replicas_are_equal(page["params"], page["opt_state"])
+    assert_replicas_agree((page["params"], page["opt_state"]))
 
 
 def test_it_beats_compressed_gradients(page):
     rms = optax.rmsprop(page["rate"], decay=0.99, momentum=0.9)
-    _, _, metrics = train(page, optax.chain(compressed_mean("data"), rms), page["mesh"], 300)
+    _, _, metrics = train(
+        page, optax.chain(onebit_jax.compressed_mean("data"), rms), page["mesh"], 300
+    )
     assert metrics["loss"] > 100 * page["metrics"]["loss"]
 
 
@@ -68,37 +60,49 @@ def test_warmup_is_rmsprop(page):
     rms = optax.rmsprop(0.01, decay=0.99, momentum=0.9)
     dense = optax.chain(onebit_jax.mean_gradients("data"), rms)
     ours, theirs = (train(page, x, page["mesh"], 5)[0] for x in (tx, dense))
-    for x, y in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    assert_close(ours, theirs)
 
 
 def test_a_run_that_was_stopped_resumes(page):
     """Stopped in warm-up, at the freeze after six updates, and in compression."""
     tx = page["onebit_rmsprop"](0.01, warmup=6, axis_name="data")
     resumed, whole = (train(page, tx, page["mesh"], 10, stops)[:2] for stops in ((5, 6, 8), ()))
-    for x, y in zip(*map(jax.tree.leaves, (resumed, whole)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_equal(resumed, whole)
 
 
 def test_nodes_and_options(page):
     """Two nodes of two devices, residuals in bfloat16, buckets; and what an update sends."""
-    mesh = jax.make_mesh(
-        (2, 2), ("node", "local"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
-    )
-    options = {"residual_dtype": "bfloat16", "bucket_bytes": 128}
-    tx = page["onebit_rmsprop"](page["rate"], warmup=60, axis_name=mesh.axis_names, **options)
+    mesh = NODES_MESH
+    exchange = onebit_jax.ExchangeOptions(residual_dtype="bfloat16", bucket_bytes=128)
+    options = {"axis_name": mesh.axis_names, "exchange": exchange, "warmup_bits": 8}
+    tx = page["onebit_rmsprop"](page["rate"], warmup=60, **options)
     params, opt_state, metrics = train(page, tx, mesh, 300)
     assert metrics["loss"] < 0.1
-    assert_replicas_are_equal(params, opt_state)
+    assert_replicas_agree((params, opt_state))
 
-    def compressed(params, opt_state, grads):
-        return tx.update(grads, opt_state, params, phase="compression")
-
-    specs = onebit_jax.state_specs(opt_state, mesh.axis_names)
-    update = jax.shard_map(
-        compressed, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs), check_vma=False
-    )
-    compiled = jax.jit(update).lower(params, opt_state, params).compile()
-    sent = wire.collectives(compiled, mesh)
+    step = onebit_jax.train_step(page["loss_fn"], tx, mesh)
+    lowered = step.lower(params, opt_state, page["batch"], phase="compression")
+    sent = wire.collectives(lowered.compile(), mesh)
     between = sorted((c.op, c.dtype) for c in sent if c.axis == "node")
     assert between == [("all-gather", "u8"), ("all-to-all", "u8")]
+
+
+def test_its_line_of_the_registry_plans_it(page):
+    del page
+    names = [row.name for row in plan.rows()]
+    assert names.count("One-bit RMSProp") == 1
+
+
+def test_its_line_of_the_registry_makes_it(page):
+    """And a run of it goes on with another number of workers."""
+    tx = REGISTRY["onebit_rmsprop"].make(Setting(page["rate"], "data", warmup=4))
+    params, opt_state, _ = train(page, tx, page["mesh"], 8)
+    fewer = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    moved = onebit_jax.resize(opt_state, tx, params, fewer, from_axes=page["mesh"])
+    before, after = (x[0].momentum.received for x in (opt_state, moved))
+    assert before.shape[0] == 4
+    assert after.shape[0] == 2
+    step = onebit_jax.train_step(page["loss_fn"], tx, fewer)
+    params, moved, metrics = step(jax.device_get(params), moved, page["batch"])
+    assert int(moved[0].progress.count) == 9
+    assert metrics["phase"] == 1

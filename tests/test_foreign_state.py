@@ -20,11 +20,13 @@ from tests.small_task import (
     WARMUP,
     WORKERS,
     assert_equal,
+    dense,
     loss_fn,
     make_batches,
     make_mesh,
     make_params,
     onebit,
+    replicated,
     train,
 )
 from tests.workers import PAIR
@@ -64,8 +66,7 @@ def saved(tmp_path_factory):
     start = make_params(), onebit_jax.init(onebit(), make_params(), MESH)
     state = train(step, *start, make_batches(WARMUP + 2))
     ocp.save(folder / "onebit", state)
-    dense = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
-    ocp.save(folder / "dense", onebit_jax.init(dense, make_params(), MESH))
+    ocp.save(folder / "dense", onebit_jax.init(dense(), make_params(), MESH))
     last = make_batches(WARMUP + 3)[-1:]
     return folder, step, jax.device_get(train(step, *state, last)), last
 
@@ -93,9 +94,8 @@ def test_restored_without_a_target(mesh, saved):
 
 def test_a_dense_one_restored_without_a_target(mesh, saved):
     """It had no marks to lose."""
-    tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
     with pytest.raises(ValueError, match="restored without a target") as error:
-        onebit_jax.train_step(loss_fn, tx, mesh)(
+        onebit_jax.train_step(loss_fn, dense(), mesh)(
             make_params(), without_target(saved[0] / "dense"), make_batches(1)[0]
         )
     assert "PerWorker" not in str(error.value)
@@ -110,7 +110,7 @@ def test_restored_with_a_target_of_another_kind_of_mesh(mesh, other_kind, saved)
 
 
 def restored_onto(mesh, folder) -> Any:
-    params = jax.device_put(make_params(), NamedSharding(mesh, P()))
+    params = replicated(make_params(), mesh)
     target = params, onebit_jax.init(onebit(), params, mesh)
     return ocp.load(folder / "onebit", abstract(target))
 
@@ -139,7 +139,7 @@ def test_that_lost_its_marks_alone(mesh):
 @pytest.mark.parametrize(
     "tx",
     [
-        optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3)),
+        dense(),
         onebit_jax.ef_signsgd(1e-2, axis_name="data"),
         optax.chain(onebit(), optax.ema(0.9)),
     ],
@@ -152,7 +152,9 @@ def test_of_another_optimizer(mesh, tx):
 
 
 def test_of_the_same_with_other_options(mesh):
-    opt_state = onebit_jax.init(onebit(residual_dtype="bfloat16"), make_params(), mesh)
+    opt_state = onebit_jax.init(
+        onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16")), make_params(), mesh
+    )
     refused(mesh, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
 
 
@@ -190,10 +192,9 @@ def test_on_other_devices(mesh, other_kind):
 def test_on_other_axes(mesh, other_kind, made):
     sizes, axes = made
     axis_name = axes if len(axes) == 2 else axes[0]
-    tx = optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(1e-3))
+    tx = dense(axis_name)
     opt_state = onebit_jax.init(tx, make_params(), make_mesh(sizes, axes, other_kind))
-    dense = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
-    refused(mesh, opt_state, rf"on a mesh of the axes .*{axes[0]}.*the same mesh", tx=dense)
+    refused(mesh, opt_state, rf"on a mesh of the axes .*{axes[0]}.*the same mesh", tx=dense())
 
 
 def test_moved_as_the_advice_says(saved):

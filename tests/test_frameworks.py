@@ -20,7 +20,7 @@ import onebit_jax
 from onebit_jax.markers import is_per_worker
 from tests import flax_process_worker
 from tests.processes import run_processes
-from tests.small_task import MESH, WORKERS, assert_close, make_batches
+from tests.small_task import MESH, WORKERS, assert_close, assert_replicas_agree, make_batches
 from tests.small_task import onebit as onebit_adam
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "flax.md"
@@ -117,22 +117,12 @@ def test_a_train_state_goes_through_a_shard_map():
     assert_workers_differ_within_marks(state.opt_state)
     assert len(marks(names["specs"])) == len(marks(state.opt_state)) > 0
     assert names["loss"] < 0.3
-    assert_whole(state.params)
-    assert_whole(state.model_state)
+    assert_replicas_agree((state.params, state.model_state))
     assert_close(jax.device_get(names["params"]), params)  # not donated
 
     given = state.params, state.opt_state, names["batches"][0]
     *_, metrics = names["step"](*given, rng=jax.random.key(0), model_state=state.model_state)
     assert metrics["phase"] == 1
-
-
-def assert_whole(tree):
-    """All devices hold the same."""
-    for leaf in jax.tree.leaves(tree):
-        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert len(shards) == WORKERS
-        for shard in shards[1:]:
-            np.testing.assert_array_equal(shard, shards[0])
 
 
 @pytest.mark.slow
@@ -148,7 +138,7 @@ def test_an_optimizer_of_nnx_goes_through_a_shard_map():
     assert_workers_differ_within_marks(state)
     assert len(marks(names["specs"])) == len(marks(state)) > 0
     assert names["loss"] < 0.3
-    assert_whole(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+    assert_replicas_agree(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
 def test_a_state_that_nnx_split_is_refused():
@@ -195,7 +185,8 @@ def test_two_processes_train_a_model_of_nnx_as_one_does(tmp_path):
         np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
 
 
-def test_a_model_is_evaluated_on_the_mesh_and_on_one_device():
+@pytest.mark.slow
+def test_a_model_of_linen_is_evaluated_on_the_mesh_and_on_one_device():
     names = dict(trained("Flax Linen", "+"))
     execute("from jax.sharding import NamedSharding, PartitionSpec as P", names)
     for _, code in blocks("Evaluation"):
@@ -205,7 +196,9 @@ def test_a_model_is_evaluated_on_the_mesh_and_on_one_device():
     assert len(names["alone"].devices()) == 1
     assert names["shared"].sharding.spec[0] == "data"
 
-    names = dict(trained("Flax NNX", "+"))
+
+def test_a_model_of_nnx_is_evaluated_on_one_device():
+    names = dict(trained("Flax NNX", "+", AxisType.Auto))
     code = re.search(r"`(nnx\.update\(model, \*jax.*?)`\.", PAGE.read_text())
     model = names["model"] = nnx.clone(names["model"])
     assert code

@@ -1,128 +1,37 @@
 """What `train_step` does where one worker's gradient is not fit: all leave the step out."""
 
-import functools
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.training import phase_choice
 from onebit_jax.transforms.nonfinite import LARGEST_SQUARED_NORM, examine
+from tests import small_task
 from tests.small_task import (
-    LEARNING_RATE,
     MESH,
-    NODES_MESH,
     ROWS,
-    WARMUP,
     WORKERS,
+    assert_equal,
     dense,
+    faulty_loss,
     make_batches,
     onebit,
     start,
+    with_fault,
 )
-from tests.small_task import loss_fn as plain_loss
-from tests.transforms.test_skip_nonfinite import FAULTS, assert_same_bits
 from tests.workers import AXIS, PAIR, on_workers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def loss_fn(params, batch):
-    """The small task's; where a row has a fault, so has the gradient of one bias."""
-    return plain_loss(params, batch) + params["layer"]["bias"][2] * jnp.mean(batch["fault"])
-
-
-def make_faulty(batch, worker=None, value=0.0):
-    fault = np.zeros(ROWS, np.float32)
-    if worker is not None:
-        fault[worker * ROWS // WORKERS + 1] = value
-    return batch | {"fault": fault}
-
-
-def zero_one(axis_name):
-    return onebit_jax.zero_one_adam(
-        LEARNING_RATE,
-        variance_freeze=3,
-        axis_name=axis_name,
-        sync_steps=lambda t: t % 3 == 2,
-        variance_steps=lambda t: (t % 2 == 0) & (t < 3),
-    )
-
-
-def local(axis_name):
-    inner, outer = optax.adamw(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return onebit_jax.local_steps(inner, outer, every=4, axis_name=axis_name, bits=4, fragments=2)
-
-
-OPTIMIZERS = {
-    "dense": dense,
-    "onebit_adam": onebit,
-    "onebit_adam, refreshed": functools.partial(onebit, variance_refreshes=3, warmup_bits=8),
-    "onebit_lamb": lambda axes: onebit_jax.onebit_lamb(1e-2, warmup=WARMUP, axis_name=axes),
-    "zero_one_adam": zero_one,
-    "local_steps": local,
-    "birder": lambda axes: onebit_jax.birder(1e-2, seed=0, axis_name=axes),
-    "ef_signsgd": lambda axes: onebit_jax.ef_signsgd(1e-2, weight_decay=0.1, axis_name=axes),
-    "onebit_muon": lambda axes: onebit_jax.onebit_muon(1e-2, axis_name=axes),
-}
-FAST = ("dense", "onebit_adam")
-
-
-def check_steps_left_out(tx, mesh, steps=12, **options):
-    """Bit for bit a run without the faulty steps, and an account of them."""
-    step, begin = start(tx, mesh, loss_fn=loss_fn, **options)
-    # A step gives its arguments up.
-    good, faulty = (cast(Any, jax.tree.map(jnp.copy, begin)) for _ in range(2))
-    skipped = in_a_row = 0
-    rng = np.random.default_rng(0)
-    for t, batch in enumerate(make_batches(steps)):
-        bad = t in (0, 3, 4, 7)
-        worker = rng.integers(WORKERS) if bad else None
-        *faulty, metrics = step(
-            faulty[0], faulty[1], make_faulty(batch, worker, FAULTS[t % len(FAULTS)])
-        )
-        if not bad:
-            *good, expected = step(good[0], good[1], make_faulty(batch))
-            phases = {name for name in metrics if name.endswith("phase")}
-            assert all(metrics[name] == expected[name] for name in phases)
-        skipped, in_a_row = skipped + bad, (in_a_row + 1) * bad
-        assert_same_bits(tuple(faulty), tuple(good))
-        assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (skipped, in_a_row)
-    for shards in jax.tree.leaves(faulty[0]):
-        assert all(np.isfinite(shard.data).all() for shard in shards.addressable_shards)
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_a_faulty_step_is_as_if_it_had_not_been(name):
-    check_steps_left_out(OPTIMIZERS[name]("data"), MESH)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in FAST])
-def test_faulty_steps_on_nodes_of_two(name):
-    check_steps_left_out(OPTIMIZERS[name](PAIR), NODES_MESH)
-
-
-@pytest.mark.slow
-def test_faulty_steps_where_what_was_made_is_selected(monkeypatch):
-    """As on accelerators; CPUs run an optimizer that does not take `when` in a loop."""
-    monkeypatch.setattr(phase_choice, "_selects", lambda *_: False)
-    check_steps_left_out(dense("data"), MESH)
-
-
-def test_faulty_steps_where_gradients_are_clipped():
-    check_steps_left_out(onebit(), MESH, max_grad_norm=0.1, accumulation=2)
-
-
 def test_too_many_in_a_row_stop_the_run_and_say_whose():
-    step, (params, opt_state) = start(dense(), loss_fn=loss_fn, max_skipped=3)
+    step, (params, opt_state) = start(dense(), loss_fn=faulty_loss, max_skipped=3)
     begin = jax.device_get((params, opt_state))
-    good, bad = (make_faulty(make_batches(1)[0], *fault) for fault in ((), (2, np.inf)))
+    good, bad = (with_fault(make_batches(1)[0], *fault) for fault in ((), (2, np.inf)))
     for batch in (bad, bad, good):
         params, opt_state, metrics = step(params, opt_state, batch)
     assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (2, 0)
@@ -135,30 +44,30 @@ def test_too_many_in_a_row_stop_the_run_and_say_whose():
     error = caught.value
     assert (error.step, error.worker, error.tensor) == (6, 2, "['layer']['bias']")
     assert metrics["skipped_in_a_row"] == 4
-    assert_same_bits((params, opt_state), begin)
+    assert_equal((params, opt_state), begin)
 
 
 def test_a_loss_that_is_not_finite_is_left_out_and_so_is_the_model_state():
     def loss_fn(params, batch, model_state):
         mean = jnp.mean(batch["x"]) + jnp.mean(batch["fault"])
-        loss = plain_loss(params, batch) + jax.lax.stop_gradient(jnp.mean(batch["fault"]))
+        loss = small_task.loss_fn(params, batch) + jax.lax.stop_gradient(jnp.mean(batch["fault"]))
         return loss, {}, {"mean": mean, "count": model_state["count"] + 1}
 
     step, (params, opt_state) = start(dense(), loss_fn=loss_fn)
     begin = jax.device_get((params, opt_state))
     batch, state = make_batches(1)[0], {"mean": jnp.float32(3), "count": jnp.int32(0)}
-    bad = make_faulty(batch, 1, np.nan)
+    bad = with_fault(batch, 1, np.nan)
     params, opt_state, state, metrics = step(params, opt_state, bad, model_state=state)
-    assert_same_bits((params, opt_state), begin)
+    assert_equal((params, opt_state), begin)
     assert (state["mean"], state["count"], metrics["skipped"]) == (3, 0, 1)
     assert np.isnan(metrics["loss"])
-    *_, state, metrics = step(params, opt_state, make_faulty(batch), model_state=state)
+    *_, state, metrics = step(params, opt_state, with_fault(batch), model_state=state)
     assert (state["count"], metrics["skipped_in_a_row"]) == (1, 0)
 
 
 def test_unless_asked_to_a_step_does_not_look():
-    step, (params, opt_state) = start(dense(), loss_fn=loss_fn, max_skipped=None)
-    bad = make_faulty(make_batches(1)[0], 0, np.nan)
+    step, (params, opt_state) = start(dense(), loss_fn=faulty_loss, max_skipped=None)
+    bad = with_fault(make_batches(1)[0], 0, np.nan)
     params, _, metrics = step(params, opt_state, bad)
     assert np.isnan(params["layer"]["bias"]).any()
     assert "skipped" not in metrics
@@ -170,11 +79,11 @@ def test_what_workers_tell_each_other_is_two_floats(clipped):
     for looks in (False, True):
         step, state = start(
             onebit(),
-            loss_fn=loss_fn,
+            loss_fn=faulty_loss,
             max_grad_norm=1.0 if clipped else None,
             max_skipped=10 if looks else None,
         )
-        lowered = step.lower(*state, make_faulty(make_batches(1)[0]), phase="compression")
+        lowered = step.lower(*state, with_fault(make_batches(1)[0]), phase="compression")
         sent[looks] = wire.collectives(lowered, MESH)
     more = len(sent[True]) - len(sent[False])
     assert more == (0 if clipped else 1)
@@ -216,14 +125,14 @@ def test_the_first_worker_and_its_first_tensor_are_to_blame():
 
 
 def test_a_scaled_loss_has_the_same_gradients():
-    step, begin = start(dense(), loss_fn=loss_fn, accumulation=2, max_grad_norm=0.1)
-    batch = make_faulty(make_batches(1)[0])
+    step, begin = start(dense(), loss_fn=faulty_loss, accumulation=2, max_grad_norm=0.1)
+    batch = with_fault(make_batches(1)[0])
     copies = (cast(Any, jax.tree.map(jnp.copy, begin)) for _ in range(2))
     plain, scaled = (
         step(params, opt_state, batch, loss_scale=scale)
         for (params, opt_state), scale in zip(copies, (None, 2**12), strict=True)
     )
-    assert_same_bits(scaled, plain)
+    assert_equal(scaled, plain)
 
 
 def test_a_dynamic_loss_scale_finds_its_level():

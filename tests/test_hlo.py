@@ -1,10 +1,14 @@
 """Programs as XLA prints them, for every kind of device and in every form of groups."""
 
+import pathlib
+
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from onebit_jax import wire
+
+DATA = pathlib.Path(__file__).with_name("data")
 
 
 @pytest.fixture(scope="module")
@@ -55,53 +59,9 @@ ENTRY main {
     assert (found.axis, found.bytes_sent) == ("node,local", 14)
 
 
-# As XLA prints programs for GPUs: asynchronous pairs, wrapped computations, tuples.
-GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%wrapped_a2a (param_0: u8[8,16]) -> u8[8,16] {
-  %param_0 = u8[8,16]{1,0} parameter(0)
-  ROOT %a2a = u8[8,16]{1,0} all-to-all(%param_0), channel_id=1, replica_groups=[1,8]<=[8], \
-dimensions={0}
-}
-
-%wrapped_slice (param_1: f32[16]) -> f32[2] {
-  %param_1 = f32[16]{0} parameter(0)
-  ROOT %rs = f32[2]{0} reduce-scatter(%param_1), channel_id=7, replica_groups=[1,8]<=[8], \
-use_global_device_ids=true, dimensions={0}, to_apply=%add
-}
-
-ENTRY %main (x: u8[8,16], y: f32[16], z: bf16[4]) -> u8[8] {
-  %x = u8[8,16]{1,0} parameter(0)
-  %y = f32[16]{0} parameter(1)
-  %z = bf16[4]{0} parameter(2)
-  %a2a-start = ((u8[8,16]{1,0}), u8[8,16]{1,0}) async-start(%x), calls=%wrapped_a2a
-  %a2a-done = u8[8,16]{1,0} async-done(%a2a-start), calls=%wrapped_a2a
-  %sugar-start = ((u8[8,16]{1,0}), u8[8,16]{1,0}) all-to-all-start(u8[8,16]{1,0} %x), \
-channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
-  %sugar-done = u8[8,16]{1,0} all-to-all-done(%sugar-start)
-  %ag-start = (u8[8,16]{1,0}, u8[16,16]{1,0}) all-gather-start(%a2a-done), channel_id=3, \
-replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, use_global_device_ids=true
-  %ag-done = u8[16,16]{1,0} all-gather-done(%ag-start)
-  %ar-start = (f32[16]{0}, /*index=1*/bf16[4]{0}) all-reduce-start(%y, /*index=1*/%z), \
-channel_id=4, replica_groups=[2,4]<=[8], use_global_device_ids=true, to_apply=%add
-  %ar-done = (f32[16]{0}, bf16[4]{0}) all-reduce-done(%ar-start)
-  %cp-start = (f32[16]{0}, f32[16]{0}, u32[], u32[]) collective-permute-start(%y), channel_id=5, \
-source_target_pairs={{0,4},{4,0}}
-  %cp-done = f32[16]{0} collective-permute-done(%cp-start)
-  %fused = f32[2]{0} fusion(%y), kind=kCustom, calls=%wrapped_slice
-  ROOT %out = u8[8]{0} bitcast(%ag-done)
-}
-"""
-
-
 def test_programs_for_gpus(mesh):
-    found = wire.collectives(GPU, mesh)
+    """With asynchronous pairs, wrapped computations, tuples."""
+    found = wire.collectives((DATA / "gpu.hlo").read_text(), mesh)
     assert [(c.op, c.dtype, c.axis, c.operand_bytes, c.bytes_sent) for c in found] == [
         ("all-to-all", "u8", "node,local", 128, 112),
         ("all-to-all", "u8", "node,local", 128, 112),
@@ -113,46 +73,10 @@ def test_programs_for_gpus(mesh):
     ]
 
 
-# As XLA prints programs for TPUs: tiled layouts; a reduce-scatter is an all-reduce inside a fusion.
-TPU = """HloModule jit_step, num_partitions=8
-
-%all-reduce-scatter.3 (p: f32[1024]) -> f32[128] {
-  %p = f32[1024]{0:T(1024)S(1)} parameter(0)
-  %all-reduce.1 = f32[1024]{0:T(1024)} all-reduce(f32[1024]{0:T(1024)S(1)} %p), channel_id=1, \
-replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%add
-  ROOT %slice = f32[128]{0:T(128)} dynamic-slice(%all-reduce.1, %index)
-}
-
-%quarter (q: (s4[10,100])) -> (s4[10,100]) {
-  %q = (s4[10,100]{1,0:T(8,128)(8,1)E(4)}) parameter(0)
-  %q0 = s4[10,100]{1,0:T(8,128)(8,1)E(4)} get-tuple-element(%q), index=0
-  %cb = s4[10,100]{1,0:T(8,128)(8,1)E(4)} collective-broadcast(%q0), channel_id=2, \
-replica_groups={{0,1,2,3},{4,5,6,7}}
-  ROOT %t = (s4[10,100]{1,0:T(8,128)(8,1)E(4)}) tuple(%cb)
-}
-
-%half (r: (s4[10,100])) -> (s4[10,100]) {
-  %r = (s4[10,100]{1,0}) parameter(0)
-  %r0 = s4[10,100]{1,0} get-tuple-element(%r), index=0
-  %cb2 = s4[10,100]{1,0} collective-broadcast(%r0), channel_id=2, \
-replica_groups={{0,1,2,3},{4,5,6,7}}
-  ROOT %t2 = (s4[10,100]{1,0}) tuple(%cb2)
-}
-
-ENTRY %main (x: f32[1024], flag: pred[], y: (s4[10,100])) -> f32[128] {
-  %x = f32[1024]{0:T(1024)} parameter(0)
-  %flag = pred[]{:T(512)} parameter(1)
-  %y = (s4[10,100]{1,0}) parameter(2)
-  %c = (s4[10,100]{1,0}) conditional(%flag, %y, %y), true_computation=%half, \
-false_computation=%quarter
-  ROOT %f = f32[128]{0:T(128)} fusion(f32[1024]{0:T(1024)} %x), kind=kCustom, \
-calls=%all-reduce-scatter.3
-}
-"""
-
-
 def test_programs_for_tpus(mesh):
-    assert [(c.op, c.dtype, c.where, c.bytes_sent) for c in wire.collectives(TPU, mesh)] == [
+    """With tiled layouts; a reduce-scatter is an all-reduce inside a fusion."""
+    found = wire.collectives((DATA / "tpu.hlo").read_text(), mesh)
+    assert [(c.op, c.dtype, c.where, c.bytes_sent) for c in found] == [
         ("collective-broadcast", "s4", "conditional 1 branch 0", 500),
         ("collective-broadcast", "s4", "conditional 1 branch 1", 1000),
         ("reduce-scatter", "f32", "", 3584),

@@ -1,5 +1,7 @@
 """`rng=` and `model_state=` of the step: what each worker is given, what comes back, what not."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -272,75 +274,66 @@ def test_lowers_with_a_key_and_a_model_state(phase):
 # Losses that return something else
 
 
-def returns(result):
-    return lambda params, batch, **options: result(loss_fn(params, batch), batch)
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda loss, _: (loss, {}, {}), r"^loss_fn returned 3 values, expected loss or .*step\("),
-        (lambda loss, _: [loss, {}], r"^loss_fn returned a loss of type list, expected a float"),
-        (lambda loss, _: {"loss": loss}, r"^loss_fn returned a loss of type dict, expected"),
-        (lambda loss, _: None, r"^loss_fn returned a loss of type NoneType, expected"),
-        (lambda loss, b: b["x"], r"^loss_fn returned a loss of shape \(\d+, 9\).*its mean"),
-        (
-            lambda loss, _: loss.astype(int),
-            r"^loss_fn returned a loss of shape \(\) and dtype int",
-        ),
-        (lambda loss, _: (loss, loss), r"^loss_fn returned metrics of type \w*Tracer, expected a"),
-        (lambda loss, b: (loss, {"x": b["x"]}), r"^loss_fn returned metrics\['x'\] of shape \("),
-    ],
-    ids=["three", "list", "dict", "none", "vector", "integer", "metrics", "vectors"],
-)
-def test_a_malformed_result_is_refused(result, message, accumulation):
-    [batch] = make_batches(1)
-    with pytest.raises(ValueError, match=message):
-        loss_and_gradients(returns(result), make_params(), batch, accumulation)
-
-
 STATE = {"mean": np.zeros(3, np.float32), "count": np.int32(0)}
+LOSS = "^loss_fn returned a loss of "
+CHANGED = r"model_state\['{}'\] is {}"
+# Of a loss and a batch what is returned, and the words in which it is refused.
+MALFORMED: dict[str, Any] = {
+    "three": (lambda x, _: (x, {}, {}), r"^loss_fn returned 3 values, expected loss or .*step\("),
+    "list": (lambda x, _: [x, {}], LOSS + "type list, expected a float"),
+    "dict": (lambda x, _: {"loss": x}, LOSS + "type dict, expected"),
+    "none": (lambda x, _: None, LOSS + "type NoneType, expected"),
+    "vector": (lambda _, batch: batch["x"], LOSS + r"shape \(\d+, 9\).*its mean"),
+    "integer": (lambda x, _: x.astype(int), LOSS + r"shape \(\) and dtype int"),
+    "metrics": (lambda x, _: (x, x), r"^loss_fn returned metrics of type \w*Tracer, expected a"),
+    "vectors": (lambda x, batch: (x, batch), r"^loss_fn returned metrics\['x'\] of shape \("),
+}
+# The same of one that is given `STATE`.
+OTHER_STATES: dict[str, Any] = {
+    "loss": (lambda x: x, r"returned \w*Tracer, expected \(loss, metrics, model_state\)"),
+    "two": (lambda x: (x, STATE), r"^loss_fn returned 2 values, expected .*\{\} for no metrics"),
+    "swapped": (lambda x: (x, STATE, {}), r"returned metrics\['mean'\] of shape \(3,\)"),
+    "none": (lambda x: (x, {}, None), CHANGED.format("count", r"missing, and was int32\[\]")),
+    "more": (
+        lambda x: (x, {}, STATE | {"kernel": x}),
+        CHANGED.format("kernel", r"float32\[\], and was not there.*no parameters"),
+    ),
+    "shape": (
+        lambda x: (x, {}, STATE | {"mean": x}),
+        CHANGED.format("mean", r"float32\[\], and was float32\[3\]"),
+    ),
+    "dtype": (
+        lambda x: (x, {}, STATE | {"count": jnp.float32(1)}),
+        CHANGED.format("count", r"float32\[\], and was int32\[\]"),
+    ),
+    "nodes": (lambda x: (x, {}, STATE | {"none": ()}), "it is a dict, or has nodes of other types"),
+}
+
+
+def check_loss(result, message, accumulation, **given):
+    [batch] = make_batches(1)
+    with pytest.raises(ValueError, match=message):
+        loss_and_gradients(
+            lambda params, batch, **_: result(loss_fn(params, batch), batch),
+            make_params(),
+            batch,
+            accumulation,
+            **given,
+        )
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (
-            lambda loss: loss,
-            r"^loss_fn returned \w*Tracer, expected \(loss, metrics, model_state\)",
-        ),
-        (lambda loss: (loss, STATE), r"^loss_fn returned 2 values, expected .*\{\} for no metrics"),
-        (lambda loss: (loss, STATE, {}), r"^loss_fn returned metrics\['mean'\] of shape \(3,\)"),
-        (lambda loss: (loss, {}, None), r"model_state\['count'\] is missing, and was int32\[\]"),
-        (
-            lambda loss: (loss, {}, STATE | {"kernel": loss}),
-            r"model_state\['kernel'\] is float32\[\], and was not there.*no parameters",
-        ),
-        (
-            lambda loss: (loss, {}, STATE | {"mean": loss}),
-            r"model_state\['mean'\] is float32\[\], and was float32\[3\]",
-        ),
-        (
-            lambda loss: (loss, {}, STATE | {"count": jnp.float32(1)}),
-            r"model_state\['count'\] is float32\[\], and was int32\[\]",
-        ),
-        (
-            lambda loss: (loss, {}, STATE | {"none": ()}),
-            r"it is a dict, or has nodes of other types",
-        ),
-    ],
-    ids=["loss", "two", "swapped", "none", "more", "shape", "dtype", "nodes"],
-)
-def test_another_model_state_is_refused(result, message, accumulation):
-    def loss(params, batch, model_state):
-        del model_state
-        return result(loss_fn(params, batch))
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_result_is_refused(name, accumulation):
+    result, message = MALFORMED[name]
+    check_loss(result, message, accumulation)
 
-    [batch] = make_batches(1)
-    with pytest.raises(ValueError, match=message):
-        loss_and_gradients(loss, make_params(), batch, accumulation, model_state=STATE)
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_another_model_state_is_refused(name, accumulation):
+    result, message = OTHER_STATES[name]
+    check_loss(lambda x, _: result(x), message, accumulation, model_state=STATE)
 
 
 def test_a_tuple_of_the_loss_alone_is_a_loss():

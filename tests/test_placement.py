@@ -119,15 +119,6 @@ def test_parameters_and_state_are_donated_and_the_batch_is_not():
     assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
 
 
-def test_a_restored_state_continues_bit_for_bit():
-    step, (params, opt_state) = onebit_start()
-    batches = make_batches(WARMUP + 5)
-    middle = train(step, params, opt_state, batches[:-3])
-    params, opt_state = jax.device_get(middle)
-    resumed = train(step, params, opt_state, batches[-3:])
-    assert_equal(resumed, train(step, *middle, batches[-3:]))
-
-
 @pytest.mark.parametrize("bits", [1, 8])
 def test_a_step_is_compiled_once(bits, caplog):
     """A state with weak types, which no step returns, would have the second compiled anew."""

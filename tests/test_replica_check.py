@@ -10,8 +10,10 @@ import pytest
 from jax import lax
 
 import onebit_jax
+from onebit_jax import ExchangeOptions
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
+from tests.optimizers import OPTIMIZERS, WITH_NODES
 from tests.small_task import MESH, NODES_MESH, dense, make_mesh, make_params, onebit
 from tests.workers import PAIR
 
@@ -38,71 +40,42 @@ def labels(params):
 # What passes
 
 LR = 1e-2
-OPTIMIZERS = {
-    "onebit_adam": onebit,
-    "onebit_adam, one collective": functools.partial(onebit, bucket_bytes=None),
-    "onebit_adam, bfloat16": functools.partial(onebit, residual_dtype="bfloat16"),
-    "onebit_adam, by variance": lambda axis_name: onebit_jax.onebit_adam(
+VARIANTS = {
+    "one collective": functools.partial(onebit, exchange=ExchangeOptions(bucket_bytes=None)),
+    "bfloat16": functools.partial(onebit, exchange=ExchangeOptions(residual_dtype="bfloat16")),
+    "by variance": lambda axis_name: onebit_jax.onebit_adam(
         LR, warmup=onebit_jax.variance_stable(min_steps=2), axis_name=axis_name
     ),
-    "onebit_lamb": lambda axis_name: onebit_jax.onebit_lamb(LR, warmup=3, axis_name=axis_name),
-    "zero_one_adam": lambda axis_name: onebit_jax.zero_one_adam(
-        LR, variance_freeze=3, axis_name=axis_name
-    ),
-    "birder": lambda axis_name: onebit_jax.birder(LR, axis_name=axis_name, seed=0),
-    "birder, not requantized": lambda axis_name: onebit_jax.birder(
+    "not requantized": lambda axis_name: onebit_jax.birder(
         LR, axis_name=axis_name, seed=0, requantize=False
     ),
-    "birder, amsgrad": lambda axis_name: onebit_jax.birder(
-        LR, axis_name=axis_name, seed=0, amsgrad=True
-    ),
-    "ef_signsgd": lambda axis_name: onebit_jax.ef_signsgd(LR, axis_name=axis_name),
-    "compressed_mean": lambda axis_name: optax.chain(
-        onebit_jax.compressed_mean(axis_name), optax.sgd(LR)
-    ),
-    "compressed_mean, 4 bits": lambda axis_name: optax.chain(
-        onebit_jax.compressed_mean(axis_name, 4), optax.sgd(LR)
-    ),
-    "onebit_muon": lambda axis_name: onebit_jax.onebit_muon(LR, axis_name=axis_name),
-    "local_steps": lambda axis_name: onebit_jax.local_steps(
-        optax.adam(LR), optax.sgd(1.0), every=2, axis_name=axis_name
-    ),
-    "mean_gradients": dense,
-}
-FLAT_OPTIMIZERS = {
-    "birder, votes": lambda axis_name: onebit_jax.birder(
-        LR, axis_name=axis_name, seed=0, transport="votes"
-    ),
-    "signum": lambda axis_name: onebit_jax.signum(LR, axis_name=axis_name),
-    "distributed_lion": lambda axis_name: onebit_jax.distributed_lion(LR, axis_name=axis_name),
-    "distributed_lion, mean": lambda axis_name: onebit_jax.distributed_lion(
-        LR, axis_name=axis_name, aggregation="mean"
-    ),
+    **{name: OPTIMIZERS[name].make for name in WITH_NODES},
 }
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_the_librarys_optimizers_pass(name, axis_name):
-    check(OPTIMIZERS[name](axis_name), axis_name)
+    check(VARIANTS[name](axis_name), axis_name)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_they_pass_on_a_single_node(name):
     """Of several devices, which average at full precision."""
-    check(OPTIMIZERS[name](PAIR), PAIR, mesh=make_mesh((1, 4), PAIR))
+    check(VARIANTS[name](PAIR), PAIR, mesh=make_mesh((1, 4), PAIR))
 
 
-@pytest.mark.parametrize("name", FLAT_OPTIMIZERS)
+@pytest.mark.parametrize("name", [*(x for x in OPTIMIZERS if x not in WITH_NODES), "majority"])
 def test_those_of_one_axis_pass(name):
-    check(FLAT_OPTIMIZERS[name]("data"))
+    majority = onebit_jax.distributed_lion(LR, axis_name="data")
+    check(majority if name == "majority" else OPTIMIZERS[name].make("data"))
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
 @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "birder", "ef_signsgd"])
 def test_wrappers_that_keep_the_phase_from_them_pass(name, axis_name):
     """As `optax.lookahead` does: the update then has the programs of all phases."""
-    tx = OPTIMIZERS[name](axis_name)
+    tx = OPTIMIZERS[name].make(axis_name)
 
     def update(updates, state, params=None):
         return tx.update(updates, state, params)
@@ -115,8 +88,8 @@ def test_a_partition_of_zero_one_adam_and_another_passes(other):
     check(
         optax.partition(
             {
-                "matrices": OPTIMIZERS["zero_one_adam"]("data"),
-                "vectors": OPTIMIZERS[other]("data"),
+                "matrices": OPTIMIZERS["zero_one_adam"].make("data"),
+                "vectors": OPTIMIZERS[other].make("data"),
             },
             labels,
         )

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
-from onebit_jax.collectives.in_place import overwrite_if, overwrite_one
+from onebit_jax.collectives.xla_workarounds import overwrite_if, overwrite_one
 from tests import small_task
 
 AXES = ("node", "local")

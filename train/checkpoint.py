@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import grain
@@ -10,6 +11,7 @@ import jax
 import optax
 
 from onebit_jax.checkpoint import Checkpoints
+from onebit_jax.transforms.phases import Phase
 from train.stream import Arrays
 
 KEPT = 2
@@ -24,12 +26,14 @@ class Progress:
         bytes_sent: what each worker has sent in them.
         seconds: wall time spent in them.
         frozen_at: updates made when 1-bit Adam's variance froze, -1 before and for Adam.
+        phases: how many of them were made in each phase, in the order of their first ones.
     """
 
     step: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
     frozen_at: int = -1
+    phases: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
 
 
 class State(NamedTuple):

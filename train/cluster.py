@@ -1,15 +1,16 @@
 """Brings the processes of a run together under JAX, once they are known to be of one run."""
 
 import contextlib
-import os
 import pathlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from jax._src.clusters import ClusterEnv
+import numpy as np
+from jax.experimental import multihost_utils
 
 import onebit_jax
 import train
@@ -19,6 +20,7 @@ from train.meeting import Meeting
 
 _MARK = ".seen-by-all-processes"
 _LOOK_SECONDS = 10.0
+_LONGEST_ADDRESS = 300
 
 
 class Others:
@@ -67,13 +69,6 @@ class Others:
             mark.unlink()
 
 
-class _Place(NamedTuple):
-    address: str
-    count: int
-    index: int
-    local_devices: Any = None
-
-
 @contextlib.contextmanager
 def joined(
     program: str, config: RunConfig, outcome: Callable[[BaseException], tuple[int, str] | None]
@@ -88,50 +83,39 @@ def joined(
     Raises:
         ValueError: a process is missing, or has other options or another version of the code.
     """
-    place = _find(config)
-    if place is None or place.count == 1:
+    timeouts: Any = {
+        "initialization_timeout": config.process_timeout,
+        "heartbeat_timeout_seconds": config.process_timeout // 3,
+        "shutdown_timeout_seconds": config.process_timeout,
+    }
+    count, index, address = config.processes, config.process_id, config.coordinator
+    if address == "auto":
+        try:
+            jax.distributed.initialize(**timeouts)
+        except Exception as error:  # each cluster's own
+            raise ValueError(
+                f"--coordinator auto: JAX finds no cluster here that it knows (Slurm, Open MPI 4, "
+                f"Kubernetes, Cloud TPU): {error}; give HOST:PORT of process 0, --processes and "
+                "--process-id"
+            ) from error
+        count, index, address = jax.process_count(), jax.process_index(), _told_by_process_0()
+    if address is None or count == 1:
         yield Others()
         return
-    with Meeting(
-        place.address, place.index, place.count, config.process_timeout, outcome
-    ) as meeting:
+    with Meeting(address, index, count, config.process_timeout, outcome) as meeting:
         meeting.agree({"the program": program} | of_options(config) | of_code())
-        jax.distributed.initialize(
-            place.address,
-            place.count,
-            place.index,
-            place.local_devices,
-            initialization_timeout=config.process_timeout,
-            shutdown_timeout_seconds=config.process_timeout,
-        )
-        yield Others(place.count, meeting)
+        if not jax.distributed.is_initialized():
+            jax.distributed.initialize(address, count, index, **timeouts)
+        yield Others(count, meeting)
 
 
-def _find(config: RunConfig) -> _Place | None:
-    """This process's place among others, if it has any.
-
-    Raises:
-        ValueError: it is for JAX to find, which does not.
-    """
-    if config.coordinator is None:
-        return None
-    if config.coordinator != "auto":
-        return _Place(config.coordinator, config.processes, config.process_id)
-    named = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    try:
-        # JAX has no other way to ask for these before it meets the others itself.
-        found = ClusterEnv.auto_detect_unset_distributed_params(
-            named, None, None, None, None, config.process_timeout
-        )
-    except Exception as error:  # each cluster's own
-        raise ValueError(f"--coordinator auto: {error}") from error
-    address, count, index, local_devices = found
-    if address is None or count is None or index is None:
-        raise ValueError(
-            "--coordinator auto: JAX finds no cluster here that it knows (Slurm, Open MPI 4, "
-            "Kubernetes, Cloud TPU); give HOST:PORT of process 0, --processes and --process-id"
-        )
-    return _Place(address, count, index, local_devices)
+def _told_by_process_0() -> str:
+    """A free address of process 0, where JAX itself has found the processes."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        address = f"{socket.getfqdn()}:{probe.getsockname()[1]}"
+    letters = np.frombuffer(address.encode().ljust(_LONGEST_ADDRESS), np.uint8)
+    return multihost_utils.broadcast_one_to_all(letters).tobytes().decode().strip()
 
 
 def of_options(config: RunConfig) -> dict[str, str]:

@@ -4,151 +4,256 @@
     python -m train.compare --optimizers adam signum --corpus TEXTS --steps 1000 --workers 8
     python -m train.compare --help
 
-The task is the pre-training of BERT, or, with `--task lm`, of a byte-level language model. Workers
-are simulated on one device, or are a device each. What they send is read from compiled programs in
-either case. The same command again, or one with other optimizers or learning rates, makes only the
-trainings that are not in the output folder yet.
+The task is the pre-training of BERT, or, with `--task lm`, of a byte-level language model. The same
+command again, or one with other optimizers or learning rates, makes only the trainings that are not
+in the output folder yet.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
+import math
+import pathlib
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import time
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
-import tyro
 from jax.sharding import Mesh
 
 from train import record
-from train.compare_options import Options
+from train.bert import model as bert_model
+from train.bert import pretrain as bert
 from train.comparison import Curve, draw, table
+from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextConfig
+from train.lm import model as lm_model
+from train.lm import pretrain as lm
 from train.optimizers import OPTIMIZERS
-from train.sweep import Folder, or_infinite, or_none, sweep
-from train.trainer import Task, Trainer, make_task
-from train.workers import AXIS, OnDevices, Simulated, compile_anew_on_cpus
+from train.program import Program, Runs
+from train.report import read_run
+from train.stop import StopRequest
+from train.sweep import or_infinite, or_none, sweep
+from train.training import Task, Trainer
+
+_TASKS: dict[str, Any] = {"bert": bert, "lm": lm}
+_SIZES: dict[str, dict[str, Any]] = {"bert": bert_model.SIZES, "lm": lm_model.SIZES}
 
 
-def _first_rates(name: str, options: Options) -> list[float]:
-    if options.learning_rates:
-        return list(options.learning_rates)
-    middle = (options.sweep - 1) // 2
-    return [OPTIMIZERS[name].learning_rate * 2.0 ** (i - middle) for i in range(options.sweep)]
+@dataclasses.dataclass(frozen=True)
+class Config(TextConfig):
+    """Trains one model with several optimizers and compares them.
+
+    The first one is what the others are compared with. By default those that about five minutes are
+    enough for.
+
+    Attributes:
+        task: What is pre-trained: BERT, or a byte-level language model.
+        size: Size of the model; without it, the smallest: tiny, or a language model's nano.
+        vocab_size: Size of BERT's vocabulary.
+        learning_rates: Peak learning rates to try with every optimizer; without them, a sweep about
+            its own.
+        sweep: How many learning rates a sweep tries, each twice the one before.
+        widen: How many more it may try, one at a time, while the best is the first or the last.
+        sweep_steps: Steps of a sweep's trainings, their warm-ups shortened alike; without it, as
+            many as all.
+        seeds: Seeds of parameters, batches and dropout: with each of them every optimizer is
+            trained once, at the best learning rate that its sweep, with the first, finds.
+    """
+
+    MODEL: ClassVar[str] = "compare"
+    FREE: ClassVar[tuple[str, ...]] = (
+        *(option for option in TextConfig.FREE if option not in ("workers", "eval_batches")),
+        *("learning_rates", "sweep", "widen", "sweep_steps", "seeds"),
+    )
+
+    optimizers: OptimizerNames = ("adam", "onebit_adam", "zero_one_adam", "birder", "signum")
+    task: Literal["bert", "lm"] = "bert"
+    learning_rates: Annotated[
+        tuple[float, ...],
+        Range(
+            "finite numbers above 0, each once",
+            lambda x: len(x) == len(set(x)) and all(0 < rate < math.inf for rate in x),
+        ),
+    ] = ()
+    sweep: Count = 3
+    widen: Annotated[int, Range("0 or more, below 2**31", lambda x: 0 <= x < 2**31)] = 0
+    sweep_steps: int | None = None
+    vocab_size: Count = 2048
+    sequence_length: Count = 32
+    steps: Count = 200
+    schedule_warmup: int | float = 20
+    warmup: int | float | Literal["auto"] = 50
+    dropout: Fraction = 0.0
+    # Steps that are not finite are made: the training has diverged.
+    max_skipped: Hidden[int] = 10
+    learning_rate: Hidden[float] = 1.0
+
+    def requirements(self) -> list[tuple[str, bool, str]]:
+        """As for every run, and the comparison's."""
+        sizes = _SIZES[self.task]
+        return [
+            *super().requirements(),
+            (
+                "sweep_steps",
+                self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
+                f"a whole number from 1 to --steps {self.steps}",
+            ),
+            ("size", self.model.size in sizes, f"one of {', '.join(sizes)}"),
+            *(
+                requirement
+                for requirement in self.model.requirements()
+                if requirement[0] == "sequence_length"
+            ),
+        ]
+
+    @property
+    def model(self) -> Any:
+        """The options of the task's own program."""
+        config = _TASKS[self.task].Config
+        shared = {field.name for field in dataclasses.fields(config)}
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        given["size"] = self.size or next(iter(_SIZES[self.task]))
+        return config(**{name: value for name, value in given.items() if name in shared})
+
+    def runs(self) -> list[Self]:
+        """The options with each seed, all in one folder."""
+        return [dataclasses.replace(self, seeds=(seed,)) for seed in self.seeds]
+
+    def of_sweep(self) -> Self:
+        """The options of a sweep's trainings."""
+        if self.sweep_steps is None:
+            return self
+        share = self.sweep_steps / self.steps
+        warmup = self.warmup_steps
+        return dataclasses.replace(
+            self,
+            steps=self.sweep_steps,
+            warmup=warmup if warmup == "auto" else max(1, round(share * warmup)),
+            schedule_warmup=round(share * self.schedule_warmup_steps),
+        )
+
+    def first_rates(self, name: str) -> list[float]:
+        """The learning rates that an optimizer is tried with in any case."""
+        if self.learning_rates:
+            return list(self.learning_rates)
+        middle = (self.sweep - 1) // 2
+        return [OPTIMIZERS[name].learning_rate * 2.0 ** (i - middle) for i in range(self.sweep)]
 
 
-def compare(
-    name: str, options: Options, task_of: Callable[[int], Task], mesh: Mesh, folder: Folder
-) -> Curve:
-    """Sweeps one optimizer's learning rate, and trains at the best one with every seed.
+def make_task(config: Config) -> Task:
+    """The task that options ask for, as the pre-training programs have it."""
+    return _TASKS[config.task].make_task(config.model)
+
+
+class Trained(NamedTuple):
+    """One optimizer at its best learning rate.
+
+    Attributes:
+        name: the optimizer's.
+        tried: held-out losses by learning rate.
+        learning_rate: the best of them.
+        heldout: the held-out loss there, by seed.
+        folder: the training with the first seed.
+    """
+
+    name: str
+    tried: dict[float, float]
+    learning_rate: float
+    heldout: dict[int, float]
+    folder: pathlib.Path
+
+
+class Comparison:
+    """The trainings of a comparison; those that its folder has are not made again.
 
     Args:
-        name: the optimizer.
-        options: the comparison's.
-        task_of: the task with a seed.
+        config: its options.
+        tasks: by seed.
         mesh: a device for each worker.
-        folder: where the trainings are kept.
+        stop: as for `Trainer.run`.
     """
-    optimizer = OPTIMIZERS[name]
-    swept = optimizer.rate_of or name
-    rates = _first_rates(swept, options)
-    # A single one is the best without a sweep.
-    swept_at = _sweep(swept, rates, options, task_of, mesh, folder) if len(rates) > 1 else {}
-    best = min(swept_at, key=swept_at.__getitem__, default=rates[0])
-    trainer = Trainer(name, options, task_of(options.seeds[0]), mesh)
-    records = {
-        seed: folder.training(
-            name, options.steps, best, seed, lambda seed=seed: trainer.train(task_of(seed), best)
-        )
-        for seed in options.seeds
-    }
-    first = records[options.seeds[0]]
-    phases = trainer.phases(first["frozen_at"])
-    a_step = trainer.bytes_sent(phases)
+
+    def __init__(self, config: Config, tasks: dict[int, Task], mesh: Mesh, stop: StopRequest):
+        self._config, self._tasks, self._mesh, self._stop = config, tasks, mesh, stop
+        self._judged_by = _TASKS[config.task].WORDING.heldout_loss
+        self._trainer = functools.cache(self._make_trainer)
+
+    def _make_trainer(self, name: str, config: Config) -> Trainer:
+        return Trainer(name, config, self._tasks[config.seed], self._mesh, any_rate=True)
+
+    def train(self, name: str) -> Trained:
+        """Sweeps an optimizer's learning rate, and trains at the best one with every seed."""
+        config, seeds = self._config, self._config.seeds
+        swept, shorter = OPTIMIZERS[name].rate_of or name, config.of_sweep()
+        rates = config.first_rates(swept)
+        tried = {}
+        # A single one is the best without a sweep.
+        if len(rates) > 1:
+            tried = sweep(
+                rates,
+                config.widen,
+                lambda rate: self._training(swept, shorter, rate, seeds[0])[0],
+            )
+        best = min(tried, key=tried.__getitem__, default=rates[0])
+        made = {seed: self._training(name, config, best, seed) for seed in seeds}
+        heldout = {seed: loss for seed, (loss, _) in made.items()}
+        folder = made[seeds[0]][1]
+        return Trained(name, tried or {best: heldout[seeds[0]]}, best, heldout, folder)
+
+    def _training(
+        self, name: str, config: Config, rate: float, seed: int
+    ) -> tuple[float, pathlib.Path]:
+        """The held-out loss of a training, and its folder."""
+        of = f"trainings/{config.steps}-{rate:g}-{seed}"
+        one = config.one(of, learning_rate=rate, seeds=(seed,))
+        folder = one.folder / name
+        new, start = not (folder / "result.json").exists(), time.perf_counter()
+        result = self._trainer(name, config).run(one, self._tasks[seed], self._stop)
+        loss = or_infinite(result[self._judged_by])
+        if new and jax.process_index() == 0:
+            # Many trainings are made, of which none goes on.
+            shutil.rmtree(folder / "checkpoints")
+            took = time.perf_counter() - start
+            found = f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+            made = f"{name}, {config.steps} steps, learning rate {rate:g}, seed {seed}"
+            print(f"{made}: {found} in {took:.0f} s", flush=True)
+        return loss, folder
+
+
+def _curve(trained: Trained) -> Curve:
+    run = read_run(trained.folder)
+    assert run is not None
+    result, a_step = run.result, run.result["bytes_a_step"]
+    seconds = {phase: run.seconds_a_step(phase) for phase in a_step}
     return Curve(
-        label=optimizer.label,
-        tried=swept_at or {best: or_infinite(first["heldout"])},
-        learning_rate=best,
-        heldout={seed: or_infinite(made["heldout"]) for seed, made in records.items()},
-        losses=first["losses"],
-        sent=list(itertools.accumulate(a_step[phase] for phase in phases)),
-        rounds=sum(a_step[phase] > 0 for phase in phases),
-        state_bytes=first["state_bytes"],
-        seconds=first["seconds"],
-        bytes_a_step={**a_step},
+        label=run.label,
+        tried=trained.tried,
+        learning_rate=trained.learning_rate,
+        heldout=trained.heldout,
+        losses=[row["loss"] for row in run.rows],
+        sent=[row["bytes_sent"] for row in run.rows],
+        rounds=sum(n for phase, n in result["steps_by_phase"].items() if phase != "local"),
+        state_bytes=result["state_bytes"],
+        seconds={phase: took for phase, took in seconds.items() if math.isfinite(took)},
+        bytes_a_step=a_step,
     )
 
 
-def _sweep(
-    name: str,
-    rates: Sequence[float],
-    options: Options,
-    task_of: Callable[[int], Task],
-    mesh: Mesh,
-    folder: Folder,
-) -> dict[float, float]:
-    """The held-out losses at the learning rates that were tried, with the first seed."""
-    shorter, seed = options.of_sweep(), options.seeds[0]
-    trainer = Trainer(name, shorter, task_of(seed), mesh)
-
-    def heldout(rate: float) -> float | None:
-        record = folder.training(
-            name, shorter.steps, rate, seed, lambda: trainer.train(task_of(seed), rate)
+def train(config: Config, runs: Runs[Config], mesh: Mesh, stop: StopRequest) -> None:
+    """Makes all trainings, and writes the figures, the table and the picture of them."""
+    first = jax.process_index() == 0
+    tasks = {run.seed: task for run, task in runs}
+    if first:
+        count = len(config.learning_rates) or config.sweep
+        print(
+            f"{len(config.optimizers)} optimizers: {count} learning rates each, "
+            f"{config.of_sweep().steps} steps with each, {config.steps} steps with the best"
         )
-        return record["heldout"]
-
-    return sweep(rates, options.widen, heldout)
-
-
-def _make_mesh(options: Options) -> Mesh:
-    """As many devices as there are workers; simulated workers need only CPUs, to compile for.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    # A running JAX takes it no more: then the caller has chosen the devices. GPUs ignore it.
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", options.workers)
-    devices = jax.devices() if options.devices else jax.devices("cpu")
-    if len(devices) < options.workers:
-        raise ValueError(
-            f"--workers {options.workers}: there are {len(devices)} devices "
-            f"({devices[0].platform}); take at most that many, or set JAX_PLATFORMS=cpu to "
-            "simulate them"
-        )
-    mesh = jax.make_mesh(
-        (options.workers,),
-        (AXIS,),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=devices[: options.workers],
-    )
-    compile_anew_on_cpus(mesh)
-    return mesh
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, or 2 for bad input."""
-    options = tyro.cli(Options, args=arguments, prog="python -m train.compare")
-    try:
-        options.check()
-        mesh = _make_mesh(options)
-        folder = Folder(options)
-        workers = OnDevices(mesh) if options.devices else Simulated(options.workers)
-        task_of = functools.cache(functools.partial(make_task, options, workers))
-        task = task_of(options.seeds[0])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    folder.create()
-    count = len(options.learning_rates) or options.sweep
-    print(
-        f"{len(options.optimizers)} optimizers: {count} learning rates each, "
-        f"{options.of_sweep().steps} steps with each, {options.steps} steps with the best"
-    )
-    curves = [compare(name, options, task_of, mesh, folder) for name in options.optimizers]
-    title = _task_line(options, task)
-    text = f"{title}\n\n{table(curves)}\n"
-    (folder.path / "comparison.md").write_text(text, encoding="utf-8")
+    comparison = Comparison(config, tasks, mesh, stop)
+    trained = [comparison.train(name) for name in config.optimizers]
+    if not first:
+        return
+    curves = [_curve(one) for one in trained]
     figures = [
         dataclasses.asdict(curve)
         | {
@@ -157,25 +262,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         for curve in curves
     ]
-    record.write(folder.path / "comparison.json", options, figures, "flax")
-    picture = folder.path / "comparison.png"
-    draw(curves, title.rstrip("."), picture)
-    print(text, picture, sep="\n")
-    return 0
+    record.write(config.folder / "comparison.json", config, figures, "flax")
+    title = _title(config, tasks[config.seed])
+    text = f"{title}\n\n{table(curves)}\n"
+    (config.folder / "comparison.md").write_text(text, encoding="utf-8")
+    draw(curves, title.rstrip("."), config.folder / "comparison.png")
 
 
-def _task_line(options: Options, task: Task) -> str:
-    parameters = sum(x.size for x in jax.tree.leaves(task.params))
-    model, unit = ("BERT", "tokens") if options.task == "bert" else ("Language model", "bytes")
-    where = "a device each" if options.devices else "simulated on one device"
-    auto = options.warmup == "auto"
-    warmup = "dense until the variance is stable" if auto else f"{options.warmup:,} dense steps"
+def _title(config: Config, task: Task) -> str:
+    parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init)))
+    model, unit = ("BERT", "tokens") if config.task == "bert" else ("Language model", "bytes")
+    auto = config.warmup == "auto"
+    warmup = (
+        "dense until the variance is stable" if auto else f"{config.warmup_steps:,} dense steps"
+    )
     return (
-        f"{model} {options.model_size}, {parameters:,} parameters; {options.workers} workers, "
-        f"{where}; {options.steps:,} steps of {options.batch_size} sequences of "
-        f"{options.sequence_length} {unit}; {warmup} where there is a warm-up."
+        f"{model} {config.model.size}, {parameters:,} parameters; {config.workers} workers; "
+        f"{config.steps:,} steps of {config.batch_size} sequences of {config.sequence_length} "
+        f"{unit}; {warmup} where there is a warm-up."
     )
 
+
+def report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+    """What `train` has written: the table, and the picture's path."""
+    return (folder / "comparison.md").read_text(encoding="utf-8"), folder / "comparison.png"
+
+
+PROGRAM = Program("train.compare", Config, make_task, report, train)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

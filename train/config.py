@@ -8,80 +8,59 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import optax
 import typeguard
 import tyro
 
+from onebit_jax.transforms.registry import EXCHANGE
 from train import schedules
-from train.optimizers import check_names, check_warmup
+from train.optimizers import OPTIMIZERS, check_names, check_warmup
 
-# Options that leave the trajectory alone, so a run may go on with others. Of workers it only
-# follows how the exchange rounds: they share the same batches.
-_FREE = (
-    "out",
-    "workers",
-    "optimizer",
-    "max_skipped",
-    "log_every",
-    "checkpoint_every",
-    "diagnose_every",
-    "eval_batches",
-    "profile",
-)
-_COUNTS = (
-    "workers",
-    "batch_size",
-    "accumulation",
-    "steps",
-    "decay_every",
-    "max_skipped",
-    "log_every",
-    "checkpoint_every",
-    "eval_batches",
-)
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id", "process_timeout")
+MOST = 2**31 - 1
 
 
-def is_count(value: int, at_least: int = 1) -> bool:
-    """Whether a number is one that devices count to, in int32."""
-    return at_least <= value < 2**31
+class Range(NamedTuple):
+    """What an option must be: marks its type.
 
-
-def check_requirements(options: Any, requirements: list[tuple[str, bool, str]]) -> None:
-    """Raises ``ValueError`` for the first option, as the command line has it, that is out of range.
-
-    Args:
-        options: has an attribute for each of them.
-        requirements: their names, whether each is in range, and what it must be.
+    Attributes:
+        expected: in words.
+        holds: whether a value is so.
     """
-    for option, holds, expected in requirements:
-        if not holds:
-            value = getattr(options, option)
-            raise ValueError(f"--{option.replace('_', '-')} {value}: expected {expected}")
+
+    expected: str
+    holds: Callable[[Any], bool]
 
 
-def check_types(options: Any) -> None:
-    """Raises ``ValueError`` for the first option whose value is not of the declared type.
+Count = Annotated[int, Range("a whole number of at least 1, below 2**31", lambda x: 1 <= x <= MOST)]
+Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
+Share = Annotated[float, Range("a number above 0, at most 1", lambda x: 0 < x <= 1)]
+Positive = Annotated[float, Range("a finite number above 0", lambda x: 0 < x < math.inf)]
+NotNegative = Annotated[float, Range("a finite number, 0 or more", lambda x: 0 <= x < math.inf)]
+MaxNorm = Annotated[
+    float | None, Range("a finite number above 0, or None", lambda x: x is None or 0 < x < math.inf)
+]
+Hidden = tyro.conf.Suppress
+# How the command line and others spell it.
+OptimizerNames = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(help=f"Optimizers, one after another, of {', '.join(OPTIMIZERS)}."),
+]
 
-    What the command line gives has it; options that a program makes may not.
-    """
-    hints = typing.get_type_hints(type(options))
-    for field in dataclasses.fields(options):
-        value, hint = getattr(options, field.name), hints[field.name]
-        try:
-            typeguard.check_type(
-                value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS
-            )
-        except typeguard.TypeCheckError:
-            raise ValueError(
-                f"--{field.name.replace('_', '-')} {value!r}: expected "
-                f"{inspect.formatannotation(hint)}, found {type(value).__name__}"
-            ) from None
+
+def option_name(field: str) -> str:
+    """A field as the command line has it."""
+    return f"--{field.replace('_', '-')}"
+
+
+def in_steps(warmup: float, steps: int) -> int:
+    """A number of steps, or a share of all of them if it is below 1."""
+    return int(warmup if warmup >= 1 else round(warmup * steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,83 +69,124 @@ class RunConfig:
 
     Attributes:
         MODEL: what output folders are called by.
+        FREE: options that leave the trajectory alone, so a run may go on with others. Of workers it
+            only follows how the exchange rounds: they share the same batches.
+        size: Size of the model.
+        optimizers: Optimizers to train with, one after another.
+        workers: Data-parallel workers, a device each; on CPUs the devices are simulated.
+        nodes: Nodes that the workers are divided among: within one gradients are averaged at full
+            precision, and only between them compressed.
+        batch_size: Examples in a step, over all workers.
+        accumulation: Microbatches that a worker's share of a step is cut into.
+        steps: Optimizer steps.
+        learning_rate: Peak learning rate.
+        schedule: What follows the learning rate's warm-up: decay-rate every decay-every steps, or a
+            cosine or a line to 0 at the last step.
+        schedule_warmup: Steps over which the learning rate rises linearly to its peak; below 1, a
+            share of all steps.
+        decay_rate: Factor of the exponential schedule; 1 leaves the learning rate as it is.
+        decay_every: Steps between two factors of the exponential schedule.
+        warmup: Dense steps of the optimizers that begin with such; below 1, a share of all steps;
+            auto: until the variance is stable, but no sooner than the learning rate's warm-up ends.
+        b1: Decay of the momentum.
+        b2: Decay of the variance.
+        eps: Added to the variance's root.
+        weight_decay: Decoupled weight decay, on all but biases and norms.
+        max_grad_norm: Gradients are clipped by one factor common to all workers, to this norm, and
+            their norm is logged; None: neither.
+        max_skipped: Steps in a row that may be skipped, since a worker's gradient or loss is not
+            finite, before the run stops.
+        bits: Bits per element that compressed exchanges send; None: each optimizer's own.
+        warmup_bits: Bits per element of the gradients in warm-up; None: each optimizer's own.
+        variance_refreshes: Steps between two refreshes of a frozen variance; None: each optimizer's
+            own.
+        scale: What the scale of compressed signs is taken from; None: each optimizer's own.
+        residual_dtype: Type of the residuals.
+        local_dtype: Type in which gradients travel within a node.
+        bucket_bytes: Size of the buckets that an exchange is cut into; None: one exchange.
+        seeds: Seeds of all that is random: parameters, batches, dropout; a run for each.
+        out: Output folder; without it, one in runs/, named after the model and its size.
+        log_every: Steps between two lines of metrics.
+        checkpoint_every: Steps between two checkpoints.
+        diagnose_every: Steps between two comparisons of replicas and looks at the optimizer's
+            state; None: only before a checkpoint, which always has them.
+        eval_batches: Held-out batches to evaluate on, at most.
+        bfloat16: Computes in bfloat16; parameters, statistics and optimizer state stay float32.
+        remat: Computes each block again for its gradients, which takes less memory and more time.
+        profile: Writes what JAX's profiler saw of a few steps of each phase, once it is compiled,
+            into the folder profile beside the optimizer's metrics.
+        coordinator: For a run of several processes: HOST:PORT of process 0, or auto where JAX finds
+            the cluster itself (Slurm, Open MPI 4, Kubernetes, Cloud TPU).
+        processes: How many processes, with a coordinator HOST:PORT.
+        process_id: Which of them this one is, from 0.
+        process_timeout: Seconds in which all processes must have come; one that gives no sign of
+            life for a third of them ends the run of all.
     """
 
     MODEL: ClassVar[str]
+    FREE: ClassVar[tuple[str, ...]] = (
+        "out",
+        "workers",
+        "optimizers",
+        "max_skipped",
+        "log_every",
+        "checkpoint_every",
+        "diagnose_every",
+        "eval_batches",
+        "profile",
+    )
 
     size: str = ""
-    """Size of the model."""
-    optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
-        "adam",
-        "onebit_adam",
-    )
-    """Optimizers to train with, one after another: names of train/optimizers.py."""
-    workers: int = 4
-    """Data-parallel workers, a device each; on CPUs the devices are simulated."""
-    batch_size: int = 32
-    """Examples in a step, over all workers."""
-    accumulation: int = 1
-    """Microbatches that a worker's share of a step is cut into."""
-    steps: int = 800
-    """Optimizer steps."""
-    learning_rate: float = 1e-3
-    """Peak learning rate."""
+    optimizers: OptimizerNames = ("adam", "onebit_adam")
+    workers: Count = 4
+    nodes: Count = 1
+    batch_size: Count = 32
+    accumulation: Count = 1
+    steps: Count = 800
+    learning_rate: Positive = 1e-3
     schedule: Literal["exponential", "cosine", "linear"] = "cosine"
-    """What follows the learning rate's warm-up: decay-rate every decay-every steps, or a cosine or
-    a line to 0 at the last step."""
-    schedule_warmup: int = 80
-    """Steps over which the learning rate rises linearly to its peak."""
-    decay_rate: float = 0.99
-    """Factor of the exponential schedule."""
-    decay_every: int = 520
-    """Steps between two factors of the exponential schedule."""
-    warmup: int | Literal["auto"] = 200
-    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends."""
-    b1: float = 0.9
-    """Decay of the momentum."""
-    b2: float = 0.999
-    """Decay of the variance."""
-    eps: float = 1e-8
-    """Added to the variance's root."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, on all but biases and norms."""
-    max_grad_norm: float | None = 1.0
-    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
-    logged; None: neither."""
-    max_skipped: int = 10
-    """Steps in a row that may be left out, since a worker's gradient or loss is not finite, before
-    the run stops."""
-    seed: int = 0
-    """Of all that is random: parameters, batches, dropout."""
+    schedule_warmup: int | float = 80
+    decay_rate: Share = 0.99
+    decay_every: Count = 520
+    warmup: int | float | Literal["auto"] = 200
+    b1: Fraction = 0.9
+    b2: Fraction = 0.999
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.01
+    max_grad_norm: MaxNorm = 1.0
+    max_skipped: Count = 10
+    bits: int | None = None
+    warmup_bits: int | None = None
+    variance_refreshes: int | None = None
+    scale: Literal["rms", "mean_abs"] | None = None
+    residual_dtype: Literal["float32", "bfloat16"] = "float32"
+    local_dtype: Literal["float32", "bfloat16"] = "float32"
+    bucket_bytes: int | Literal["auto"] | None = "auto"
+    seeds: Annotated[
+        tuple[int, ...],
+        Range(
+            "whole numbers from 0 to 2**32 - 1, each once",
+            lambda x: 0 < len(x) == len(set(x)) and all(0 <= seed < 2**32 for seed in x),
+        ),
+    ] = (0,)
     out: str | None = None
-    """Output folder; without it, one in runs/, named after the model and its size."""
-    log_every: int = 1
-    """Steps between two lines of metrics."""
-    checkpoint_every: int = 200
-    """Steps between two checkpoints."""
-    diagnose_every: int | None = None
-    """Steps between two comparisons of replicas and looks at the optimizer's state; None: only
-    before a checkpoint, which always has them."""
-    eval_batches: int = 64
-    """Held-out batches to evaluate on, at most."""
+    log_every: Count = 1
+    checkpoint_every: Count = 200
+    diagnose_every: Annotated[
+        int | None,
+        Range(
+            "a whole number of at least 1, below 2**31, or None",
+            lambda x: x is None or 1 <= x <= MOST,
+        ),
+    ] = None
+    eval_batches: Count = 64
     bfloat16: bool = False
-    """Computes in bfloat16; parameters, statistics and optimizer state stay float32."""
     remat: bool = False
-    """Computes each block again for its gradients, which takes less memory and more time."""
     profile: bool = False
-    """Writes what JAX's profiler saw of a few steps of each phase, once it is compiled, into the
-    folder profile beside the optimizer's metrics."""
     coordinator: str | None = None
-    """For a run of several processes: HOST:PORT of process 0, or auto where JAX finds the cluster
-    itself (Slurm, Open MPI 4, Kubernetes, Cloud TPU)."""
-    processes: int = 1
-    """How many processes, with a coordinator HOST:PORT."""
+    processes: Annotated[int, Range("a whole number of at least 1", lambda x: x >= 1)] = 1
     process_id: int = 0
-    """Which of them this one is, from 0."""
-    process_timeout: int = 60
-    """Seconds in which all processes must have come; one that gives no sign of life for a third of
-    them ends the run of all."""
+    process_timeout: Annotated[int, Range("at least 6 seconds", lambda x: x >= 6)] = 60
 
     def check(self) -> None:
         """Checks all options. Not done on construction, where tyro would print its own message.
@@ -175,7 +195,9 @@ class RunConfig:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
         self.check_processes()
-        check_requirements(self, self.requirements())
+        self._check_ranges([field.name for field in dataclasses.fields(self)])
+        for requirement in self.requirements():
+            self._require(*requirement)
         share = self.workers * self.accumulation
         if self.batch_size % share:
             lower = self.batch_size - self.batch_size % share
@@ -190,137 +212,172 @@ class RunConfig:
         Raises:
             ValueError: an option is out of range.
         """
-        check_types(self)
+        self._check_types()
+        self._check_ranges(["processes", "process_timeout"])
+        alone = self.coordinator in (None, "auto")
         host, _, port = (self.coordinator or "").rpartition(":")
-        check_requirements(
-            self,
-            [
-                (
-                    "coordinator",
-                    self.coordinator in (None, "auto")
-                    or (bool(host) and port.isdecimal() and 0 < int(port) < 2**16),
-                    "HOST:PORT of process 0, or auto",
-                ),
-                ("processes", self.processes >= 1, "a whole number of at least 1"),
-                (
-                    "processes",
-                    self.processes == 1 or self.coordinator not in (None, "auto"),
-                    "1 without a --coordinator HOST:PORT",
-                ),
-                (
-                    "process_id",
-                    0 <= self.process_id < self.processes,
-                    f"0 to {self.processes - 1}, with --processes {self.processes}",
-                ),
-                ("process_timeout", self.process_timeout >= 6, "at least 6 seconds"),
-            ],
-        )
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        self._require("coordinator", alone or is_address, "HOST:PORT of process 0, or auto")
+        expected = "1 without a --coordinator HOST:PORT"
+        self._require("processes", self.processes == 1 or not alone, expected)
+        expected = f"0 to {self.processes - 1}, with --processes {self.processes}"
+        self._require("process_id", 0 <= self.process_id < self.processes, expected)
+
+    def _check_types(self) -> None:
+        """What the command line gives has the declared types; options that a program makes may not.
+
+        Raises:
+            ValueError: one has not.
+        """
+        hints = typing.get_type_hints(type(self))
+        every = typeguard.CollectionCheckStrategy.ALL_ITEMS
+        for field in dataclasses.fields(self):
+            value, hint = getattr(self, field.name), hints[field.name]
+            try:
+                typeguard.check_type(value, hint, collection_check_strategy=every)
+            except typeguard.TypeCheckError:
+                raise ValueError(
+                    f"{option_name(field.name)} {value!r}: expected "
+                    f"{inspect.formatannotation(hint)}, found {type(value).__name__}"
+                ) from None
+
+    def _check_ranges(self, options: Iterable[str]) -> None:
+        hints = typing.get_type_hints(type(self), include_extras=True)
+        for option in options:
+            for mark in getattr(hints[option], "__metadata__", ()):
+                if isinstance(mark, Range):
+                    self._require(option, mark.holds(getattr(self, option)), mark.expected)
+
+    def _require(self, option: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"{option_name(option)} {getattr(self, option)}: expected {expected}")
 
     def requirements(self) -> list[tuple[str, bool, str]]:
-        """Options, whether each is in range, and what it must be; a subclass adds its own."""
-        names = check_names(self.optimizer)
-        fraction = "a number from 0 to below 1"
-        at_least_one = "a whole number of at least 1, below 2**31"
+        """Options, whether each suits the others, and what it must be; a subclass adds its own."""
+        names = check_names(self.optimizers)
+        rises = self.schedule_warmup
         return [
-            ("optimizer", names is None, str(names)),
-            *((option, is_count(getattr(self, option)), at_least_one) for option in _COUNTS),
-            ("learning_rate", 0 < self.learning_rate < math.inf, "a finite number above 0"),
+            ("optimizers", names is None, str(names)),
             (
                 "schedule_warmup",
-                0 <= self.schedule_warmup < self.steps,
-                f"0 or more, and fewer than --steps {self.steps}",
+                (isinstance(rises, int) and 0 <= rises < self.steps) or 0 <= rises < 1,
+                f"0 or more, and fewer than --steps {self.steps}; or a share of them below 1",
             ),
             ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
+            ("warmup", *check_warmup(self.warmup, self.optimizers)),
             (
-                "diagnose_every",
-                self.diagnose_every is None or is_count(self.diagnose_every),
-                f"{at_least_one}, or None",
+                "nodes",
+                self.workers % self.nodes == 0,
+                f"a number that divides --workers {self.workers}",
             ),
-            ("decay_rate", 0 < self.decay_rate <= 1, "a number above 0, at most 1"),
-            ("warmup", *check_warmup(self.warmup, self.optimizer)),
-            ("b1", 0 <= self.b1 < 1, fraction),
-            ("b2", 0 <= self.b2 < 1, fraction),
-            ("eps", 0 < self.eps < math.inf, "a finite number above 0"),
-            ("weight_decay", 0 <= self.weight_decay < math.inf, "a finite number, 0 or more"),
-            (
-                "max_grad_norm",
-                self.max_grad_norm is None or 0 < self.max_grad_norm < math.inf,
-                "a finite number above 0, or None",
+            *(
+                (
+                    option,
+                    any(option in OPTIMIZERS[name].options for name in self.optimizers),
+                    f"nothing, since none of {', '.join(self.optimizers)} has it",
+                )
+                for option in self.exchange()
+                if names is None
             ),
-            ("seed", 0 <= self.seed < 2**32, "a whole number from 0 to 2**32 - 1"),
         ]
 
     def runs(self) -> list[Self]:
-        """The runs that are asked for, each with an output folder of its own."""
-        return [self]
+        """The runs that are asked for, each with one seed and an output folder of its own.
+
+        Raises:
+            ValueError: what they depend on is missing or unfit.
+        """
+        if len(self.seeds) == 1:
+            return [self]
+        return [self.one(f"seed-{seed}", seeds=(seed,)) for seed in self.seeds]
+
+    def one(self, folder: str, **own: Any) -> Self:
+        """The options of one run in a folder within this one's, with these instead."""
+        return dataclasses.replace(self, **own, out=str(self.folder / folder))
 
     @property
     def folder(self) -> pathlib.Path:
         """The output folder."""
-        return pathlib.Path(self.out or f"runs/{self.MODEL}-{self.size}")
+        return pathlib.Path(self.out or f"runs/{self.MODEL}-{self.size}".rstrip("-"))
+
+    @property
+    def seed(self) -> int:
+        """The seed of a run."""
+        return self.seeds[0]
+
+    @property
+    def warmup_steps(self) -> int | Literal["auto"]:
+        """`warmup` in steps, one at least."""
+        return "auto" if self.warmup == "auto" else max(1, in_steps(self.warmup, self.steps))
+
+    @property
+    def schedule_warmup_steps(self) -> int:
+        """`schedule_warmup` in steps."""
+        return in_steps(self.schedule_warmup, self.steps)
+
+    @property
+    def precision(self) -> dict[str, bool]:
+        """How a model is computed."""
+        return {"bfloat16": self.bfloat16, "remat": self.remat}
+
+    def exchange(self) -> dict[str, Any]:
+        """Options of the exchange that are not each optimizer's own."""
+        defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+        given = {name: getattr(self, name) for name in EXCHANGE}
+        return {name: value for name, value in given.items() if value != defaults[name]}
 
     def learning_rate_schedule(self) -> optax.Schedule:
         """The learning rate as a function of the update count."""
+        warmup = self.schedule_warmup_steps
         to_zero = {"cosine": schedules.cosine, "linear": schedules.linear}.get(self.schedule)
         if to_zero is not None:
-            return to_zero(self.learning_rate, warmup=self.schedule_warmup, steps=self.steps)
+            return to_zero(self.learning_rate, warmup=warmup, steps=self.steps)
         return schedules.exponential(
-            self.learning_rate,
-            warmup=self.schedule_warmup,
-            rate=self.decay_rate,
-            every=self.decay_every,
+            self.learning_rate, warmup=warmup, rate=self.decay_rate, every=self.decay_every
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceConfig(RunConfig):
-    """Options of a run on sequences of tokens."""
+    """Options of a run on sequences of tokens.
 
-    sequence_length: int = 64
-    """Tokens in a sequence."""
-    dropout: float = 0.1
-    """Dropout rate."""
+    Attributes:
+        sequence_length: Tokens in a sequence.
+        dropout: Dropout rate.
+    """
 
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As for every run, and the sequences'."""
-        at_least_one = "a whole number of at least 1, below 2**31"
-        return [
-            *super().requirements(),
-            ("sequence_length", is_count(self.sequence_length), at_least_one),
-            ("dropout", 0 <= self.dropout < 1, "a number from 0 to below 1"),
-        ]
+    sequence_length: Count = 64
+    dropout: Fraction = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig(SequenceConfig):
-    """Options of a pre-training on text."""
+    """Options of a pre-training on text.
+
+    Attributes:
+        corpus: Folder of plain-text files; without it, the language reference that Python carries.
+        heldout: Folder of the held-out text; without it, a part of the corpus is held out.
+    """
 
     corpus: str | None = None
-    """Folder of plain-text files; without it, the language reference that Python carries."""
     heldout: str | None = None
-    """Folder of the held-out text; without it, a part of the corpus is held out."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageConfig(RunConfig):
-    """Options of a run on CIFAR-10's images."""
+    """Options of a run on CIFAR-10's images.
 
-    data: str = ""
-    """Folder of CIFAR-10's train.parquet and test.parquet."""
-    batch_size: int = 128
-    """Images in a step, over all workers."""
-    max_grad_norm: float | None = None
-    """Gradients are clipped by one factor common to all workers, to this norm, and their norm is
-    logged; None: neither."""
+    Attributes:
+        data: Folder of CIFAR-10's train.parquet and test.parquet.
+    """
+
+    data: Annotated[str, Range("the folder of CIFAR-10's train.parquet and test.parquet", bool)] = (
+        ""
+    )
+    batch_size: Count = 128
+    max_grad_norm: MaxNorm = None
     # All test images are judged on.
-    eval_batches: tyro.conf.Suppress[int] = 1
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As for every run, and the images'."""
-        return [
-            *super().requirements(),
-            ("data", bool(self.data), "the folder of CIFAR-10's train.parquet and test.parquet"),
-        ]
+    eval_batches: Hidden[int] = 1
 
 
 def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
@@ -341,13 +398,16 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
             )
         return
     earlier = _read(path)
-    free = _FREE
+    # What a run of an earlier version had no option for was as it is by default.
+    seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
+    earlier = shared_options(type(config)()) | seeds | earlier
+    free = config.FREE
     if config.schedule == "exponential":
         free += ("steps",)  # its learning rates do not depend on how many will follow
     for option, value in shared_options(config).items():
         if option not in free and earlier.get(option) != value:
             raise ValueError(
-                f"--out {config.folder}: holds a run with --{option.replace('_', '-')} "
+                f"--out {config.folder}: holds a run with {option_name(option)} "
                 f"{earlier.get(option)}, this one has {value}; give the same, or another --out"
             )
     for name, value in identity.items():

@@ -9,6 +9,7 @@ from pydoc_data import topics
 
 _HELDOUT_SPAN = 8
 _HELDOUT_CYCLE = 160
+_TEXTS_AT_ONCE = 8192
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _RULE = re.compile(r"^[ *=~^+|-]+$", re.MULTILINE)
 
@@ -120,3 +121,12 @@ def _embedded_corpus() -> list[list[str]]:
         if document:
             documents.append(document)
     return documents
+
+
+def in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts, so many at once that what a tokenizer makes of them fits into memory.
+
+    Encodings hold far more than the ids that are kept of them.
+    """
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield list(texts[start : start + _TEXTS_AT_ONCE])

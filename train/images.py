@@ -7,7 +7,6 @@ images.
 
 import io
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import PIL.Image
 import pyarrow
 from pyarrow import parquet
 
-from train.stream import Arrays
+from train.stream import Arrays, Examples
 
 TRAIN, TEST = "train.parquet", "test.parquet"
 SIDE = 32
@@ -32,6 +31,11 @@ class Images(NamedTuple):
 
     pixels: np.ndarray
     labels: np.ndarray
+
+
+def read_folder(root: pathlib.Path) -> tuple[Images, Images]:
+    """The images to train on and those to judge on: see `read_images`."""
+    return read_images(root / TRAIN), read_images(root / TEST)
 
 
 def read_images(path: pathlib.Path) -> Images:
@@ -89,17 +93,11 @@ def _decoded(path: pathlib.Path, row: int, encoded: bytes | None) -> np.ndarray:
     return np.asarray(image)
 
 
-def evaluation_batches(
-    images: Images, *, batch_size: int, process_index: int = 0, process_count: int = 1
-) -> Iterator[Arrays]:
-    """Yields all images once, in order and as they are.
+def heldout(images: Images) -> Examples:
+    """Images as they are: `image`, uint8 `[32, 32, 3]`, and `label`, int32."""
 
-    What fills the last batch is marked: besides the entries of `batches` there is `counts`, bool
-    `[B]`, false for what does not count.
-    """
-    share = batch_size // process_count
-    for start in range(0, len(images.labels), batch_size):
-        places = start + process_index * share + np.arange(share)
-        counts = places < len(images.labels)
-        rows = np.where(counts, places, 0)
-        yield {"image": images.pixels[rows], "label": images.labels[rows], "counts": counts}
+    def make(index: int, rng: np.random.Generator) -> Arrays:
+        del rng
+        return {"image": images.pixels[index], "label": images.labels[index]}
+
+    return Examples(make, len(images.labels), "images")

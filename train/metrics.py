@@ -82,15 +82,15 @@ class MetricsLog:
         # Parts of an optimizer that report one each have their names in front.
         reported = [key for key in values if key.rpartition("/")[2] == "phase"]
         index = max(values.pop(key) for key in reported)
-        # Where the very first step was left out no update has a phase yet.
-        first = OPTIMIZERS[self._name].phase_of(0, 1, self._config.steps)
-        phase = PHASES[index] if index >= 0 else first
-        sent = self._bytes_sent(phase)
+        # Where the very first step was skipped no update has a phase yet.
+        phase = PHASES[index] if index >= 0 else OPTIMIZERS[self._name].first_phase
+        sent, phases = self._bytes_sent(phase), self.progress.phases
         self.progress = Progress(
             step=step + 1,
             bytes_sent=self.progress.bytes_sent + sent,
             seconds=time.perf_counter() - self._begin,
             frozen_at=values.pop("frozen_at", -1),
+            phases={**phases, phase: phases.get(phase, 0) + 1},
         )
         if self._writes:
             self._show(phase, values["loss"], sent)

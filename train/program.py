@@ -1,12 +1,13 @@
-"""What the training programs do: from a command line to a report of the optimizers."""
+"""What all programs are: from a command line to a report of the optimizers."""
 
 import contextlib
+import dataclasses
 import logging
 import pathlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import tyro
@@ -16,98 +17,102 @@ import onebit_jax
 from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.stop import GaveUp, Stopped, StopRequest
-from train.training import AXIS, Task, make_optimizer, train
-from train.workers import compile_anew_on_cpus
+from train.training import AXIS, NODE_AXES, Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+Runs = Sequence[tuple[AnyConfig, Task]]
 
 
-def run(
-    program: str,
-    config_type: type[AnyConfig],
-    make_task: Callable[[AnyConfig], Task],
-    write_report: Callable[[pathlib.Path], tuple[str, pathlib.Path]],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Runs a program.
+def train_all(config: RunConfig, runs: Runs[Any], mesh: Mesh, stop: StopRequest) -> None:
+    """Trains with each optimizer of each run."""
+    for run, task in runs:
+        for name in config.optimizers:
+            Trainer(name, run, task, mesh).run(run, task, stop)
 
-    Args:
-        program: its module.
-        config_type: its options.
+
+@dataclasses.dataclass(frozen=True)
+class Program(Generic[AnyConfig]):
+    """A program, which `python -m` starts.
+
+    Attributes:
+        name: its module.
+        config: its options.
         make_task: makes of those of a run what is trained; a `ValueError` says what is wrong with
             the input.
-        write_report: writes the report of an output folder; its text and its picture's path.
-        arguments: the command line's.
-
-    Returns:
-        The exit code: 0, 1 for replicas that diverged, 2 for bad input, 3 for a run that was given
-        up since gradients or losses were not finite, 128 + n for signal n.
+        report: writes the report of an output folder; its text and its picture's path.
+        train: makes the trainings, from all options and the runs.
     """
-    # Orbax reports every step of a save through it, and what fails with a traceback, before it is
-    # raised.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    try:
-        config = tyro.cli(config_type, args=arguments, prog=f"python -m {program}")
-        config.check_processes()
-        with joined(program, config, _alone) as others:
-            _run(config, make_task, write_report, others)
-    except (
-        ValueError,
-        OSError,
-        Stopped,
-        GaveUp,
-        onebit_jax.ReplicaDivergenceError,
-        KeyboardInterrupt,
-    ) as error:
-        code, text = _outcome(error)
-        print(text, file=sys.stderr)
-        return code
-    return 0
 
+    name: str
+    config: type[AnyConfig]
+    make_task: Callable[[AnyConfig], Task]
+    report: Callable[[pathlib.Path], tuple[str, pathlib.Path]]
+    train: Callable[[AnyConfig, Runs[AnyConfig], Mesh, StopRequest], None] = train_all
 
-def _run(
-    config: AnyConfig,
-    make_task: Callable[[AnyConfig], Task],
-    write_report: Callable[[pathlib.Path], tuple[str, pathlib.Path]],
-    others: Others,
-) -> None:
-    # Everything that can be wrong with the input is found out before anything is written.
-    config.check()
-    mesh = _make_mesh(config, others.count)
-    runs = [(run, make_task(run)) for run in config.runs()]
-    for run_config, task in runs:
-        _check(run_config, task)
-    others.agree(lambda: _of_runs(runs))
-    first = jax.process_index() == 0
-    for run_config, task in runs:
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs the program.
+
+        Args:
+            arguments: the command line's.
+
+        Returns:
+            The exit code: 0, 1 for replicas that diverged, 2 for bad input, 3 for a run that was
+            given up since gradients or losses were not finite, 128 + n for signal n.
+        """
+        # Orbax reports every step of a save through it, and what fails with a traceback, before it
+        # is raised.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        try:
+            config = tyro.cli(self.config, args=arguments, prog=f"python -m {self.name}")
+            config.check_processes()
+            with joined(self.name, config, _alone) as others:
+                self._run(config, others)
+        except tuple(_CODES) as error:
+            code, text = _outcome(error)
+            print(text, file=sys.stderr)
+            return code
+        return 0
+
+    def _run(self, config: AnyConfig, others: Others) -> None:
+        # Everything that can be wrong with the input is found out before anything is written.
+        config.check()
+        mesh = _make_mesh(config, others.count)
+        runs = [(run, self.make_task(run)) for run in config.runs()]
+        for run, task in runs:
+            _check(run, task)
+        others.agree(lambda: _of_runs(runs))
+        first = jax.process_index() == 0
         if first:
-            write_config(run_config, task.identity)
-            task.write_files(run_config.folder)
-    others.check_shared(config.folder)
-    with StopRequest() as stop:
-        for run_config, task in runs:
-            for name in config.optimizer:
-                train(name, run_config, task, mesh, stop)
-    if first:
-        text, picture = write_report(config.folder)
-        print(text, picture, sep="\n")
+            for run, task in runs:
+                write_config(run, task.identity)
+                task.write_files(run.folder)
+        others.check_shared(config.folder)
+        with StopRequest() as stop:
+            self.train(config, runs, mesh, stop)
+        if first:
+            print(*self.report(config.folder), sep="\n")
+
+
+# What a program ends with in a line, and its exit code.
+_CODES: dict[type[BaseException], int] = {
+    ValueError: 2,
+    OSError: 2,
+    GaveUp: 3,
+    onebit_jax.ReplicaDivergenceError: 1,
+    Stopped: 128,
+    KeyboardInterrupt: 128 + signal.SIGINT,
+}
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
     """The exit code and the message that an exception ends the program with."""
-    match error:
-        case ValueError() | OSError():
-            return 2, f"error: {error}"
-        case Stopped():
-            return 128 + error.signal, f"{error}; the same command again goes on from there"
-        case GaveUp():
-            return 3, f"error: {error}"
-        case onebit_jax.ReplicaDivergenceError():
-            return 1, f"error: {error}"
-        case KeyboardInterrupt():
-            text = "interrupted; the same command again goes on from the last checkpoint"
-            return 128 + signal.SIGINT, text
-    return 1, f"{type(error).__name__}: {error}"
+    if isinstance(error, Stopped):
+        return 128 + error.signal, f"{error}; the same command again goes on from there"
+    if isinstance(error, KeyboardInterrupt):
+        text = "interrupted; the same command again goes on from the last checkpoint"
+        return 128 + signal.SIGINT, text
+    codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
+    return (codes[0], f"error: {error}") if codes else (1, f"{type(error).__name__}: {error}")
 
 
 def _alone(error: BaseException) -> tuple[int, str] | None:
@@ -115,19 +120,20 @@ def _alone(error: BaseException) -> tuple[int, str] | None:
     return None if isinstance(error, (Stopped, GaveUp)) else _outcome(error)
 
 
-def _of_runs(runs: list[tuple[AnyConfig, Task]]) -> dict[str, str]:
+def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     """What all processes must have read and worked out alike."""
     found = {}
-    for number, (config, task) in enumerate(runs):
+    for number, (config, task) in enumerate(runs, 1):
+        prefix = f"run {number}, " if len(runs) > 1 else ""
         named = of_options(config) | dict(task.identity)
-        prefix = f"run {number + 1}, " if len(runs) > 1 else ""
         found |= {f"{prefix}{name}": value for name, value in named.items()}
     return found
 
 
 def _check(config: RunConfig, task: Task) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
-    for name in config.optimizer:
+    config.check()
+    for name in config.optimizers:
         make_optimizer(name, config, task.mask)
     for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
         try:
@@ -162,11 +168,16 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh:
             f"({devices[0].platform}); take at most that many, or set JAX_PLATFORMS=cpu to "
             "simulate them"
         )
+    nodes = config.nodes
     mesh = jax.make_mesh(
-        (config.workers,),
-        (AXIS,),
-        axis_types=(jax.sharding.AxisType.Auto,),
+        (config.workers,) if nodes == 1 else (nodes, config.workers // nodes),
+        (AXIS,) if nodes == 1 else NODE_AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * (1 if nodes == 1 else 2),
         devices=devices[: config.workers],
     )
-    compile_anew_on_cpus(mesh)
+    # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
+    # loses it for those in loops where it reads a program from the cache: a worker's sum then meets
+    # another worker's other sum, which gives wrong numbers or a crash.
+    if mesh.size > 1 and devices[0].platform == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
     return mesh

@@ -1,22 +1,48 @@
-"""The report of a run: held-out losses, bytes sent, and one picture of the loss."""
+"""The report of a run: what it is judged by, bytes sent, and one picture.
 
+A program writes it at its end. From what has finished it is written again by
+
+    python -m train.report train.bert.pretrain runs/bert-tiny
+"""
+
+import importlib.util
+import itertools
 import json
 import pathlib
-from collections.abc import Callable
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import tyro
 
+from train.config import in_steps
 from train.optimizers import OPTIMIZERS
-from train.pictures import LossCurve, draw_losses, window
+from train.pictures import LossCurve, draw_losses, draw_spread, window
+
+Config = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """A finished training with one optimizer: `result.json` and the lines of `metrics.jsonl`."""
+    """A finished training with one optimizer.
 
-    name: str
+    Attributes:
+        folder: where it is.
+        config: the run's `config.json`.
+        result: its `result.json`.
+        rows: the lines of its `metrics.jsonl`.
+    """
+
+    folder: pathlib.Path
+    config: Config
     result: dict[str, Any]
     rows: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The optimizer's name."""
+        return self.folder.name
 
     @property
     def label(self) -> str:
@@ -27,6 +53,11 @@ class Run(NamedTuple):
         """One of the metrics at every logged step: float64, NaN where it was not finite."""
         return np.array([row[key] for row in self.rows], dtype=np.float64)
 
+    def last(self, key: str) -> float:
+        """The mean of a metric over the window that pictures are smoothed by, at the end."""
+        column = self.column(key)
+        return float(np.mean(column[-window(len(column)) :]))
+
     def seconds_a_step(self, phase: str) -> float:
         """Median over the steps of a phase, so that compiling and pauses do not count."""
         inside = np.array([row["phase"] == phase for row in self.rows])
@@ -35,137 +66,238 @@ class Run(NamedTuple):
         return float(np.median(times)) if len(times) else float("nan")
 
 
+def percent_more(value: float, first: float) -> str:
+    """By how much a loss differs from the first optimizer's."""
+    return f"{value / first - 1:+.2%}"
+
+
+class Metric(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        of: its value.
+        form: how it is written.
+        beside: how it is compared with the first optimizer's; None for not at all.
+    """
+
+    of: Callable[[Run], float]
+    form: str = "{:.4f}"
+    beside: Callable[[float, float], str] | None = None
+
+    def cell(self, runs: Sequence[Run], first: Sequence[Run]) -> str:
+        """The median over runs with several seeds, the change from the first's, and each."""
+        values = [self.of(run) for run in runs]
+        value, other = statistics.median(values), statistics.median(map(self.of, first))
+        cell = self.form.format(value)
+        if self.beside and value != other:
+            cell = f"{cell} ({self.beside(value, other)})"
+        if len(values) > 1:
+            cell = f"{cell}; {', '.join(map(self.form.format, values))}"
+        return cell
+
+
 class Wording(NamedTuple):
     """What the report says of a model and of what it is judged on.
 
     Attributes:
         program: the module that trains it.
-        title: its name and size, from the run's options.
-        examples: what a step is made on, after their number, from the run's options.
-        corpus: what was trained on, from the run's options.
+        title: its name and size, from a run's options.
+        examples: what a step is made on, after their number, from a run's options.
+        corpus: what was trained on, from a run's options.
         heldout_loss: the entry of `result.json` that optimizers are compared by.
         held_out: how much was held out, from `result.json`.
-        rows: titles and cells of the rows on held-out data; a cell is told the run, and the first.
+        metrics: the rows on held-out data, from a run.
         measure: what `heldout_loss` is, in words.
+        section: what a run's table stands under, where there are several, from its options.
+        write_files: writes what else belongs beside a result.
     """
 
     program: str
-    title: Callable[[dict[str, Any]], str]
-    examples: Callable[[dict[str, Any]], str]
-    corpus: Callable[[dict[str, Any]], str]
+    title: Callable[[Config], str]
+    examples: Callable[[Config], str]
+    corpus: Callable[[Config], str]
     heldout_loss: str
     held_out: Callable[[dict[str, Any]], str]
-    rows: dict[str, Callable[[Run, Run], str]]
+    metrics: Callable[[Run], Mapping[str, Metric]]
     measure: str = "held-out loss"
+    section: Callable[[Config], str] | None = None
+    write_files: Callable[[Run], object] = lambda run: None
+
+    def write(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+        """Writes `report.md` and a picture for every training in `folder` that has finished.
+
+        Args:
+            folder: a run's output folder, or one that has a folder for each run.
+
+        Returns:
+            The report's text and the picture's path.
+
+        Raises:
+            ValueError: none has finished.
+        """
+        runs = [
+            run
+            for path in sorted([*folder.glob("config.json"), *folder.glob("*/config.json")])
+            for name in OPTIMIZERS
+            if (run := read_run(path.parent / name))
+        ]
+        if not runs:
+            raise ValueError(f"{folder} holds no finished training; run python -m {self.program}")
+        for run in runs:
+            self.write_files(run)
+        # By section, and within one by optimizer: the runs with all seeds.
+        sections: dict[str, dict[str, list[Run]]] = {}
+        for run in sorted(runs, key=lambda run: list(OPTIMIZERS).index(run.name)):
+            section = self.section(run.config) if self.section else ""
+            sections.setdefault(section, {}).setdefault(run.name, []).append(run)
+        first = runs[0]
+        title = (
+            f"{self.title(first.config)}, {first.config['workers']} workers, "
+            f"{first.result['parameters']:,} parameters"
+        )
+        lines = [f"# {title}"]
+        for section, by_name in sections.items():
+            lines += [f"\n## {section}"] * bool(section) + [
+                "",
+                *self._table(list(by_name.values())),
+            ]
+        picture = folder / ("metrics.png" if self.section else "loss.png")
+        self._draw(sections, title, picture)
+        text = "\n".join(lines) + "\n"
+        alt = picture.stem
+        (folder / "report.md").write_text(f"{text}\n![{alt}]({picture.name})\n", encoding="utf-8")
+        return text, picture
+
+    def _table(self, columns: list[list[Run]]) -> list[str]:
+        """A column for each optimizer, with the runs of all seeds, and what its steps send."""
+        first = columns[0][0]
+        config, result = first.config, first.result
+        # What a worker sends in a step that averages gradients at full precision.
+        dense = 8 * (config["workers"] - 1) / config["workers"] * result["parameters"]
+        last = window(len(first.rows))
+        phases = dict.fromkeys(
+            phase for [run, *_] in columns for phase in run.result["bytes_a_step"]
+        )
+        rows: dict[str, Callable[[list[Run]], str]] = {
+            **{
+                title: lambda runs, metric=metric: metric.cell(runs, columns[0])
+                for title, metric in self.metrics(first).items()
+            },
+            f"training loss, mean of the last {last} logged steps": lambda runs: (
+                f"{runs[0].last('loss'):.4f}"
+            ),
+            "steps": lambda runs: f"{runs[0].result['steps']:,}",
+            "warm-up ended": lambda runs: _warmup_end(runs[0]),
+            **{
+                f"MB a worker sends in a step, {phase}": lambda runs, phase=phase: _bytes_cell(
+                    runs[0], phase, dense
+                )
+                for phase in phases
+            },
+            "MB a worker sent in all": lambda runs: _total_cell(runs[0], dense),
+            "optimizer state, bytes per parameter": lambda runs: (
+                f"{runs[0].result['state_bytes']:.2f}"
+            ),
+            **{
+                f"seconds per step, {phase} (median)": lambda runs, phase=phase: (
+                    f"{runs[0].seconds_a_step(phase):.3f}".replace("nan", "-")
+                )
+                for phase in phases
+            },
+        }
+        seeds = [run.config["seeds"][0] for run in columns[0]]
+        several = "; medians over the seeds, and each of them" if len(seeds) > 1 else ""
+        lines = [
+            f"{config['batch_size']} {self.examples(config)} a step, seed "
+            f"{', '.join(map(str, seeds))}, the same batches for each optimizer{several}. "
+            f"{self.corpus(config)} Held out: {self.held_out(result)}.",
+            "",
+            "| | " + " | ".join(run.label for [run, *_] in columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+            *(
+                f"| {title} | " + " | ".join(cell(runs) for runs in columns) + " |"
+                for title, cell in rows.items()
+            ),
+        ]
+        for [run, *_] in columns:
+            lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
+            lines += [f"    {line}" for line in run.result["wire"].splitlines()]
+        return lines
+
+    def _draw(
+        self, sections: Mapping[str, Mapping[str, list[Run]]], title: str, path: pathlib.Path
+    ) -> None:
+        if self.section:
+            values, units = {}, {}
+            for section, by_name in sections.items():
+                runs = list(itertools.chain(*by_name.values()))
+                units[section], metric = next(iter(self.metrics(runs[0]).items()))
+                values[section] = {
+                    OPTIMIZERS[name].label: [metric.of(run) for run in own]
+                    for name, own in by_name.items()
+                }
+            draw_spread(values, title, units, path)
+            return
+        runs = [run for [run, *_] in sections[""].values()]
+        curves = [
+            LossCurve(
+                run.label,
+                run.result[self.heldout_loss],
+                run.column("step"),
+                run.column("loss"),
+                run.column("bytes_sent"),
+                run.result["frozen_at"],
+                self.measure,
+            )
+            for run in runs
+        ]
+        config = runs[0].config
+        steps = f"{runs[0].result['steps']:,} steps of {config['batch_size']}"
+        draw_losses(curves, f"{title}, {steps} {self.examples(config)}", path)
 
 
-def write_report(folder: pathlib.Path, wording: Wording) -> tuple[str, pathlib.Path]:
-    """Writes `report.md` and `loss.png` for every optimizer that was trained with in `folder`.
-
-    Args:
-        folder: a run's output folder.
-        wording: of its model.
-
-    Returns:
-        The report's text and the picture's path.
-
-    Raises:
-        ValueError: no training in `folder` has finished.
-    """
-    runs = [_read_run(folder / name) for name in OPTIMIZERS if (folder / name).is_dir()]
-    runs = [run for run in runs if run is not None]
-    if not runs:
-        raise ValueError(f"{folder} holds no finished training; run python -m {wording.program}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    picture = folder / "loss.png"
-    _draw(runs, config, wording, picture)
-    text = _text(runs, config, wording)
-    (folder / "report.md").write_text(f"{text}\n![loss]({picture.name})\n", encoding="utf-8")
-    return text, picture
-
-
-def _read_run(folder: pathlib.Path) -> Run | None:
+def read_run(folder: pathlib.Path) -> Run | None:
+    """The training in a folder, within that of its run; None if it has not finished."""
     if not (folder / "result.json").exists():
         return None
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+    def read(path: pathlib.Path) -> Any:
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    config = folder.parent / "config.json"
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return Run(folder.name, result, [json.loads(line) for line in lines])
+    return Run(
+        folder,
+        read(config) if config.exists() else {},
+        read(folder / "result.json"),
+        [json.loads(line) for line in lines],
+    )
 
 
-def _text(runs: list[Run], config: dict[str, Any], wording: Wording) -> str:
-    # What a worker sends in a step that averages gradients at full precision.
-    workers = config["workers"]
-    dense = 8 * (workers - 1) / workers * runs[0].result["parameters"]
-    last = window(len(runs[0].rows))
-    phases = dict.fromkeys(phase for run in runs for phase in run.result["bytes_a_step"])
-    table: dict[str, Callable[[Run], str]] = {
-        **{
-            title: lambda run, cell=cell: cell(run, runs[0]) for title, cell in wording.rows.items()
-        },
-        f"training loss, mean of the last {last} logged steps": lambda run: (
-            f"{np.mean(run.column('loss')[-last:]):.4f}"
-        ),
-        "steps": lambda run: f"{run.result['steps']:,}",
-        "warm-up ended": lambda run: _warmup_end(run, config),
-        **{
-            f"MB a worker sends in a step, {phase}": lambda run, phase=phase: _bytes_cell(
-                run, phase, dense
-            )
-            for phase in phases
-        },
-        "MB a worker sent in all": lambda run: _total_cell(run, dense),
-        **{
-            f"seconds per step, {phase} (median)": lambda run, phase=phase: (
-                f"{run.seconds_a_step(phase):.3f}".replace("nan", "-")
-            )
-            for phase in phases
-        },
-    }
-    lines = [
-        f"# {wording.title(config)}, {config['workers']} workers, "
-        f"{runs[0].result['parameters']:,} parameters",
-        "",
-        f"{config['batch_size']} {wording.examples(config)} a step, seed {config['seed']}, the "
-        f"same batches for each optimizer. {wording.corpus(config)} Held out: "
-        f"{wording.held_out(runs[0].result)}.",
-        "",
-        "| | " + " | ".join(run.label for run in runs) + " |",
-        "|---" * (len(runs) + 1) + "|",
-        *(
-            f"| {title} | " + " | ".join(cell(run) for run in runs) + " |"
-            for title, cell in table.items()
-        ),
-    ]
-    for run in runs:
-        lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
-        lines += [f"    {line}" for line in run.result["wire"].splitlines()]
-    return "\n".join(lines) + "\n"
+def loss_metric(key: str) -> Metric:
+    """An entry of `result.json`, beside the first optimizer's."""
+    return Metric(lambda run: run.result[key], beside=percent_more)
 
 
-def sequences(config: dict[str, Any], unit: str) -> str:
+def sequences(config: Config, unit: str) -> str:
     """What a step of a run on text is made on."""
     return f"sequences of {config['sequence_length']} {unit}"
 
 
-def corpus(config: dict[str, Any]) -> str:
+def corpus(config: Config) -> str:
     """What a run on text was trained on."""
     name = config["corpus"] or "the Python language reference (pydoc_data.topics)"
     return f"Corpus: {name}."
 
 
-def beside_first(value: float, first: float) -> str:
-    """A loss, and by how much it differs from the first optimizer's."""
-    return f"{value:.4f}" if value == first else f"{value:.4f} ({value / first - 1:+.2%})"
-
-
-def _warmup_end(run: Run, config: dict[str, Any]) -> str:
-    frozen_at = run.result["frozen_at"]
+def _warmup_end(run: Run) -> str:
+    frozen_at, warmup = run.result["frozen_at"], run.config["warmup"]
     if not OPTIMIZERS[run.name].warms_up:
         return "-"
     if frozen_at < 0:
         return "not yet"
-    if config["warmup"] != "auto":
-        return f"after step {frozen_at:,}, as given"
+    if warmup != "auto":
+        return f"after step {in_steps(warmup, run.result['steps']):,}, as given"
     # They stay what they were when the variance froze.
     last = run.rows[-1]
     grew, shrank = last["variance_growth"] - 1, 1 - last["variance_shrinkage"]
@@ -189,21 +321,25 @@ def _total_cell(run: Run, dense: float) -> str:
     return f"{cell} ({sent / of_dense:.1%} of dense)" if sent < of_dense else cell
 
 
-def _draw(runs: list[Run], config: dict[str, Any], wording: Wording, path: pathlib.Path) -> None:
-    curves = [
-        LossCurve(
-            run.label,
-            run.result[wording.heldout_loss],
-            run.column("step"),
-            run.column("loss"),
-            run.column("bytes_sent"),
-            run.result["frozen_at"],
-            wording.measure,
-        )
-        for run in runs
-    ]
-    title = (
-        f"{wording.title(config)} on {config['workers']} workers, {runs[0].result['steps']:,} "
-        f"steps of {config['batch_size']} {wording.examples(config)}"
-    )
-    draw_losses(curves, title, path)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the report of a folder again; exit code 2 if there is nothing to report."""
+
+    def write(
+        program: tyro.conf.Positional[str], folder: tyro.conf.Positional[pathlib.Path]
+    ) -> None:
+        # As `python -m` does.
+        spec = importlib.util.find_spec(program)
+        package = spec is not None and spec.submodule_search_locations is not None
+        module = importlib.import_module(f"{program}.__main__" if package else program)
+        print(*module.PROGRAM.report(folder), sep="\n")
+
+    try:
+        tyro.cli(write, args=arguments, prog="python -m train.report", description=__doc__)
+    except (ValueError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -97,6 +97,22 @@ def first_batches(
     return itertools.islice(batches, min(max_batches, examples.count // batch_size))
 
 
+def in_order(
+    examples: Examples, *, batch_size: int, process_index: int = 0, process_count: int = 1
+) -> Iterator[Arrays]:
+    """Yields one process's shares of batches that have all examples once, in order.
+
+    What fills the last batch is marked: `counts`, bool `[B]`, is false for what does not count.
+    """
+    share = batch_size // process_count
+    rng = np.random.default_rng(0)
+    for start in range(0, examples.count, batch_size):
+        places = start + process_index * share + np.arange(share)
+        counts = places < examples.count
+        rows = [examples.make(int(place), rng) for place in np.where(counts, places, 0)]
+        yield {name: np.stack([row[name] for row in rows]) for name in rows[0]} | {"counts": counts}
+
+
 def check(holds: bool, name: str, value: int, expected: str) -> None:
     """Raises a `ValueError` that says what `name` must be, unless it holds."""
     if not holds:

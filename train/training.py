@@ -1,12 +1,11 @@
 """Training with one optimizer, from its latest checkpoint to the held-out loss at its end."""
 
 import contextlib
-import functools
+import dataclasses
 import json
 import pathlib
-import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -20,44 +19,70 @@ from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.registry import Setting
 from train import checkpoint
-from train.checkpoint import Progress, State, abstract
+from train.checkpoint import State, abstract
 from train.config import RunConfig
 from train.metrics import MetricsLog
-from train.optimizers import OPTIMIZERS, Setting, warmup_end
+from train.optimizers import OPTIMIZERS, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
 from train.stop import GaveUp, Stopped, StopRequest
-from train.stream import Arrays
+from train.stream import Arrays, Examples, first_batches, in_order, stream
 
-AXIS = "data"
+# What the workers run along; with several nodes, those and the workers of a node.
+AXIS, NODE_AXES = "data", ("node", "local")
 
 
-class Task(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Task:
     """What all optimizers of a comparison share: a model, and what it is trained and judged on.
 
     Attributes:
+        config: the options of the run.
         init: draws the parameters.
         loss_fn: as for `onebit_jax.train_step`, with metrics.
         mask: which parameters are decayed.
-        batches: this process's shares of all batches, without end, from the first.
-        heldout_batches: this process's shares of the held-out batches.
-        judge: what `result.json` says of parameters on these, as arrays on the mesh; it takes a
-            model's state, where there is one, as `model_state`.
+        examples: what it is trained on.
+        heldout: what it is judged on.
+        judge: what `result.json` says of parameters on `heldout_batches`, as arrays on the mesh; it
+            takes a model's state, where there is one, as `model_state`.
+        judged_whole: whether it is judged on all of `heldout`, in order; else on as many shuffled
+            batches as the options say.
         write_files: writes what else belongs into the output folder.
         identity: what else than its options a run must have kept to go on, under names.
         init_model_state: makes what the model changes without gradients; None for nothing.
     """
 
+    config: RunConfig
     init: Callable[[], Any]
     loss_fn: Callable[..., tuple[Any, ...]]
     mask: Callable[[Any], Any]
-    batches: Callable[[], grain.DatasetIterator[Arrays]]
-    heldout_batches: Callable[[], Iterator[Arrays]]
+    examples: Examples
+    heldout: Examples
     judge: Callable[..., dict[str, Any]]
+    judged_whole: bool = False
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
-    identity: Mapping[str, str] = types.MappingProxyType({})
+    identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
     init_model_state: Callable[[], Any] = lambda: None
+
+    def batches(self) -> grain.DatasetIterator[Arrays]:
+        """This process's shares of all batches, without end, from the first."""
+        return stream(self.examples, **self._shares(), seed=self.config.seed)
+
+    def heldout_batches(self) -> Iterator[Arrays]:
+        """This process's shares of the held-out batches."""
+        if self.judged_whole:
+            return in_order(self.heldout, **self._shares())
+        seed, most = self.config.seed, self.config.eval_batches
+        return first_batches(self.heldout, **self._shares(), seed=seed, max_batches=most)
+
+    def _shares(self) -> dict[str, int]:
+        return {
+            "batch_size": self.config.batch_size,
+            "process_index": jax.process_index(),
+            "process_count": jax.process_count(),
+        }
 
 
 def make_optimizer(
@@ -68,184 +93,216 @@ def make_optimizer(
     Raises:
         ValueError: a hyperparameter is out of range.
     """
+    optimizer = OPTIMIZERS[name]
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
-        axis_name=AXIS,
+        axis_name=AXIS if config.nodes == 1 else NODE_AXES,
         steps=config.steps,
-        warmup=warmup_end(config.warmup, config.schedule_warmup),
+        warmup=warmup_end(config.warmup_steps, config.schedule_warmup_steps),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
         mask=mask,
+        exchange=config.exchange(),
     )
-    return OPTIMIZERS[name].make(setting)
+    return optimizer.make(setting)
 
 
-def train(name: str, config: RunConfig, task: Task, mesh: Mesh, stop: StopRequest) -> None:
-    """Trains to the last step, unless that was done before, and writes `result.json`.
+class Trainer:
+    """One optimizer on a task, compiled once for all runs with it.
 
-    Raises:
-        ReplicaDivergenceError: replicas have diverged; the last checkpoint is from before.
-        Stopped: `stop` was requested; the run is saved.
-        GaveUp: too many steps in a row were left out, or half of all of them at the end.
-        ValueError: the folder's checkpoint is of another model, or past the last step.
+    Args:
+        name: the optimizer's.
+        config: options of the runs; those of one run may have another learning rate.
+        task: what is trained, with any seed.
+        mesh: a device for each worker.
+        any_rate: whether the peak learning rate is a part of the optimizer's state, so that runs
+            with another one compile nothing anew. Steps that are not finite are then made.
     """
-    folder = config.folder / name
-    asked = {"steps": config.steps, "eval_batches": config.eval_batches}
-    result_path = folder / "result.json"
-    if result_path.exists() and asked.items() <= _read(result_path).items():
-        return
 
-    profiler = Profiler(folder / "profile" if config.profile else None)
+    def __init__(
+        self, name: str, config: RunConfig, task: Task, mesh: Mesh, *, any_rate: bool = False
+    ):
+        self._name, self._task, self._mesh, self._any_rate = name, task, mesh, any_rate
+        self.optimizer = make_optimizer(name, config, task.mask)
+        if any_rate:
+            self.optimizer = optax.inject_hyperparams(
+                lambda peak: make_optimizer(
+                    name, dataclasses.replace(config, learning_rate=peak), task.mask
+                )
+            )(peak=config.learning_rate)
+        self._collectives: dict[Phase, list[wire.Collective]] = {}
+        self._compiling: list[Callable[[Phase | None], None]] = []
+        loss_fn, optimizer = announced(task.loss_fn, self.optimizer, self._announce)
+        self.step = onebit_jax.train_step(
+            loss_fn,
+            optimizer,
+            mesh,
+            accumulation=config.accumulation,
+            max_grad_norm=config.max_grad_norm,
+            max_skipped=None if any_rate else config.max_skipped,
+        )
 
-    def compiling(phase: Phase | None) -> None:
-        log.compiling(phase)
-        profiler.compiling()
+    def _announce(self, phase: Phase | None) -> None:
+        for told in self._compiling:
+            told(phase)
 
-    train_step, state = start(name, config, task, mesh, compiling)
-    batches = task.batches()
-    shapes = abstract((state.params, state.opt_state, next(_heldout_batches(task, mesh))))
-    lower = functools.partial(train_step.lower, *shapes, model_state=abstract(state.model_state))
-    phased = bool(progress_of(state.opt_state))
+    def start(self, task: Task, learning_rate: float) -> State:
+        """The state before the first step."""
+        replicated = NamedSharding(self._mesh, P())
+        params = jax.jit(task.init, out_shardings=replicated)()
+        model_state = jax.jit(task.init_model_state, out_shardings=replicated)()
+        opt_state = onebit_jax.init(self.optimizer, params, self._mesh)
+        if self._any_rate:
+            opt_state.hyperparams["peak"] = jax.device_put(np.float32(learning_rate), replicated)
+        return State(params, opt_state, model_state)
 
-    @functools.cache
-    def collectives(phase: Phase) -> list[wire.Collective]:
-        return wire.collectives(lower(phase=phase if phased else None).compile(), mesh)
+    def run(self, config: RunConfig, task: Task, stop: StopRequest) -> dict[str, Any]:
+        """Trains to the last step, unless that was done before, and writes `result.json`.
 
-    def bytes_sent(phase: Phase) -> int:
-        return wire.bytes_sent(collectives(phase))
+        Returns:
+            What that holds.
 
-    synced = jax.jit(lambda state, params: state.synced_parameters(params))
-    with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
-        optimizer = make_optimizer(name, config, task.mask)
-        progress, state = checkpoint.restore(checkpoints, state, batches, optimizer)
-        if progress.step > config.steps:
-            raise ValueError(
-                f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask for "
-                "as many or more, or give another --out"
+        Raises:
+            ReplicaDivergenceError: replicas have diverged; the last checkpoint is from before.
+            Stopped: `stop` was requested; the run is saved.
+            GaveUp: too many steps in a row were skipped, or half of all of them at the end.
+            ValueError: the folder's checkpoint is of another model, or past the last step.
+        """
+        folder = config.folder / self._name
+        asked = {"steps": config.steps, "eval_batches": config.eval_batches}
+        earlier = _read(folder / "result.json")
+        if asked.items() <= earlier.items():
+            return earlier
+
+        state, batches = self.start(task, config.learning_rate), task.batches()
+        self._shapes = abstract((*state, next(self._placed(task.batches()))))
+
+        def bytes_sent(phase: Phase) -> int:
+            return wire.bytes_sent(self.collectives(phase))
+
+        profiler = Profiler(folder / "profile" if config.profile else None)
+        with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
+            progress, state = checkpoint.restore(checkpoints, state, batches, self.optimizer)
+            if progress.step > config.steps:
+                raise ValueError(
+                    f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask "
+                    "for as many or more, or give another --out"
+                )
+            first = progress.step
+            with profiler, MetricsLog(self._name, config, progress, bytes_sent) as log:
+                self._compiling = [log.compiling, lambda phase: profiler.compiling()]
+                for step, batch in zip(
+                    range(first, config.steps), self._placed(batches), strict=False
+                ):
+                    done = step + 1
+                    saving = done == config.steps or done % config.checkpoint_every == 0
+                    phase = "sync" if saving and self._takes_local_steps(config, step) else None
+                    with self._giving_up(first):
+                        *changed, metrics = self.step(
+                            *state[:2], batch, phase=phase, model_state=state.model_state
+                        )
+                    state = State(*changed)
+                    log.dispatched(step, metrics)
+                    profiler.dispatched(done, state.params)
+                    stopping = stop.requested(step)
+                    due = config.diagnose_every is not None and done % config.diagnose_every == 0
+                    if stopping or saving or due:
+                        progress = log.land()
+                        found = onebit_jax.diagnose(
+                            *state[:2], self._mesh, model_state=state.model_state
+                        )
+                        log.diagnosed(found)
+                        log.flush()
+                    if stopping or saving:
+                        if OPTIMIZERS[self._name].local_steps:
+                            state = state._replace(params=_synced(*state[:2]))
+                        checkpoint.save(checkpoints, progress, state, batches)
+                    if stopping:
+                        checkpoints.close()
+                        raise Stopped(self._name, done, stop.signal)
+        if not self._any_rate:
+            with self._giving_up(first):
+                most = min(config.max_skipped, -(-config.steps // 2))
+                self.step.skips.check(state.params, most)
+        parameters = sum(x.size for x in jax.tree.leaves(state.params))
+        own = {} if state.model_state is None else {"model_state": state.model_state}
+        result = asked | {
+            **task.judge(state.params, self._placed(task.heldout_batches()), **own),
+            "parameters": parameters,
+            "state_bytes": _bytes_on_a_device(state.opt_state) / parameters,
+            "frozen_at": progress.frozen_at,
+            "seconds": progress.seconds,
+            "bytes_sent": progress.bytes_sent,
+            "steps_by_phase": progress.phases,
+            "bytes_a_step": {phase: bytes_sent(phase) for phase in progress.phases},
+            "wire": wire.table({phase: self.collectives(phase) for phase in progress.phases}),
+        }
+        if jax.process_index() == 0:
+            text = json.dumps(result, indent=2) + "\n"
+            (folder / "result.json").write_text(text, encoding="utf-8")
+        return result
+
+    def collectives(self, phase: Phase) -> list[wire.Collective]:
+        """What a step of a phase sends, read from its program; once a run has begun."""
+        if phase not in self._collectives:
+            params, opt_state, model_state, batch = self._shapes
+            phased = phase if progress_of(opt_state) else None
+            lowered = self.step.lower(
+                params, opt_state, batch, model_state=model_state, phase=phased
             )
-        first = progress.step
-        with profiler, MetricsLog(name, config, progress, bytes_sent) as log:
-            for step in range(first, config.steps):
-                done = step + 1
-                saving = done == config.steps or done % config.checkpoint_every == 0
-                batch = to_mesh(next(batches), mesh)
-                phase = "sync" if saving and _takes_local_steps(name, config, step) else None
-                with _giving_up(name, first):
-                    *changed, metrics = train_step(
-                        *state[:2], batch, phase=phase, model_state=state.model_state
-                    )
-                state = State(*changed)
-                log.dispatched(step, metrics)
-                profiler.dispatched(done, state.params)
-                stopping = stop.requested(step)
-                due = config.diagnose_every is not None and done % config.diagnose_every == 0
-                if stopping or saving or due:
-                    progress = log.land()
-                    found = onebit_jax.diagnose(*state[:2], mesh, model_state=state.model_state)
-                    log.diagnosed(found)
-                    log.flush()
-                if stopping or saving:
-                    if OPTIMIZERS[name].local_steps:
-                        state = state._replace(params=synced(state.opt_state, state.params))
-                    checkpoint.save(checkpoints, progress, state, batches)
-                if stopping:
-                    checkpoints.close()
-                    raise Stopped(name, done, stop.signal)
-    with _giving_up(name, first):
-        train_step.skips.check(state.params, min(config.max_skipped, -(-config.steps // 2)))
+            self._collectives[phase] = wire.collectives(lowered.compile(), self._mesh)
+        return self._collectives[phase]
 
-    phases = _phases(name, config, progress)
-    result = asked | {
-        **_judged(task, state, mesh),
-        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
-        "frozen_at": progress.frozen_at,
-        "seconds": progress.seconds,
-        "bytes_sent": progress.bytes_sent,
-        "bytes_a_step": {phase: bytes_sent(phase) for phase in phases},
-        "wire": wire.table({phase: collectives(phase) for phase in phases}),
-    }
-    if jax.process_index() == 0:
-        result_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
+        return (to_mesh(batch, self._mesh) for batch in batches)
+
+    @contextlib.contextmanager
+    def _giving_up(self, first: int) -> Iterator[None]:
+        """Makes a step's `NonFiniteError` the program's own, with steps counted from `first`."""
+        try:
+            yield
+        except onebit_jax.NonFiniteError as error:
+            step = first + error.step
+            again = type(error)(step, error.worker, error.tensor, error.in_a_row)
+            raise GaveUp(f"{self._name}: {again}") from error
+
+    def _takes_local_steps(self, config: RunConfig, step: int) -> bool:
+        """Whether step `step` may be local; where a run can go on from, workers must have met."""
+        warmup = config.warmup_steps
+        return OPTIMIZERS[self._name].local_steps and warmup != "auto" and step >= warmup
+
+
+@jax.jit
+def _synced(params: Any, opt_state: Any) -> Any:
+    """The parameters that workers which take local steps share."""
+
+    def is_local(node: Any) -> bool:
+        return hasattr(node, "synced_parameters")
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_local)
+    return next(filter(is_local, nodes)).synced_parameters(params)
+
+
+def _bytes_on_a_device(tree: Any) -> int:
+    shards = (x.addressable_shards[0].data for x in jax.tree.leaves(tree))
+    return sum(shard.nbytes for shard in shards)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """A `result.json`; of one that is damaged nothing, so that it is written anew."""
+    """A `result.json`; where it is damaged or missing nothing, so that it is written anew."""
     try:
         result = json.loads(path.read_bytes())
-    except ValueError:
+    except (OSError, ValueError):
         return {}
     return result if isinstance(result, dict) else {}
 
 
-def start(
-    name: str,
-    config: RunConfig,
-    task: Task,
-    mesh: Mesh,
-    compiling: Callable[[Phase | None], None],
-) -> tuple[onebit_jax.TrainStep, State]:
-    """The training step, and the state before the first one.
-
-    `compiling` is told for which phase the step is compiled, when it is.
-    """
-    optimizer = make_optimizer(name, config, task.mask)
-    replicated = NamedSharding(mesh, P())
-    params = jax.jit(task.init, out_shardings=replicated)()
-    model_state = jax.jit(task.init_model_state, out_shardings=replicated)()
-    state = State(params, onebit_jax.init(optimizer, params, mesh), model_state)
-    loss_fn, optimizer = announced(task.loss_fn, optimizer, compiling)
-    train_step = onebit_jax.train_step(
-        loss_fn,
-        optimizer,
-        mesh,
-        accumulation=config.accumulation,
-        max_grad_norm=config.max_grad_norm,
-        max_skipped=config.max_skipped,
-    )
-    return train_step, state
-
-
-@contextlib.contextmanager
-def _giving_up(name: str, first: int) -> Iterator[None]:
-    """Makes of a step's `NonFiniteError` the program's own, with steps counted from `first`."""
-    try:
-        yield
-    except onebit_jax.NonFiniteError as error:
-        step = first + error.step
-        again = type(error)(step, error.worker, error.tensor, error.in_a_row)
-        raise GaveUp(f"{name}: {again}") from error
-
-
-def _takes_local_steps(name: str, config: RunConfig, step: int) -> bool:
-    """Whether step `step` may be local; where a run can go on from, workers must have met."""
-    warmup = config.warmup
-    return OPTIMIZERS[name].local_steps and warmup != "auto" and step >= warmup
-
-
-def _phases(name: str, config: RunConfig, progress: Progress) -> list[Phase]:
-    """The phases of a finished run, in the order of their first steps."""
-    warmup = config.warmup
-    if warmup == "auto":
-        warmup = config.steps if progress.frozen_at < 0 else progress.frozen_at
-    phase_of = OPTIMIZERS[name].phase_of
-    return list(dict.fromkeys(phase_of(t, warmup, config.steps) for t in range(config.steps)))
-
-
 def to_mesh(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's share of a batch, as a part of arrays that are split over the mesh."""
-    sharding = NamedSharding(mesh, P(AXIS))
+    sharding = NamedSharding(mesh, P(mesh.axis_names))
     return {
         name: jax.make_array_from_process_local_data(sharding, array)
         for name, array in batch.items()
     }
-
-
-def _judged(task: Task, state: State, mesh: Mesh) -> dict[str, Any]:
-    own = {} if state.model_state is None else {"model_state": state.model_state}
-    return task.judge(state.params, _heldout_batches(task, mesh), **own)
-
-
-def _heldout_batches(task: Task, mesh: Mesh) -> Iterator[dict[str, jax.Array]]:
-    return (to_mesh(batch, mesh) for batch in task.heldout_batches())

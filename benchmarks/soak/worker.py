@@ -4,8 +4,9 @@ What is bad, and when, depends on the seed and the step alone, so that a run tha
 resumed meets the same batches as one that was not.
 """
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -13,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train import program
 from train.lm import model, pretrain
 from train.lm.config import Config
-from train.lm.report import write_report
 from train.stream import Arrays
 from train.training import Task
 
@@ -71,6 +70,19 @@ def with_factors(batch: Arrays) -> Arrays:
     return batch | {"bad": np.zeros(len(batch["inputs"]), np.float32)}
 
 
+class BrokenTask(Task):
+    """A task with bad batches."""
+
+    def batches(self) -> BadBatches:
+        """Those of the task, of which some are bad."""
+        place = jax.process_index(), jax.process_count()
+        return BadBatches(super().batches(), self.config.seed, *place)
+
+    def heldout_batches(self) -> Iterator[Arrays]:
+        """Those of the task."""
+        return map(with_factors, super().heldout_batches())
+
+
 def make_task(config: Config) -> Task:
     """That of `train.lm.pretrain`, with bad batches."""
     task = pretrain.make_task(config)
@@ -79,20 +91,17 @@ def make_task(config: Config) -> Task:
         loss, metrics = task.loss_fn(params, batch)
         return loss * (1 + jnp.sum(batch["bad"])), metrics
 
-    def batches() -> BadBatches:
-        return BadBatches(task.batches(), config.seed, jax.process_index(), jax.process_count())
-
-    def heldout_batches() -> Iterator[Arrays]:
-        return map(with_factors, task.heldout_batches())
-
-    return task._replace(loss_fn=loss_fn, batches=batches, heldout_batches=heldout_batches)
+    given: dict[str, Any] = vars(task) | {"loss_fn": loss_fn}
+    return BrokenTask(**given)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the training and returns its exit code."""
     model.SIZES["nano"] = SMALL
-    make: Callable[[Config], Task] = make_task
-    return program.run("benchmarks.soak.worker", Config, make, write_report, arguments)
+    program = dataclasses.replace(
+        pretrain.PROGRAM, name="benchmarks.soak.worker", make_task=make_task
+    )
+    return program.main(arguments)
 
 
 if __name__ == "__main__":

@@ -73,14 +73,13 @@ def ours(optimizer: str, timed: Timed) -> Step:
     """A step of our program, that gives its loss."""
     axis_types = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((1,), (training.AXIS,), axis_types=axis_types, devices=jax.devices()[:1])
-    train_step, state = training.start(
-        optimizer, timed.config, timed.task, mesh, lambda phase: None
-    )
+    trainer = training.Trainer(optimizer, timed.config, timed.task, mesh)
+    state = trainer.start(timed.task, timed.config.learning_rate)
 
     def step(batch: Mapping[str, np.ndarray]) -> jax.Array:
         nonlocal state
         on_mesh = training.to_mesh(batch, mesh)
-        *changed, metrics = train_step(*state[:2], on_mesh, model_state=state.model_state)
+        *changed, metrics = trainer.step(*state[:2], on_mesh, model_state=state.model_state)
         state = type(state)(*changed)
         return metrics["loss"]
 

@@ -61,7 +61,7 @@ def _bert(options: Any, steps: int) -> Timed:
     config.check()
     [config] = config.runs()
     config = dataclasses.replace(config, warmup=1, steps=max(config.steps, steps))
-    [name] = config.task
+    [name] = config.tasks
     shape = config.model(weights.load(config.weights))
     return Timed(config, glue_task(config), _in_torch("bert", shape, len(TASKS[name].classes)))
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import math
 import os
 import pathlib
 import shutil
+import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
 from types import TracebackType
@@ -26,12 +28,34 @@ from onebit_jax.checkpoint.loading import (
     on_all_processes,
     own_file,
     read,
+    read_manifest,
 )
 from onebit_jax.checkpoint.manifest import DamagedError
 from onebit_jax.states.resizing import resize
 
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"
+# What a complete one holds.
+_CONTENTS = {
+    "_CHECKPOINT_METADATA",
+    "commit_success.txt",
+    "manifest",
+    "orbax.checkpoint",
+    "state",
+}
+
+# Those whose last save may still be under way.
+_saving: set["Checkpoints"] = set()
+
+
+def _finish_all() -> None:
+    for checkpoints in tuple(_saving):
+        checkpoints._finish()
+
+
+# Orbax saves in threads that start others, which Python allows until the main thread ends: from
+# then on, and so in what `atexit` calls, a save never ends.
+cast(Any, threading)._register_atexit(_finish_all)
 
 
 class Restored(NamedTuple):
@@ -126,8 +150,14 @@ class Checkpoints:
         """The steps that there are checkpoints of, damaged ones included, in order."""
         if not self.folder.is_dir():
             return []
-        names = [path.name for path in self.folder.iterdir() if path.is_dir()]
-        return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+        return sorted(
+            int(path.name)
+            for path in self.folder.iterdir()
+            if path.name.isdecimal()
+            and str(int(path.name)) == path.name
+            and path.is_dir()
+            and {x.name for x in path.iterdir()} <= _CONTENTS
+        )
 
     def save(
         self,
@@ -142,39 +172,54 @@ class Checkpoints:
         """Saves a run; returns once all is copied, while it is still being written.
 
         Args:
-          step: updates made, at least 1.
+          step: updates made, more than at any checkpoint that is there.
           params: the parameters.
           opt_state: the optimizer state in the mesh view, as a step returns it.
           others: any other tree of arrays and numbers, such as random keys or a model's state.
           extra: what JSON can hold, such as the place in the data. Each process has its own.
-          metric: of ``keep_best``, the smaller the better; the same on all processes.
+          metric: of ``keep_best``, the smaller the better; the same on all processes. NaN is never
+            among the best.
 
         Raises:
-          ValueError: for a step that there is a checkpoint of, and an ``extra`` that JSON cannot
-            hold.
+          ValueError: for a step that is not after all checkpoints that are there, or whose name
+            another folder or file has; for an ``extra`` that JSON cannot hold as it is, with keys
+            that are no strings among it; for ``others`` that are no arrays or numbers, and a
+            ``metric`` that is no number.
           OSError: the folder is gone or cannot be written, or the save before this one failed.
         """
         validation.check_step_count("step", step, 1, "Give the number of updates made.")
+        if metric is not None and not validation.is_real(metric):
+            raise ValueError(f"metric={metric!r} must be a real number, or None.")
+        step, metric = int(step), None if metric is None else float(metric)
+        tree = {"params": params, "opt_state": opt_state, "others": others}
+        manifest.check_leaves(tree)
         self._wait()
         self._tidy_up()
-        if step in self.steps():
+        steps, path = self.steps(), self.folder / str(step)
+        if steps and step <= steps[-1]:
             raise ValueError(
-                f"there is a checkpoint of step {step} in {self.folder} already: call restore "
-                f"first, which goes on from the latest, or give another folder."
+                f"there is a checkpoint of step {steps[-1]} in {self.folder} already, so that one "
+                f"of step {step} would not be the latest: call restore first, which goes on from "
+                f"the latest, or give another folder."
             )
-        tree = {"params": params, "opt_state": opt_state, "others": others}
+        if os.path.lexists(path):
+            raise ValueError(
+                f"{path} is in the way, and is no checkpoint of onebit_jax: move it, or give "
+                f"another folder."
+            )
         written = manifest.describe(step, tree) | {"metric": metric}
         sums = {name: checksums(x) for name, x in manifest.leaves(tree)}
         try:
             own = manifest.encoded({"checksums": sums, "extra": extra})
-        except TypeError as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"extra is not what JSON can hold: {error}") from error
         files = {own_file(jax.process_index()): own}
         if jax.process_index() == 0:
             files[MANIFEST] = manifest.encoded(written)
         saved = {"state": filled(tree), "manifest": _Files(files)}
         with self._failing_as_os_error():
-            self._saving = ocp.save_checkpointables_async(str(self.folder / str(step)), saved)
+            self._saving = ocp.save_checkpointables_async(str(path), saved)
+        _saving.add(self)
 
     def restore(
         self,
@@ -204,6 +249,7 @@ class Checkpoints:
             workers; or all of them are damaged. The message says what to do.
         """
         tree = {"params": params, "opt_state": opt_state, "others": others}
+        manifest.check_leaves(tree)
         self._wait()
         steps = self.steps()
         for step in reversed(steps):
@@ -213,7 +259,7 @@ class Checkpoints:
             if isinstance(found, DamagedError):
                 self._pass_over(step, found)
                 continue
-            written, own, sums = found
+            written, extra, sums = found
             like = tree
             moves = tx is not None and (
                 saved_tx is not None or manifest.differ(written["axes"], manifest.axes(tree))
@@ -235,7 +281,7 @@ class Checkpoints:
                     from_tx=saved_tx,
                 )
             self._damaged = [later for later in steps if later > step]
-            return Restored(step, **loaded, extra=own["extra"])
+            return Restored(step, **loaded, extra=extra)
         if steps:
             raise ValueError(
                 f"no checkpoint in {self.folder} can be read, of steps "
@@ -256,13 +302,14 @@ class Checkpoints:
         if not self._finish():
             return
         if jax.process_index() == 0:
-            for step in self._superfluous():
-                shutil.rmtree(self.folder / str(step))
+            for path in self._superfluous():
+                shutil.rmtree(path)
         _meet("superfluous checkpoints are gone")
 
     def _finish(self) -> bool:
         """Waits for the save that is under way; whether there was one."""
         saving, self._saving = self._saving, None
+        _saving.discard(self)
         if saving is None:
             return False
         with self._failing_as_os_error():
@@ -281,20 +328,18 @@ class Checkpoints:
                 f"it are as they were"
             ) from error
 
-    def _superfluous(self) -> list[int]:
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(self._keep_last)]
-        if self._keep_best:
-            best = policies.BestN(
-                get_metric_fn=lambda metric: metric,
-                reverse=True,
-                n=self._keep_best,
-                keep_checkpoints_without_metrics=False,
-            )
-            kept.append(best)
-        found: Any = [_Info(step, _metric(self.folder / str(step))) for step in self.steps()]
-        flags = policies.AnyPreservationPolicy(kept).should_preserve(found, context=cast(Any, None))
-        return [info.step for info, keep in zip(found, flags, strict=True) if not keep]
+    def _superfluous(self) -> list[pathlib.Path]:
+        """What is neither among the latest nor the best; of what is damaged or a link, nothing."""
+        metrics = {}
+        for step in self.steps():
+            path = self.folder / str(step)
+            with contextlib.suppress(DamagedError, ValueError):
+                metric = read_manifest(path)["metric"]
+                metrics[step] = math.nan if metric is None else metric
+        ranked = sorted((metric, step) for step, metric in metrics.items() if metric == metric)
+        kept = {*list(metrics)[-self._keep_last :], *(x[1] for x in ranked[: self._keep_best])}
+        paths = [self.folder / str(step) for step in metrics.keys() - kept]
+        return [path for path in paths if not path.is_symlink()]
 
     def _tidy_up(self) -> None:
         """Sets damaged checkpoints aside, and drops what earlier starts left half-written."""
@@ -303,7 +348,7 @@ class Checkpoints:
         self._begun = True
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob(f"*{_TEMPORARY}*"):
+            for path in self.folder.glob(f"[0-9]*{_TEMPORARY}*"):
                 shutil.rmtree(path)
             for step in self._damaged:
                 aside = self.folder / f"{step}.damaged"
@@ -317,20 +362,6 @@ def _meet(where: str) -> None:
     """Waits for all processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(where)
-
-
-class _Info(NamedTuple):
-    """A checkpoint as Orbax's rules for what to keep see it."""
-
-    step: int
-    metrics: float | None
-
-
-def _metric(path: pathlib.Path) -> float | None:
-    try:
-        return manifest.read(path / "manifest" / MANIFEST)["metric"]
-    except DamagedError:
-        return None
 
 
 class _Files:

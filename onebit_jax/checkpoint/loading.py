@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
@@ -29,17 +28,35 @@ def own_file(process: int) -> str:
     return f"process-{process}.json"
 
 
+def read_manifest(path: pathlib.Path) -> Any:
+    """A checkpoint's manifest.
+
+    Raises:
+      DamagedError: it cannot be read.
+      ValueError: it is of another version.
+    """
+    written = manifest.read(path / "manifest" / MANIFEST)
+    manifest.check_format(written, f"the checkpoint {path}")
+    return written
+
+
 def read(path: pathlib.Path) -> tuple[Any, Any, dict[str, dict[str, int]]]:
-    """A checkpoint's manifest, this process's own file, and the checksums of all arrays."""
-    folder = path / "manifest"
-    written = manifest.read(folder / MANIFEST)
+    """A checkpoint's manifest, this process's ``extra``, and the checksums of all arrays.
+
+    Raises:
+      DamagedError, ValueError: as :func:`read_manifest` does.
+    """
+    written = read_manifest(path)
     count = written["processes"]
-    files = [manifest.read(folder / own_file(process)) for process in range(count)]
+    files = [manifest.read(path / "manifest" / own_file(process)) for process in range(count)]
     sums: dict[str, dict[str, int]] = {}
-    for file in files:
-        for name, parts in file["checksums"].items():
-            sums.setdefault(name, {}).update(parts)
-    return written, files[jax.process_index() % count], sums
+    try:
+        for file in files:
+            for name, parts in file["checksums"].items():
+                sums.setdefault(name, {}).update(parts)
+        return written, files[jax.process_index() % count]["extra"], sums
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DamagedError(f"a process's file is none of onebit_jax: {error!r}") from error
 
 
 def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -> Any:
@@ -68,14 +85,10 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
             gc.collect()
     if problem:
         raise DamagedError(problem)
-    restored = jax.tree.map(
-        lambda x, like: like if x is None else x, loaded, tree, is_leaf=lambda x: x is None
-    )
-    expected = dict(manifest.leaves(tree))
+    restored = jax.tree.map(_filled_up, loaded, tree, is_leaf=lambda x: x is None)
+    got, expected = manifest.arrays(restored), manifest.arrays(tree)
     for name, x in manifest.leaves(restored):
-        like = expected[name]
-        same = (np.shape(x), jnp.result_type(x)) == (np.shape(like), jnp.result_type(like))
-        if not same or differing(x, sums.get(name, {})):
+        if got[name] != expected[name] or differing(x, sums.get(name, {})):
             raise DamagedError(f"{name} is not what was written")
     return restored
 
@@ -99,8 +112,19 @@ def _quiet() -> Iterator[None]:
 
 
 def filled(tree: Any) -> Any:
-    """The tree with None for arrays without elements, which Orbax does not save."""
-    return jax.tree.map(lambda x: x if np.size(x) else None, tree)
+    """The tree as Orbax can save it: arrays for NumPy's scalars, None for what is empty."""
+
+    def saved(x: Any) -> Any:
+        return (np.asarray(x) if isinstance(x, np.generic) else x) if np.size(x) else None
+
+    return jax.tree.map(saved, tree)
+
+
+def _filled_up(x: Any, like: Any) -> Any:
+    """Undoes :func:`filled`."""
+    if x is None:
+        return like
+    return like.dtype.type(x) if isinstance(like, np.generic) else x
 
 
 def _abstract(x: Any) -> Any:

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 
 from onebit_jax.markers import is_per_worker
 
+# Raised with every change of what a state of this library holds, or of what is written here:
+# tests/checkpoint/test_hostile_format.py tells of one.
 FORMAT = 1
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
@@ -24,8 +26,15 @@ class DamagedError(Exception):
 
 
 def encoded(content: Any) -> str:
-    """JSON with a checksum of its own."""
+    """JSON with a checksum of its own.
+
+    Raises:
+      TypeError: for what JSON cannot hold, and for keys that would come back as strings.
+      ValueError: for what holds itself.
+      RecursionError: for what is nested too deep.
+    """
     text = json.dumps(content, sort_keys=True)
+    _check_keys(content)
     return json.dumps({"crc32": zlib.crc32(text.encode()), "content": content})
 
 
@@ -42,9 +51,31 @@ def read(path: pathlib.Path) -> Any:
             return held["content"]
     except FileNotFoundError:
         raise DamagedError(f"{path.name} is missing") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DamagedError(f"{path.name} cannot be read: {error}") from error
     raise DamagedError(f"{path.name} is not what was written")
+
+
+def _check_keys(content: Any) -> None:
+    if isinstance(content, dict):
+        for key in content:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no string, and would come back as one")
+    inner = content.values() if isinstance(content, dict) else content
+    for x in inner if isinstance(content, (dict, list, tuple)) else ():
+        _check_keys(x)
+
+
+def check_leaves(tree: Any) -> None:
+    """Raises ``ValueError`` for a leaf that is neither an array nor a number."""
+    for name, x in leaves(tree):
+        try:
+            jnp.result_type(x)
+        except TypeError:
+            raise ValueError(
+                f"{name} is {x!r:.60}, of type {type(x).__name__}, but only arrays and numbers are "
+                f"saved as such: give it as extra."
+            ) from None
 
 
 def describe(step: int, tree: Any) -> dict[str, Any]:
@@ -57,13 +88,20 @@ def describe(step: int, tree: Any) -> dict[str, Any]:
         "axes": axes(tree),
         "types": types(tree),
         "plans": plans(tree),
-        "arrays": {name: [str(jnp.result_type(x)), list(np.shape(x))] for name, x in leaves(tree)},
+        "arrays": arrays(tree),
     }
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree with their names."""
     return [(_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def arrays(tree: Any) -> dict[str, list[Any]]:
+    """The dtype and the shape of each leaf."""
+    # JAX without 64 bits calls NumPy's float64 arrays float32.
+    dtypes = {name: getattr(x, "dtype", None) or jnp.result_type(x) for name, x in leaves(tree)}
+    return {name: [str(dtypes[name]), list(np.shape(x))] for name, x in leaves(tree)}
 
 
 def axes(tree: Any) -> list[list[Any]]:
@@ -112,6 +150,44 @@ def plans(tree: Any) -> dict[str, dict[str, int]]:
     }
 
 
+def check_format(manifest: Any, where: str) -> None:
+    """Checks that a manifest is one that :func:`describe` of this version made.
+
+    Args:
+      manifest: what was read.
+      where: the checkpoint, for messages.
+
+    Raises:
+      ValueError: it is of another version.
+      DamagedError: it is none.
+    """
+    known = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(known, int) and known != FORMAT:
+        raise ValueError(
+            f"{where} has the format {known}, this version of onebit_jax reads {FORMAT}: it was "
+            f"written by onebit_jax and others of the versions {manifest.get('versions')}. Install "
+            f"those, or begin in another folder."
+        )
+    match manifest:
+        case {
+            "format": int(),
+            "processes": int(processes),
+            "axes": list(axes),
+            "types": dict(),
+            "plans": dict(plans),
+            "arrays": dict(arrays),
+            "metric": None | int() | float(),
+        } if (
+            processes > 0
+            and all(isinstance(x, list) and len(x) == 2 for x in (*axes, *arrays.values()))
+            and all(isinstance(size, int) and size > 0 for _, size in axes)
+            and all(isinstance(shape, list) for _, shape in arrays.values())
+            and all(isinstance(plan, dict) for plan in plans.values())
+        ):
+            return
+    raise DamagedError("the manifest is none of onebit_jax")
+
+
 def check(manifest: Any, tree: Any, where: str) -> None:
     """Checks that a checkpoint is of a tree like this one, but for the number of workers.
 
@@ -123,12 +199,6 @@ def check(manifest: Any, tree: Any, where: str) -> None:
     Raises:
       ValueError: it is not. It names what differs, and says what to do.
     """
-    if manifest["format"] != FORMAT:
-        raise ValueError(
-            f"{where} has the format {manifest['format']}, this version of onebit_jax reads "
-            f"{FORMAT}: it was written by onebit_jax {manifest['versions']['onebit_jax']}; install "
-            f"that, or begin in another folder."
-        )
     before, now = manifest["axes"], axes(tree)
     if differ(before, now):
         raise ValueError(
@@ -144,7 +214,7 @@ def check(manifest: Any, tree: Any, where: str) -> None:
                 f"and a {here.get(name, 'plain node')} here. It was saved with another optimizer, "
                 f"or other options of it: go on with those, or begin in another folder."
             )
-    wanted = {name: [str(jnp.result_type(x)), list(np.shape(x))] for name, x in leaves(tree)}
+    wanted = arrays(tree)
     for name in sorted(manifest["arrays"].keys() | wanted.keys()):
         dtype, shape = manifest["arrays"].get(name, (None, None))
         if [dtype, shape] != wanted.get(name, [None, None]):
@@ -154,9 +224,9 @@ def check(manifest: Any, tree: Any, where: str) -> None:
                 f"model or other options of the optimizer: go on with those, or begin in another "
                 f"folder."
             )
-    for name, plan in manifest["plans"].items():
-        node = {_name(path): x for path, x in _nodes(tree, ())}[name]
-        if not isinstance(node.since_sync, jax.ShapeDtypeStruct):
+    for path, node in _nodes(tree, ()):
+        plan = manifest["plans"].get(_name(path))
+        if plan and not isinstance(node.since_sync, jax.ShapeDtypeStruct):
             every, fragments = jnp.int32(plan["every"]), jnp.int32(plan["fragments"])
             node._replace(
                 plan=type(node.plan)(every, fragments), since_sync=jnp.int32(plan["since_sync"])

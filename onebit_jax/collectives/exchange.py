@@ -44,8 +44,6 @@ from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.markers import PerWorker
 
-ADD_RESIDUALS = Call()
-
 
 class Compressor(Protocol):
     """What turns values into bytes, on workers and on servers, and bytes into values.
@@ -136,19 +134,22 @@ class ExchangeOptions:
         return self.of(axis_name, OneBit(self.scale, self.residual_dtype, fused))
 
     def at_bits(self, axis_name: Any, bits: int) -> "Exchange":
-        """The exchange at 1, 2, 4 or 8 bits; ``ValueError`` for options that are of one bit."""
-        if bits == 1:
-            return self.one_bit(axis_name)
-        if (self.scale, self.residual_dtype) != ("rms", "float32"):
-            raise ValueError(
-                f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
-                f"bit, but bits={bits}: leave them out."
-            )
-        return self.of(axis_name, KBits(bits))
+        """The exchange at 1, 2, 4 or 8 bits."""
+        return self.one_bit(axis_name) if bits == 1 else self.of(axis_name, KBits(bits))
 
     def of(self, axis_name: Any, compressor: Compressor) -> "Exchange":
-        """The exchange with another compressor."""
+        """The exchange with another compressor; ``ValueError`` for options that it has not."""
+        given = (self.scale, self.residual_dtype)
+        if not isinstance(compressor, OneBit) and given != ("rms", "float32"):
+            raise ValueError(
+                f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
+                f"bit with error feedback, but {compressor} has neither: leave them out."
+            )
         return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes)
+
+    def travel(self) -> "ExchangeOptions":
+        """The options of how bytes travel alone, which any compressor has."""
+        return dataclasses.replace(self, scale="rms", residual_dtype="float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +245,7 @@ class BoundExchange:
     # The exchange.
 
     def all_reduce(
-        self, values: Sequence[Any], state: Any, call: Any = ADD_RESIDUALS
+        self, values: Sequence[Any], state: Any, call: Any = Call()
     ) -> tuple[jax.Array, Any]:
         """Averages values; :meth:`mean` reads what was received.
 
@@ -312,7 +313,7 @@ class BoundExchange:
         return self.layout.row(sections, jnp.zeros((*leading, *self.layout.scale_shape)))
 
     def average(
-        self, tree: Any, state: ExchangeState, call: Call = ADD_RESIDUALS
+        self, tree: Any, state: ExchangeState, call: Call = Call()
     ) -> tuple[Any, ExchangeState]:
         """Averages the workers' trees: the mean, float32, the same on all; and the next state."""
         received, state = self.all_reduce(self.node_mean(tree), state, call)

@@ -170,7 +170,7 @@ class Layout:
         self.axes, self.planes = axes, planes
         self.shapes: list[Shape] = [tuple(x.shape) for x in leaves]
         self.shards: Shape = () if axes.local is None else (axes.per_node,)
-        self._in_blocks = grouping == "blocks"
+        self._separate, self._in_blocks = grouping == "separate", grouping == "blocks"
         self.tensors = self._grouped(grouping)
         self.stacks = self._stacks_in_blocks() if self._in_blocks else self._stacks()
         self.pieces = [piece for stack in self.stacks for piece in stack.pieces]
@@ -220,15 +220,15 @@ class Layout:
         the same, but on TPUs, where arrays are tiled, only then is a view free.
         """
         shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
-        if len(leaves) == 1 and math.prod(shape[:1]) % parts == 0:
-            return (math.prod(shape[:1]) // parts, *shape[1:])
+        if self._separate and shape and shape[0] % parts == 0:
+            return (shape[0] // parts, *shape[1:])
         return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
 
     def _held_shape(self, leaves: tuple[int, ...], plane: Shape) -> Shape:
-        if len(leaves) > 1:
+        if not self._separate:
             return (self.axes.nodes, self.planes, *plane)
         if self.axes.local is None:
-            return self.shapes[min(leaves)]
+            return self.shapes[leaves[0]]
         return (self.planes * self.axes.nodes * plane[0], *plane[1:])
 
     def _stacks_in_blocks(self) -> list[Stack]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from onebit_jax.plan.calibration import covers
 from onebit_jax.plan.model import Prediction, Setting, check, predict
-from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer, local_steps
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows
 from onebit_jax.plan.quantities import format_rate
 
 # A gain below the first is within what the model leaves out; below the second it is none.
@@ -18,7 +18,7 @@ class Plan(NamedTuple):
     Attributes:
       setting: what was asked.
       dense: predictions for float32 and bfloat16, in this order.
-      onebit: predictions for each of :data:`ONEBIT` and for local steps, but those left out.
+      onebit: predictions for each of :func:`rows` and for local steps, but those left out.
       left_out: those of them whose kinds the setting's calibration does not have.
       thresholds: for each name of theirs, the bandwidths in bit/s below which a run ends
         faster than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
@@ -57,9 +57,9 @@ def plan(setting: Setting) -> Plan:
     check(setting)
     dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
     bits = dict.fromkeys((32, setting.local_bits))
-    rows = (*ONEBIT, *(local_steps(setting.every, each) for each in bits))
-    covered = [row for row in rows if covers(setting.calibration, row, setting.warmup_bits)]
-    left_out = tuple(row for row in rows if row not in covered)
+    asked = (*rows(), *(local_steps(setting.every, each) for each in bits))
+    covered = [row for row in asked if covers(setting.calibration, row, setting.warmup_bits)]
+    left_out = tuple(row for row in asked if row not in covered)
     onebit = tuple(predict(optimizer, setting) for optimizer in covered)
     thresholds = {
         optimizer.name: (

@@ -6,7 +6,7 @@ import pathlib
 import statistics
 from collections.abc import Iterable, Mapping
 
-from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, ONEBIT, Optimizer
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, rows
 
 ADAM_ALONE = "Adam, no exchange"
 
@@ -15,9 +15,9 @@ def _kinds(optimizers: Iterable[Optimizer], warmup_bits: int = 32) -> frozenset[
     return frozenset({ADAM_ALONE}.union(*(row.kinds(warmup_bits) for row in optimizers)))
 
 
-CALIBRATED_KINDS = _kinds((FLOAT32, BFLOAT16, *ONEBIT))
-# What the advice compares.
-_COMPARED = (FLOAT32, BFLOAT16, *(row for row in ONEBIT if row.advised))
+def calibrated_kinds() -> frozenset[str]:
+    """All kinds of ``benchmarks.step`` that a plan reads."""
+    return _kinds((FLOAT32, BFLOAT16, *rows()))
 
 
 def read_calibration(path: pathlib.Path) -> dict[str, float]:
@@ -61,12 +61,13 @@ def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer, warmup
 
 def check(calibration: Mapping[str, float], warmup_bits: int) -> None:
     """Raises ``ValueError`` where a kind that the advice needs is missing, or one takes no time."""
-    if missing := sorted(_kinds(_COMPARED, warmup_bits) - calibration.keys()):
+    compared = (FLOAT32, BFLOAT16, *(row for row in rows() if row.advised))
+    if missing := sorted(_kinds(compared, warmup_bits) - calibration.keys()):
         raise ValueError(
             f"calibration has the kinds {sorted(calibration)}, but needs {missing} too. Make a new "
             f"one with: python -m benchmarks.step --json FILE."
         )
-    for kind in sorted(CALIBRATED_KINDS & calibration.keys()):
+    for kind in sorted(calibrated_kinds() & calibration.keys()):
         value = calibration[kind]
         if not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from typing import Literal, NamedTuple
 
+from onebit_jax.transforms.registry import REGISTRY
+
 FLOAT32_BYTES = 4.0
 WARMUP_BITS = (32, 16, 8, 4)
 LOCAL_BITS = (32, 8, 4, 2, 1)
@@ -64,37 +66,6 @@ def _mean_kind(bits: int) -> str:
 
 FLOAT32 = Optimizer("dense float32", "dense", FLOAT32_BYTES, "Adam with pmean")
 BFLOAT16 = Optimizer("dense bfloat16", "dense", 2, "Adam with pmean")
-# 13 bytes is the step's passes over memory less Adam's 28: the worker reads g and c, writes c and
-# reads it for the scale and for the signs (20); the server does so with its chunk (16 / n, at most
-# 8); decoding reads the reciprocal root and the parameter and writes it (12); bits are under 1.
-ONEBIT_ADAM = Optimizer(
-    "1-bit Adam, flat", "flat", 1 / 8, "1-bit Adam", warmup=True, encoding_bytes=13, advised=True
-)
-ONEBIT_ADAM_HIERARCHICAL = ONEBIT_ADAM._replace(
-    name="1-bit Adam, hierarchical", exchange="hierarchical"
-)
-# Besides what 1-bit Adam does it brings the gradients into one block (8) and goes twice over the
-# fresh variance, the reciprocal root and the parameters (8 + 4 + 4 + 4).
-ONEBIT_LAMB = Optimizer(
-    "1-bit LAMB", "hierarchical", 1 / 8, "1-bit LAMB", warmup=True, encoding_bytes=41
-)
-# The published step sets exchange in this share of the paper's 152,000 updates, of which 12,500
-# come before the freeze; refreshes of the variance are 1 in 1,000. Besides what 1-bit Adam does, a
-# sync reads B and y and writes them, less m's decoding (14).
-ZERO_ONE_ADAM = Optimizer(
-    "0/1 Adam", "flat", 1 / 8, "0/1 Adam, sync", rounds=0.49, encoding_bytes=27
-)
-# No scales or residuals: Birder reads both averages once more to draw signs, and the two others
-# read and write less than Adam does.
-BIRDER = Optimizer("Birder", "hierarchical", 1 / 8, "Birder", encoding_bytes=8)
-SIGNUM = Optimizer("Signum", "flat", 1 / 8, "Signum")
-DISTRIBUTED_LION = Optimizer("Distributed Lion", "flat", 1 / 8, "Distributed Lion")
-EF_SIGNSGD = Optimizer("EF sign SGD", "flat", 1 / 8, "EF sign SGD", encoding_bytes=13)
-# The exchange of EF sign SGD before Muon; orthogonalizing is Muon's own compute, and so is measured
-# before Adam. The parameters that are no matrices are taken for one bit, too.
-ONEBIT_MUON = Optimizer(
-    "1-bit Muon", "hierarchical", 1 / 8, "compressed_mean, Adam", encoding_bytes=13
-)
 COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
     Optimizer(
         f"Adam on a mean at {bits} bits",
@@ -105,19 +76,29 @@ COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
     )
     for bits in (8, 4)
 )
-ONEBIT = (
-    ONEBIT_ADAM,
-    ONEBIT_ADAM_HIERARCHICAL,
-    ONEBIT_LAMB,
-    ZERO_ONE_ADAM,
-    BIRDER,
-    SIGNUM,
-    DISTRIBUTED_LION,
-    EF_SIGNSGD,
-    ONEBIT_MUON,
-    COMPRESSED_MEAN_8,
-    COMPRESSED_MEAN_4,
-)
+
+
+def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -> Optimizer:
+    """An optimizer of :data:`~onebit_jax.transforms.registry.REGISTRY`, by its name there."""
+    entry = REGISTRY[name]
+    return Optimizer(
+        # The one that the advice may be to use is planned for both.
+        f"{entry.label}, {exchange}" if entry.advised else entry.label,
+        exchange,
+        bytes_at(entry.bits),
+        entry.benchmark or entry.label,
+        rounds=entry.rounds,
+        warmup=entry.warms_up,
+        encoding_bytes=entry.encoding_bytes,
+        advised=entry.advised,
+    )
+
+
+def rows() -> tuple[Optimizer, ...]:
+    """All optimizers of the registry, and Adam on means at a few bits; local steps apart."""
+    flat = [row(name, "flat") for name, entry in REGISTRY.items() if entry.advised]
+    nodes = [row(name) for name, entry in REGISTRY.items() if entry.planned]
+    return (*flat, *nodes, COMPRESSED_MEAN_8, COMPRESSED_MEAN_4)
 
 
 def local_steps(every: int, bits: int) -> Optimizer:

@@ -67,7 +67,9 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
         specs = zip(given, params["in_specs"], strict=True)
-        return _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
+        results = _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
+        alone = Axes(name for name, size in params["mesh"].shape.items() if size == 1)
+        return [x - alone for x in results]
     if name == "cond":
         branches = [_open(branch) for branch in params["branches"]]
         _check_condition(given[0], *branches)
@@ -144,14 +146,18 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
             )
 
 
-def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
-    """The equations that call a collective, wherever they are in programs."""
+def equations(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+    """All equations of programs, those of programs within them included."""
     for jaxpr in programs:
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name in _COLLECTIVES:
-                yield eqn
+            yield eqn
             for value in eqn.params.values():
-                yield from collectives(_programs(value))
+                yield from equations(_programs(value))
+
+
+def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+    """The equations that call a collective, wherever they are in programs."""
+    return (eqn for eqn in equations(programs) if eqn.primitive.name in _COLLECTIVES)
 
 
 def _open(jaxpr: Any) -> Jaxpr:

@@ -1,19 +1,52 @@
 """Where parameters and optimizer state lie on a mesh."""
 
 import collections
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.markers import is_key, is_per_worker
 from onebit_jax.programs import replica_check
+
+
+@contextlib.contextmanager
+def computing_on(mesh: Mesh, *, concretely: bool = False) -> Iterator[None]:
+    """Sets a mesh, and the defaults of those settings of JAX that this library's code relies on.
+
+    Without a mesh ``shard_map`` refuses its own where a user has set another. Non-finite numbers
+    are looked for by the training step itself.
+
+    Args:
+      mesh: the mesh.
+      concretely: whether the mesh itself is set, or its abstract form, which a traced caller needs.
+
+    Raises:
+      ValueError: for ``jax_disable_jit``.
+    """
+    if cast(Any, jax.config).jax_disable_jit:
+        raise ValueError(
+            "jax_disable_jit is set, but all workers run one compiled program: without it they "
+            "would wait for each other for ever. Unset it; to debug a loss, call it by itself."
+        )
+    with (
+        jax.set_mesh(mesh) if concretely else use_abstract_mesh(mesh.abstract_mesh),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        jax.transfer_guard("allow"),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        yield
 
 
 def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
@@ -62,11 +95,10 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         split between devices; and for an optimizer after whose updates replicas would differ, or
         state that is not in a ``PerWorker``, given gradients that do.
     """
+    validation.check_mesh(mesh)
     check_whole(params)
     replicated = NamedSharding(mesh, P())
-    # The mesh is set, lest shard_map refuse it where the user has set one that differs in its types
-    # of axes.
-    with use_abstract_mesh(mesh.abstract_mesh):
+    with computing_on(mesh):
         params = place(params, jax.tree.map(lambda _: replicated, params))
         shapes = state_shapes(tx, params, mesh)
         specs = state_specs(shapes, mesh.axis_names)
@@ -125,7 +157,15 @@ def place(tree: Any, shardings: Any) -> Any:
         if not sharding.is_fully_addressable and is_key(x):
             data = jax.device_put(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.device_put(x, sharding)
+        try:
+            return jax.device_put(x, sharding)
+        except AssertionError as error:
+            raise ValueError(
+                f"an array of shape {np.shape(x)} is not the same on all processes, but every "
+                f"process must give all of it. Of a batch of which each process has its own rows, "
+                f"make a global array: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                f"P(mesh.axis_names)), rows)."
+            ) from error
 
     return jax.tree.map(put, tree, shardings)
 
@@ -143,6 +183,49 @@ def place_random_key(rng: Any, sharding: NamedSharding) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(rng))
     shards = [jax.device_put(rng, device) for device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(rng.shape, sharding, shards)
+
+
+def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] = id) -> None:
+    """Raises ``ValueError`` for arrays that were donated before, or are to be donated twice.
+
+    XLA would end the process.
+
+    Args:
+      donated: trees, by the names of a step's arguments.
+      identity: what two arrays have in common that are the same; :func:`buffer` finds more than
+        ``id``, and takes longer.
+    """
+
+    def known(x: Any) -> bool:
+        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+    arrays = list(filter(known, jax.tree.leaves(donated)))
+    deleted = [x.is_deleted() for x in arrays]
+    if not any(deleted) and len(set(map(identity, arrays))) == len(arrays):
+        return
+    names: dict[int, str] = {}
+    for (key, *path), x in jax.tree_util.tree_leaves_with_path(donated):
+        name = f"{key.key}{jax.tree_util.keystr(tuple(path))}"
+        if known(x) and x.is_deleted():
+            raise ValueError(
+                f"{name} is an array that has been deleted: an earlier call took it, since a step "
+                f"donates its arguments. Go on with what that call returned, or copy a tree before "
+                f"the call by jax.tree.map(jnp.copy, tree)."
+            )
+        if known(x) and (other := names.setdefault(identity(x), name)) != name:
+            raise ValueError(
+                f"{name} and {other} are one array, but a step donates each of its arguments once. "
+                f"Copy one, jnp.copy(x); for tied weights, hold one array and use it twice in "
+                f"loss_fn."
+            )
+
+
+def buffer(x: jax.Array) -> int:
+    """Where an array's first part lies in memory, where that can be told; else its ``id``."""
+    if x.size and not is_key(x):
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return x.addressable_data(0).unsafe_buffer_pointer()
+    return id(x)
 
 
 def check_whole(params: optax.Params) -> None:

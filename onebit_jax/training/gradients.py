@@ -138,11 +138,18 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
             f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of "
             f"scalars by name, such as {{'accuracy': accuracy}}."
         )
-    for path, x in jax.tree_util.tree_leaves_with_path(metrics):
-        if jnp.shape(x) != ():
+    for name, x in metrics.items():
+        kinds = jnp.bool, jnp.integer, jnp.floating
+        real = any(jnp.issubdtype(getattr(x, "dtype", type(x)), kind) for kind in kinds)
+        if not real or jnp.shape(x) or not isinstance(name, str):
+            has = (
+                f"of shape {jnp.shape(x)} and dtype {x.dtype}"
+                if hasattr(x, "dtype")
+                else f"= {x!r}"
+            )
             raise ValueError(
-                f"loss_fn returned metrics{jax.tree_util.keystr(path)} of shape {jnp.shape(x)}, "
-                f"expected a scalar: the step reports means over workers."
+                f"loss_fn returned metrics[{name!r}] {has}, expected a real scalar, named by a "
+                f"string: the step reports means over workers."
             )
     if model_state is not None:
         check_same_state(new_state, model_state)

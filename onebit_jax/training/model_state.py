@@ -22,6 +22,17 @@ def with_keys_of(given: Any, new: Any) -> Any:
     return jax.tree.map(lambda old, x: old if is_key(old) else x, given, new)
 
 
+def remains_finite(given: Any, new: Any) -> jax.Array:
+    """Whether no float of a model's state, as one worker has it, has become NaN or infinite."""
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True)
+    became = [
+        jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y))
+        for x, y in pairs
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
+    return ~jnp.any(jnp.array(became, jnp.bool))
+
+
 def check_same_state(new: Any, given: Any) -> None:
     """Checks the state that a loss returned against the one that it was given, which it may be.
 

@@ -55,6 +55,10 @@ def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.
     return params
 
 
+# Parameters, optimizer state, and whether the update looked finite.
+_Made = tuple[Any, Any, jax.Array]
+
+
 class Updated(NamedTuple):
     """What :func:`update` returns.
 
@@ -63,11 +67,13 @@ class Updated(NamedTuple):
       opt_state: the optimizer's state.
       outlook: what :class:`PhaseChoice` reads, for each optimizer that has phases: whether it
         refused, its number of updates made, and the phases of the next; int32 ``[optimizers, 4]``.
+      finite: whether the update was finite, as far as :func:`_looks_finite` says; bool.
     """
 
     params: optax.Params
     opt_state: optax.OptState
     outlook: jax.Array
+    finite: jax.Array
 
 
 def update(
@@ -100,22 +106,24 @@ def update(
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     given = extra_args | {"phase": phase}
 
-    def make(old: tuple[Any, Any], grads: Any, when: When | None = None) -> tuple[Any, Any]:
-        params, state = old
-        if when is None:
+    def make(old: _Made, grads: Any, made: When | None = None) -> _Made:
+        params, state, finite = old
+        if made is None:
             updates, state = tx.update(grads, state, params, **given)
         else:
-            updates, state = update_when(when, tx, grads, state, params, given)
-        return worker_parameters(state, optax.apply_updates(params, updates)), state
-
-    old = params, marked
-    if when is not None and in_loop and _selects(make, old, grads):
-        new_params, new_state = overwrite_if(when.made, make, old, grads)
-    else:
-        new_params, new_state = make(old, grads, when)
+            updates, state = update_when(made, tx, grads, state, params, given)
+        new_params = worker_parameters(state, optax.apply_updates(params, updates))
         if when is not None:
+            finite = _looks_finite(updates)
             # A parameter of -0.0 plus an update of 0 would be another.
-            new_params = keep(when.made, new_params, params)
+            new_params = keep(when.made & finite, new_params, params)
+        return new_params, state, finite
+
+    old = params, marked, jnp.bool(True)
+    if when is not None and in_loop and _selects(make, old, grads):
+        new_params, new_state, finite = overwrite_if(when.made, make, old, grads)
+    else:
+        new_params, new_state, finite = make(old, grads, when)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:
         refused = jnp.any(jnp.stack(refusals))
@@ -136,14 +144,29 @@ def update(
         for refusal, node in zip(refusals, progress_of(new_state), strict=True)
     ]
     outlook = jnp.stack(rows) if rows else jnp.zeros((0, 2 + OUTLOOK), jnp.int32)
-    return Updated(new_params, new_state, outlook)
+    return Updated(new_params, new_state, outlook, finite)
 
 
-def _selects(make: Any, old: tuple[Any, Any], grads: Any) -> bool:
+def _looks_finite(updates: optax.Updates) -> jax.Array:
+    """Whether the smallest update of a matrix, of a vector and so on is finite.
+
+    A learning rate or decay that is not finite leaves no element of an update finite. All updates
+    are not looked at: XLA would have to write them to memory for that. Nor is one that is no small
+    part of them.
+    """
+    leaves = sorted(jax.tree.leaves(updates), key=jnp.size, reverse=True)
+    # The last of each number of axes is the smallest.
+    smallest = {jnp.ndim(x): x for x in leaves}.values()
+    most = max(sum(map(jnp.size, leaves)) // 16, 2**16)
+    looked_at = [jnp.isfinite(x).all() for x in smallest if x.size <= most]
+    return jnp.stack(looked_at).all() if looked_at else jnp.bool(True)
+
+
+def _selects(make: Any, old: _Made, grads: Any) -> bool:
     """Whether leaving an update out selects arrays of a state; False for what fits no loop."""
     selected = []
 
-    def tried(old: tuple[Any, Any], grads: Any) -> tuple[Any, Any]:
+    def tried(old: _Made, grads: Any) -> _Made:
         when = When(jnp.bool(True))
         new = make(old, grads, when)
         selected.append(when.selects(new[1]))

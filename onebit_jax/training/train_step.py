@@ -1,6 +1,5 @@
 """From a loss and an optimizer to a training step on a mesh."""
 
-import collections
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
@@ -9,24 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
-from onebit_jax.training import phase_choice
+from onebit_jax.training import agreement, phase_choice
 from onebit_jax.training.gradients import LossFn, loss_and_gradients
 from onebit_jax.training.model_state import (
     check_random_keys,
     check_shared_model_state,
+    remains_finite,
     with_keys_of,
     with_own_keys,
 )
+from onebit_jax.training.run import Run
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
 from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
+from onebit_jax.transforms.phases import keep
 from onebit_jax.transforms.when import When
 from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
 
@@ -34,6 +36,10 @@ Phase = phases.Phase
 ParamsT = TypeVar("ParamsT")
 StateT = TypeVar("StateT")
 ModelStateT = TypeVar("ModelStateT")
+
+
+# What an account of skipped steps calls the tensor that is to blame, where an update is.
+OF_THE_UPDATE = -2
 
 
 class _Arguments(NamedTuple):
@@ -52,33 +58,33 @@ def _by_donation(given: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(given[:3]), tuple(given[3:])
 
 
+def _by_name(given: _Arguments) -> dict[str, Any]:
+    return dict(zip(given._fields[:3], given[:3], strict=True))
+
+
+class _Options(NamedTuple):
+    """What :func:`train_step` is given by keyword."""
+
+    accumulation: int
+    max_grad_norm: float | None
+    clip: Literal["common", "local"]
+    grad_norm_every: int | None
+    max_skipped: int | None
+
+
 class TrainStep:
     """A compiled training step; :func:`train_step` makes it and says what it does."""
 
     def __init__(
-        self,
-        loss_fn: LossFn,
-        tx: optax.GradientTransformation,
-        mesh: Mesh,
-        accumulation: int,
-        max_grad_norm: float | None,
-        clip: Literal["common", "local"],
-        grad_norm_every: int | None,
-        max_skipped: int | None,
+        self, loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, options: _Options
     ):
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._mesh = mesh
-        self._accumulation = accumulation
-        self._max_grad_norm = max_grad_norm
-        self._clip = clip
-        # Where gradients are clipped by it, their norm is known in every step.
-        self._grad_norm_every = grad_norm_every if max_grad_norm is None else 1
-        self._max_skipped = max_skipped
+        self._options = options
         self._replicated = NamedSharding(mesh, P())
-        self._skips = collections.deque([no_skips()], maxlen=2)
+        self._runs = [Run()]
         self._calls = 0
-        self._phases = phase_choice.PhaseChoice()
         self._placements: dict[Any, Any] = {}
         self._programs: dict[Any, Any] = {}
 
@@ -125,29 +131,29 @@ class TrainStep:
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         # Within a jitted loop of steps a state does not tell its phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
-        skips = no_skips()
-        if not traced:
-            # As the choice of the phase does, it waits for the update before the last, no other.
-            if self._max_skipped is not None:
-                self._skips[0].check(params, self._max_skipped)
-            phase = self._phases.choose(opt_state, phase)
-            # Placed otherwise the first would cost a second compilation.
-            replicated = jax.tree.map(lambda _: self._replicated, skips)
-            skips = placement.place(self._skips[-1], replicated)
-        every = self._grad_norm_every
+        skips, run = no_skips(), Run()
+        every = self._options.grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
-        abstract = use_abstract_mesh(self._mesh.abstract_mesh)
-        with abstract:
+        with placement.computing_on(self._mesh):
+            if not traced:
+                run = self._run(params, opt_state)
+                if self._options.max_skipped is not None:
+                    run.check(params, self._options.max_skipped)
+                phase = run.phases.choose(opt_state, phase)
+                # Placed otherwise the first would cost a second compilation.
+                replicated = jax.tree.map(lambda _: self._replicated, skips)
+                skips = placement.place(run.skips[-1], replicated)
             placed = self._placed(given)
         # With the mesh itself, not its abstract form, this and `lower` share what is compiled.
-        with abstract if traced else jax.set_mesh(self._mesh):
+        with placement.computing_on(self._mesh, concretely=not traced):
             program = self._program(placed, phase, skips)
-            results, metrics, outlook, skips = program(
-                *_by_donation(placed), np.bool(measured), skips
-            )
+            arguments = *_by_donation(placed), np.bool(measured), skips
+            if jax.process_count() > 1 and not traced and not self._calls:
+                self._check_agreement(program.trace(*arguments))
+            results, metrics, outlook, skips = program(*arguments)
         if not traced:
-            self._phases.observe(results[1], outlook, phase)
-            self._skips.append(skips)
+            run.phases.observe(results[1], outlook, phase)
+            run.observe(results[0], results[1], skips)
             self._calls += 1
         if every is not None and not measured:
             del metrics["grad_norm"]
@@ -157,8 +163,19 @@ class TrainStep:
 
     @property
     def skips(self) -> Skips:
-        """The account of the steps that were left out; its ``check`` waits for the last call's."""
-        return self._skips[-1]
+        """The account of skipped steps after the last call.
+
+        Its ``check(params, max_skipped)`` waits for that call, and raises where so many steps in a
+        row were skipped: call it after a run's last step, of which no later call can tell.
+        """
+        return self._runs[-1].skips[-1]
+
+    def _run(self, params: optax.Params, opt_state: optax.OptState) -> Run:
+        """The run that goes on from this state; it becomes the last one."""
+        others = [run for run in self._runs if not run.is_over()]
+        run = next((run for run in others if run.returned(params, opt_state)), None)
+        self._runs = [x for x in others if x is not run] + [run or Run()]
+        return self._runs[-1]
 
     def lower(
         self,
@@ -181,13 +198,13 @@ class TrainStep:
         """
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with use_abstract_mesh(self._mesh.abstract_mesh):
+        with placement.computing_on(self._mesh):
             shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
             )
         skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
-        with jax.set_mesh(self._mesh):
+        with placement.computing_on(self._mesh, concretely=True):
             program = self._program(placed, phase, skips)
             return program.lower(*_by_donation(placed), np.bool(True), skips)
 
@@ -208,6 +225,7 @@ class TrainStep:
 
     def _placed(self, given: _Arguments) -> _Arguments:
         """The arguments where they belong; those that a step did not leave there are checked."""
+        placement.check_donated(_by_name(given))
         known = len(self._placements)
         shardings = self._placement(given)
         state = zip(
@@ -228,6 +246,7 @@ class TrainStep:
     def _check(self, given: _Arguments) -> None:
         """Checks what a user may have got wrong, by shapes and types alone."""
         params, opt_state = given.params, given.opt_state
+        placement.check_donated(_by_name(given), placement.buffer)
         placement.check_whole(params)
         check_random_keys(given.rng, given.batch)
         shapes = placement.state_shapes(self._tx, params, self._mesh)
@@ -266,15 +285,27 @@ class TrainStep:
             self._programs[key] = program
         return self._programs[key]
 
+    def _check_agreement(self, traced: jax.stages.Traced) -> None:
+        agreement.check_agreement(
+            self._options._asdict()
+            | {"the mesh": (self._mesh.shape, self._mesh.device_ids.tolist())}
+            | agreement.settings()
+            | {
+                "the loss, the optimizer or the shapes of the arguments": agreement.outline(
+                    traced.jaxpr.jaxpr
+                )
+            }
+        )
+
     def _check_batch(self, batch: Any) -> None:
-        parts = self._mesh.size * self._accumulation
+        parts = self._mesh.size * self._options.accumulation
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape = np.shape(leaf)
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
                     f"must be a multiple of {parts} = {self._mesh.size} workers x accumulation "
-                    f"{self._accumulation}. Change the batch size or the accumulation."
+                    f"{self._options.accumulation}. Change the batch size or the accumulation."
                 )
 
     def _worker(
@@ -291,25 +322,25 @@ class TrainStep:
             self._loss_fn,
             given.params,
             given.batch,
-            self._accumulation,
+            self._options.accumulation,
             rng,
             model_state,
             given.loss_scale,
         )
         own = {"loss": loss.astype(jnp.float32)}
-        if self._grad_norm_every is not None:
+        if self._options.grad_norm_every is not None:
             own["grad_norm"] = self._squared_norm(grads, measured)
         health = when = None
-        if self._max_skipped is not None:
-            health = examine(grads, axes, loss)
+        if self._options.max_skipped is not None:
+            finite = remains_finite(given.model_state, model_state)
+            health = examine(grads, axes, jnp.where(finite, loss, jnp.nan))
             when = When(health.fit)
-            skips = skips.after(health)
-        if self._max_grad_norm is not None:
+        if self._options.max_grad_norm is not None:
             bound = own["grad_norm"]
-            if self._clip == "common":
+            if self._options.clip == "common":
                 bound = lax.pmean(bound, axes) if health is None else health.squared_norm
-            grads = clipped(grads, bound, self._max_grad_norm)
-        params, opt_state, outlook = phase_choice.update(
+            grads = clipped(grads, bound, self._options.max_grad_norm)
+        params, opt_state, outlook, finite = phase_choice.update(
             self._tx,
             grads,
             given.opt_state,
@@ -321,23 +352,28 @@ class TrainStep:
         )
 
         own |= of_optimizers(opt_state)
-        if health is not None:
-            own |= skips.metrics()
-        if taken := own.keys() & metrics.keys():
+        reserved = own.keys() | (set() if health is None else skips.metrics().keys())
+        if taken := reserved & metrics.keys():
             raise ValueError(
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics, model_state = mean_over_workers((metrics | own, model_state), axes)
-        if self._grad_norm_every is not None:
+        metrics, model_state, finite = mean_over_workers(
+            (metrics | own, model_state, finite.astype(jnp.float32)), axes
+        )
+        if self._options.grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
-        if when is not None:
-            model_state = when.select(model_state, given.model_state)
+        if health is not None:
+            fit = health.fit & (finite == 1)
+            to_blame = jnp.where(health.fit, OF_THE_UPDATE, health.tensor)
+            skips = skips.after(health._replace(fit=fit, tensor=to_blame))
+            metrics |= skips.metrics()
+            model_state = keep(fit, model_state, given.model_state)
         return (params, opt_state, model_state), metrics, outlook, skips
 
     def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
-        if self._grad_norm_every == 1:
+        if self._options.grad_norm_every == 1:
             return squared_norm(grads)
         return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)
 
@@ -464,6 +500,7 @@ def train_step(
         validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
     if max_skipped is not None:
         validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
-    return TrainStep(
-        loss_fn, tx, mesh, accumulation, max_grad_norm, clip, grad_norm_every, max_skipped
-    )
+    # Where gradients are clipped by it, their norm is known in every step.
+    every = grad_norm_every if max_grad_norm is None else 1
+    options = _Options(accumulation, max_grad_norm, clip, every, max_skipped)
+    return TrainStep(loss_fn, tx, mesh, options)

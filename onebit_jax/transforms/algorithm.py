@@ -12,7 +12,6 @@ arrays in an algorithm's methods, in the order of the tree's leaves.
 """
 
 import contextvars
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -29,8 +28,28 @@ from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, made
 
 Arrays = list[jax.Array]
-# Makes the state after an update in one phase, (state, grads, params, when).
-Step = Callable[[Any, Arrays, Any, jax.Array], Any]
+
+
+class Update(NamedTuple):
+    """What an update is given.
+
+    Attributes:
+      grads: the worker's own gradients.
+      params: the parameters, or None.
+      when: where false, the state stays as it is; the same on all workers.
+      phase: the phase to make; None for the one that the state's ``progress`` has upcoming.
+      extra_args: what else ``tx.update`` was given.
+    """
+
+    grads: Arrays
+    params: Any
+    when: jax.Array
+    phase: Phase | None
+    extra_args: Mapping[str, Any]
+
+
+# Makes the state after an update in one phase.
+Step = Callable[[Any, Update], Any]
 
 
 class Algorithm:
@@ -54,28 +73,11 @@ class Algorithm:
         """A tree in the state that is like the parameters, if there is one."""
         del state
 
-    def step(
-        self,
-        state: Any,
-        grads: Arrays,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
-        """The state after an update, and what the direction needs besides.
-
-        Args:
-          state: the state before it.
-          grads: the worker's own gradients.
-          params: the parameters, or None.
-          phase: the phase to make; None for the one that ``progress`` has upcoming.
-          when: where false, the state stays as it is; the same on all workers.
-          extra_args: what ``update`` was given besides.
-        """
+    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
+        """The state after an update, and what the direction needs besides."""
         raise NotImplementedError
 
-    def direction(self, state: Any, received: Any, params: Any, phase: Phase | None) -> Arrays:
+    def direction(self, state: Any, received: Any, update: Update) -> Arrays:
         """The update itself, float32, from what :meth:`step` returned; ``progress`` counts it."""
         raise NotImplementedError
 
@@ -151,38 +153,31 @@ class PhasedAlgorithm(Algorithm):
         """Only phases of the side that the state is on."""
         return (progress.frozen_at >= 0) == (phase in self.after())
 
-    def step(
-        self,
-        state: Any,
-        grads: Arrays,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
+    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
         """The step of the phase; without one, of all phases the upcoming one, written in place."""
-        del extra_args
-        if phase is not None:
-            return self._make(phase, state, grads, params, when), None
-        index = state.progress.upcoming[0]
-        for name in self.phases:
-            chosen = when & (index == PHASES.index(name))
-            one = functools.partial(self._make, name)
-            state = overwrite_if(
-                chosen, one, state, grads, params, chosen, axis_names=self._axis_names
-            )
+        if update.phase is not None:
+            return self._make(update.phase, state, update), None
+        index, names = state.progress.upcoming[0], self._axis_names
+        for phase in self.phases:
+            chosen = update.when & (index == PHASES.index(phase))
+
+            def make(state: Any, grads: Any, params: Any, when: Any, phase: Phase = phase) -> Any:
+                return self._make(phase, state, Update(grads, params, when, phase, {}))
+
+            reads = (update.grads, update.params, chosen)
+            state = overwrite_if(chosen, make, state, *reads, axis_names=names)
         return state, None
 
     @property
     def _axis_names(self) -> tuple[str, ...]:
         return bound_axes(self.exchange.axis_name).names
 
-    def _make(self, phase: Phase, state: Any, grads: Any, params: Any, when: jax.Array) -> Any:
+    def _make(self, phase: Phase, state: Any, update: Update) -> Any:
         if phase in self.after():
-            return self.after()[phase](state, grads, params, when)
-        state = self.before()[phase](state, grads, params, when)
-        ended = when & self.ends(state)
-        state = overwrite_if(ended, self.freeze, state, params, axis_names=self._axis_names)
+            return self.after()[phase](state, update)
+        state = self.before()[phase](state, update)
+        ended = update.when & self.ends(state)
+        state = overwrite_if(ended, self.freeze, state, update.params, axis_names=self._axis_names)
         progress = state.progress
         frozen_at = jnp.where(ended, progress.count + 1, progress.frozen_at)
         return state._replace(progress=progress._replace(frozen_at=frozen_at))
@@ -232,7 +227,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         was, wanted = state.progress, made(when)
         index = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
         accepted = wanted if phase is None else wanted & algorithm.accepts(was, phase)
-        new, received = algorithm.step(state, grads, leaves, phase, accepted, extra_args)
+        update = Update(grads, leaves, accepted, phase, extra_args)
+        new, received = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(
                 count=was.count + accepted,
@@ -242,7 +238,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         coming = algorithm.upcoming(new)
         new = new._replace(progress=new.progress._replace(upcoming=coming))
         _check_same(name, new, state)
-        u = algorithm.direction(new, received, leaves, phase)
+        u = algorithm.direction(new, received, update)
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
             u = [jnp.where(accepted, x, 0.0) for x in u]
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]

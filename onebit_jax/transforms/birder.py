@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -21,8 +21,8 @@ from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Transport
 from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits_pieces, transformation
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits_pieces, transformation
+from onebit_jax.transforms.phases import PHASES, Progress, begin, keep
 
 # What a is at least where any worker has ever had a gradient: products of it with the smallest
 # uniform number are still normal floats, and a tells by itself that the element is active.
@@ -109,6 +109,9 @@ def _least(active: jax.Array) -> jax.Array:
     return jnp.where(active, _LEAST_A, 0.0)
 
 
+State = ScaleByBirderState
+
+
 @dataclasses.dataclass(frozen=True)
 class Birder(Algorithm):
     """The algorithm; :func:`birder` says what its fields are."""
@@ -119,7 +122,7 @@ class Birder(Algorithm):
     exchange: Exchange
     phases = ("warmup", "compression")
 
-    def init(self, params: optax.Params) -> ScaleByBirderState:
+    def init(self, params: optax.Params) -> State:
         """``m = a = 0``."""
         exchange = self.exchange.over(params)
         exchange.init()
@@ -130,35 +133,26 @@ class Birder(Algorithm):
         coming = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
 
-    def upcoming(self, state: ScaleByBirderState) -> jax.Array:
+    def upcoming(self, state: State) -> jax.Array:
         """Of phase "warmup" is the first update alone."""
         first = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return jnp.where(state.progress.count == 0, first, _COMPRESSION)
 
-    def step(
-        self,
-        state: ScaleByBirderState,
-        grads: Arrays,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[ScaleByBirderState, Arrays]:
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``, or on a single node ``m / a``."""
-        del params, extra_args
-        exchange, was = self.exchange.over(grads), state.progress
+        exchange, was = self.exchange.over(update.grads), state.progress
         fits_pieces(exchange, state.m.value)
-        m, a, g = state.m.value, state.a.value, [x[None] for x in exchange.node_mean(grads)]
+        m, a, g = state.m.value, state.a.value, [x[None] for x in exchange.node_mean(update.grads)]
         if exchange.compresses:
-            ask = was.count == 0 if phase is None else phase == "warmup"
-            m, a, u = self._exchanged(exchange, state, (m, a, g), grads, ask, when)
+            ask = was.count == 0 if update.phase is None else update.phase == "warmup"
+            m, a, u = self._exchanged(exchange, state, (m, a, g), update.grads, ask, update.when)
         else:
             active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
-            m, a = keep(when, self._averages(m, a, g, active), (m, a))
+            m, a = keep(update.when, self._averages(m, a, g, active), (m, a))
             # On a node that has averaged gradients at full precision so are these.
             alike = zip(*equal_on_all_workers((m, a)), strict=True)
             u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
-        progress = was._replace(frozen_at=jnp.where(when, 1, was.frozen_at))
+        progress = was._replace(frozen_at=jnp.where(update.when, 1, was.frozen_at))
         return state._replace(progress=progress, m=PerWorker(m), a=PerWorker(a)), u
 
     def _averages(self, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
@@ -168,7 +162,7 @@ class Birder(Algorithm):
     def _exchanged(
         self,
         exchange: BoundExchange,
-        state: ScaleByBirderState,
+        state: State,
         arrays: tuple[Arrays, Arrays, Arrays],
         grads: Arrays,
         ask: Any,
@@ -194,19 +188,19 @@ class Birder(Algorithm):
         pieces = zip(signs.decompress(layout, received), flags(exchange, active), strict=True)
         return m, a, layout.scatter([jnp.where(y.reshape(x.shape), x, 0.0) for x, y in pieces])
 
-    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
         """What the signs came to."""
-        del state, params, phase
+        del state, update
         return received
 
-    def carry(self, state: ScaleByBirderState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The mean averages."""
         exchange = self.exchange.over(like)
         m, a = exchange.whole_means(state.m.value), exchange.whole_means(state.a.value)
         # However they are rounded, no m may exceed its a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
-    def resume(self, state: ScaleByBirderState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The mean averages, on every worker."""
         exchange = self.exchange.over(like)
         m, a = (PerWorker([x[None] for x in exchange.pieces(tree)]) for tree in carried)
@@ -270,7 +264,7 @@ def scale_by_birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of Birder; see :func:`birder`, which adds decay and learning rate."""
     validation.check_decay("b", b)
@@ -296,7 +290,7 @@ def birder(
     transport: Transport = "bits",
     requantize: bool = True,
     amsgrad: bool = False,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
 

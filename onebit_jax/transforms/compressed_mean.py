@@ -1,7 +1,6 @@
 """An error-compensated exchange at a few bits per value before any Optax optimizer."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,9 @@ from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
-from onebit_jax.transforms.phases import Phase, Progress
+from onebit_jax.transforms.phases import Progress
 
 
 class CompressedMeanState(NamedTuple):
@@ -43,6 +42,9 @@ class CompressedMeanState(NamedTuple):
         return self.exchange.diagnostics()
 
 
+State = CompressedMeanState
+
+
 @dataclasses.dataclass(frozen=True)
 class CompressedMean(Algorithm):
     """The algorithm; :func:`compressed_mean` says what its fields are."""
@@ -50,41 +52,30 @@ class CompressedMean(Algorithm):
     residual_decay: float
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> CompressedMeanState:
+    def init(self, params: optax.Params) -> State:
         """No residuals, and all elements active."""
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
         exchange = self.exchange.over(params)
         return CompressedMeanState(phases.begin(), exchange.activate(exchange.init(), ones))
 
-    def step(
-        self,
-        state: CompressedMeanState,
-        grads: Any,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[CompressedMeanState, Arrays]:
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``u = EC(g_1, ..., g_n)``."""
-        del params, phase, extra_args
-        exchange = self.exchange.over(grads)
+        exchange = self.exchange.over(update.grads)
         fits(exchange, state.exchange)
-        call = Call(when, self.residual_decay, self.residual_decay)
-        mean, kept = exchange.average(grads, state.exchange, call)
+        call = Call(update.when, self.residual_decay, self.residual_decay)
+        mean, kept = exchange.average(update.grads, state.exchange, call)
         return state._replace(exchange=kept), mean
 
-    def direction(
-        self, state: CompressedMeanState, received: Arrays, params: Any, phase: Phase | None
-    ) -> Arrays:
+    def direction(self, state: State, received: Arrays, update: Update) -> Arrays:
         """The mean."""
-        del state, params, phase
+        del state, update
         return received
 
-    def carry(self, state: CompressedMeanState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The residuals."""
         return self.exchange.over(like).total_residual(state.exchange)
 
-    def resume(self, state: CompressedMeanState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The residuals."""
         del state
         ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
@@ -96,7 +87,7 @@ def compressed_mean(
     bits: int = 1,
     *,
     residual_decay: float = 1.0,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over the workers with one bit per element each way, or a few.
 

@@ -1,7 +1,7 @@
 """Distributed Lion: Lion, whose workers exchange the signs that its update is made of."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,8 +16,8 @@ from onebit_jax.collectives.votes import Turn, Votes
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits_pieces, transformation
-from onebit_jax.transforms.phases import Phase, Progress, keep
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits_pieces, transformation
+from onebit_jax.transforms.phases import Progress, keep
 
 Aggregation = Literal["majority", "mean"]
 
@@ -40,6 +40,9 @@ def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Arra
     return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
 
 
+State = ScaleByDistributedLionState
+
+
 @dataclasses.dataclass(frozen=True)
 class DistributedLion(Algorithm):
     """The algorithm; :func:`distributed_lion` says what its fields are."""
@@ -48,44 +51,38 @@ class DistributedLion(Algorithm):
     b2: Any
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> ScaleByDistributedLionState:
+    def init(self, params: optax.Params) -> State:
         """``m_i = 0``."""
         layout = self.exchange.over(params).layout
         m = PerWorker(worker_arrays(layout, jnp.float32))
         return ScaleByDistributedLionState(phases.begin(), m)
 
-    def step(
-        self,
-        state: ScaleByDistributedLionState,
-        grads: Arrays,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[ScaleByDistributedLionState, Arrays]:
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """A vote with ``sgn(b1 m_i + (1 - b1) g_i)``, and ``m_i <- b2 m_i + (1 - b2) g_i``."""
-        del params, phase, extra_args
-        exchange = self.exchange.over(grads)
+        exchange = self.exchange.over(update.grads)
         fits_pieces(exchange, state.momentum.value)
-        m, g = state.momentum.value, exchange.node_mean(grads)
+        m, g = state.momentum.value, exchange.node_mean(update.grads)
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
             received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
-            u = exchange.mean(received, ())
         else:
             # A single node's devices share the gradient, so that they agree.
-            u = exchange.layout.scatter(list(map(jnp.sign, equal_on_all_workers(values))))
+            received = list(map(jnp.sign, equal_on_all_workers(values)))
         # The new m is written over the old only when nobody reads that any more; XLA would copy.
-        m, u = materialize((m, u), exchange.axes.node)
-        m = keep(when, [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)], m)
-        return state._replace(momentum=PerWorker(m)), u
+        kept: tuple[Arrays, Any] = (m, received)
+        m, received = materialize(kept, exchange.axes.node)
+        new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
+        return state._replace(momentum=PerWorker(keep(update.when, new, m))), received
 
-    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """What the votes came to."""
-        del state, params, phase
-        return received
+        del state
+        exchange = self.exchange.over(update.grads)
+        if exchange.compresses:
+            return exchange.mean(received, ())
+        return exchange.layout.scatter(received)
 
-    def carry(self, state: ScaleByDistributedLionState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
         return self.exchange.over(like).whole_means(state.momentum.value)
 
@@ -102,7 +99,7 @@ def scale_by_distributed_lion(
     *,
     axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -121,7 +118,7 @@ def distributed_lion(
     *,
     axis_name: str | tuple[str, str],
     aggregation: Aggregation = "majority",
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformation:
     r"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of.
 

@@ -1,7 +1,7 @@
 """Error-feedback sign SGD: SGD with momentum over the error-compensated one-bit all-reduce."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -14,8 +14,8 @@ from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, fits, transformation
-from onebit_jax.transforms.phases import Phase, Progress, keep
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
+from onebit_jax.transforms.phases import Progress, keep
 
 
 class EfSignsgdState(NamedTuple):
@@ -44,6 +44,9 @@ def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
     return value(count) if callable(value) else value
 
 
+State = EfSignsgdState
+
+
 @dataclasses.dataclass(frozen=True)
 class EfSignsgd(Algorithm):
     """Makes what is added to the parameters, but for weight decay.
@@ -56,7 +59,7 @@ class EfSignsgd(Algorithm):
     momentum: Any
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> EfSignsgdState:
+    def init(self, params: optax.Params) -> State:
         """No momentum and no residuals."""
         m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
         ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
@@ -64,19 +67,13 @@ class EfSignsgd(Algorithm):
         state = exchange.activate(exchange.init(), ones)
         return EfSignsgdState(phases.begin(), PerWorker(m), state)
 
-    def step(
-        self,
-        state: EfSignsgdState,
-        grads: Arrays,
-        params: Any,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[EfSignsgdState, Arrays]:
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
-        del params, phase, extra_args
         m, tree = jax.tree.flatten(state.momentum.value)
-        rate, exchange = _at(self.learning_rate, state.progress.count), self.exchange.over(grads)
+        rate, exchange = (
+            _at(self.learning_rate, state.progress.count),
+            self.exchange.over(update.grads),
+        )
         fits(exchange, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
@@ -84,22 +81,22 @@ class EfSignsgd(Algorithm):
 
         # Written out, and in the shape that it is held in, m is written over in place; XLA would
         # copy it, to work it out twice.
-        m = keep(when, list(map(add, m, grads)), m)
+        m = keep(update.when, list(map(add, m, update.grads)), m)
         m = materialize(m, exchange.axes.node)
-        nesterov = [rate * add(x, g)[0] for x, g in zip(m, grads, strict=True)]
-        delta, kept = exchange.average(nesterov, state.exchange, Call(when))
+        nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
+        delta, kept = exchange.average(nesterov, state.exchange, Call(update.when))
         return state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept), delta
 
-    def direction(self, state: Any, received: Arrays, params: Any, phase: Phase | None) -> Arrays:
+    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
         """``-Delta``."""
-        del state, params, phase
+        del state, update
         return [-x for x in received]
 
-    def carry(self, state: EfSignsgdState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The residuals."""
         return self.exchange.over(like).total_residual(state.exchange)
 
-    def resume(self, state: EfSignsgdState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The residuals."""
         del state
         ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
@@ -131,7 +128,7 @@ def ef_signsgd(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
-    exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),
 ) -> optax.GradientTransformation:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 

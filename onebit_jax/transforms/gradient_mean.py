@@ -44,7 +44,7 @@ class GradientMean:
 
     def exchange(self) -> Exchange:
         """The exchange at a few bits."""
-        return self.options.of(self.axis_name, KBits(self.bits or 8))
+        return self.options.travel().of(self.axis_name, KBits(self.bits or 8))
 
     def init(self, params: Any) -> Any:
         """What it keeps for a tree, before the first call; ``()`` without error feedback."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -18,9 +18,9 @@ from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mea
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.programs.collective_check import collectives
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.fragments import Fragments
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, begin, keep
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, Progress, begin, keep
 
 _LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
 
@@ -111,6 +111,9 @@ def _in_words(every: int, fragments: int) -> str:
     return f"every={every or 'a function'}, fragments={fragments}"
 
 
+State = LocalStepsState
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalSteps(Algorithm):
     """The algorithm; :func:`local_steps` says what its fields are."""
@@ -131,11 +134,11 @@ class LocalSteps(Algorithm):
         every = 0 if callable(self.every) else self.every
         return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments))
 
-    def tree(self, state: LocalStepsState) -> Any:
+    def tree(self, state: State) -> Any:
         """The shared parameters."""
         return state.shared
 
-    def init(self, params: optax.Params) -> LocalStepsState:
+    def init(self, params: optax.Params) -> State:
         """``x`` is the parameters."""
         state = self.inner.init(params)
         _check_exchanges_nothing(self.inner, params, state)
@@ -161,7 +164,7 @@ class LocalSteps(Algorithm):
         exchange = self.exchange.over(group)
         return exchange.activate(exchange.init(), jax.tree.map(jnp.ones_like, group))
 
-    def upcoming(self, state: LocalStepsState) -> jax.Array:
+    def upcoming(self, state: State) -> jax.Array:
         """As ``every`` says."""
         return self._upcoming(state.progress.count, state.since_sync)
 
@@ -190,37 +193,31 @@ class LocalSteps(Algorithm):
         new = optax.apply_updates(shared, moves), new_outer
         return *keep(when, new, (shared, of_outer)), of_exchange
 
-    def step(
-        self,
-        state: LocalStepsState,
-        grads: Arrays,
-        params: Arrays,
-        phase: Phase | None,
-        when: jax.Array,
-        extra_args: Mapping[str, Any],
-    ) -> tuple[LocalStepsState, None]:
+    def step(self, state: State, update: Update) -> tuple[State, None]:
         """An inner step; in a sync an outer step after it, of the tensors whose turn it is."""
         tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
         steps, inner_state = self.inner.update(
-            tree.unflatten(grads), inner, tree.unflatten(params), **extra_args
+            tree.unflatten(update.grads), inner, tree.unflatten(update.params), **update.extra_args
         )
         moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), x, steps)
-        inner_state, moved = keep(when, (inner_state, moved), (inner, x))
-        index = jnp.int32(PHASES.index(phase)) if phase else state.progress.upcoming[0]
-        syncs = when & (index == _SYNC)
+        inner_state, moved = keep(update.when, (inner_state, moved), (inner, x))
+        index = (
+            jnp.int32(PHASES.index(update.phase)) if update.phase else state.progress.upcoming[0]
+        )
+        syncs = update.when & (index == _SYNC)
         fragments = Fragments(state.shared, self.fragments)
         kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
         shared = state.shared
         # The group that is exchanged; none in a local step.
         turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
-        if phase == "sync" and self.fragments == 1:
-            kept = [self.outer_step(when, kept[0], moved)]
-        elif phase != "local":
+        if update.phase == "sync" and self.fragments == 1:
+            kept = [self.outer_step(update.when, kept[0], moved)]
+        elif update.phase != "local":
             one = functools.partial(self.outer_step, jnp.bool(True))
             names = bound_axes(self.exchange.axis_name).names
             kept = overwrite_one(turn, one, kept, fragments.split(moved), axis_names=names)
-        if phase != "local":
+        if update.phase != "local":
             shared = fragments.join([x for x, *_ in kept])
             moved = jax.tree.map(
                 lambda x, y, group: jnp.where(turn == group, x, y),
@@ -231,7 +228,7 @@ class LocalSteps(Algorithm):
         fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
         return state._replace(
             plan=self.plan,
-            since_sync=jnp.where(syncs, 0, state.since_sync + when),
+            since_sync=jnp.where(syncs, 0, state.since_sync + update.when),
             fragment=fragment,
             inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
             outer=tuple(of_outer for _, of_outer, _ in kept),
@@ -240,18 +237,16 @@ class LocalSteps(Algorithm):
             exchange=tuple(of_exchange for *_, of_exchange in kept),
         ), None
 
-    def direction(
-        self, state: LocalStepsState, received: Any, params: Arrays, phase: Phase | None
-    ) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """What this worker's parameters become, less what they are."""
-        del received, phase
+        del received
         moved = jax.tree.leaves(state.own.value)
-        return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, params, strict=True)]
+        return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, update.params, strict=True)]
 
     def _groups(self, like: Any) -> list[Any]:
         return Fragments(like, self.fragments).split(like)
 
-    def carry(self, state: LocalStepsState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The residuals of each group."""
         if not self.compresses:
             return ()
@@ -260,7 +255,7 @@ class LocalSteps(Algorithm):
             for group, kept in zip(self._groups(like), state.exchange, strict=True)
         ]
 
-    def resume(self, state: LocalStepsState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The residuals of each group."""
         del state
         if not self.compresses:
@@ -324,7 +319,7 @@ def local_steps(
     bits: int = 32,
     fragments: int = 1,
     error_decay: float = 1.0,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets workers train for themselves, and averages how far they went every few steps.
 

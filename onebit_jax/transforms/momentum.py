@@ -143,30 +143,27 @@ def reactivate(exchange: BoundExchange, momentum: Momentum, alike: Any) -> Momen
 def compress(
     exchange: BoundExchange,
     momentum: Momentum,
-    b1: Any,
-    m: Arrays,
-    g: Arrays,
+    m_i: Arrays,
+    decay: Any,
     first: jax.Array,
     when: jax.Array,
 ) -> Momentum:
-    """``m <- EC1(b1 m + (1 - b1) g_i)``.
+    """``m <- EC1(m_1, ..., m_n)``.
 
     Args:
       exchange: over the tree.
       momentum: the momentum.
-      b1: its decay.
-      m: it, in the pieces that a worker compresses: ``exchange.last_mean(...)``.
-      g: the worker's own gradients, likewise.
+      m_i: what it would be by this worker's gradients alone, from :func:`last`.
+      decay: what the momentum is multiplied with in ``m_i``.
       first: whether this is the first compressed update.
       when: where false, all stays as it is; the same on all workers.
     """
-    m_i = [jnp.multiply(b1, x) + (1 - b1) * y for x, y in zip(m, g, strict=True)]
-    # Before the first one m is in the residuals' place, and nothing was received: with b1 m for the
-    # residual m_i is right, without a program of its own.
-    decay = jnp.where(first, jnp.asarray(b1, jnp.float32), 1.0)
+    # Before the first one m is in the residuals' place, and nothing was received, so that m_i lacks
+    # it: added as the residual, times the decay, it is there without a program of its own.
+    residual_decay = jnp.where(first, jnp.asarray(decay, jnp.float32), 1.0)
     arrays = momentum.m_then_compensated.value
     handed = exchange.hand_over(arrays, momentum.exchange)
-    received, state = exchange.all_reduce(m_i, handed, Call(when, decay))
+    received, state = exchange.all_reduce(m_i, handed, Call(when, residual_decay))
     arrays, state = exchange.hand_back(arrays, state)
     received = jnp.where(when, received, momentum.received)
     return Momentum(PerWorker(arrays), received, state)

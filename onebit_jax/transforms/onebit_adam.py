@@ -13,7 +13,14 @@ from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOpt
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, chain, transformation
+from onebit_jax.transforms.algorithm import (
+    Arrays,
+    PhasedAlgorithm,
+    Step,
+    Update,
+    chain,
+    transformation,
+)
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
@@ -87,6 +94,9 @@ def refreshed(
     return jnp.where(was | (g != 0), 1 / root(v, 1.0, eps, eps_root), 0.0)
 
 
+State = ScaleByOnebitAdamState
+
+
 @dataclasses.dataclass(frozen=True)
 class OnebitAdam(PhasedAlgorithm):
     """The algorithm; :func:`onebit_adam` says what its fields are."""
@@ -112,11 +122,11 @@ class OnebitAdam(PhasedAlgorithm):
         )
         return {"compression": self.compressed_step, **refresh}
 
-    def tree(self, state: ScaleByOnebitAdamState) -> Any:
+    def tree(self, state: State) -> Any:
         """The variance."""
         return state.v_then_inverse_root
 
-    def init(self, params: optax.Params) -> ScaleByOnebitAdamState:
+    def init(self, params: optax.Params) -> State:
         """``m = v = 0``."""
         return ScaleByOnebitAdamState(
             progress=phases.begin(self._upcoming(jnp.int32(0), jnp.bool(False))),
@@ -128,7 +138,7 @@ class OnebitAdam(PhasedAlgorithm):
             gradients=self.gradient_mean.init(params),
         )
 
-    def upcoming(self, state: ScaleByOnebitAdamState) -> jax.Array:
+    def upcoming(self, state: State) -> jax.Array:
         """As the warm-up says, and the set of refreshes."""
         return self._upcoming(state.progress.count, state.progress.frozen_at >= 0)
 
@@ -147,14 +157,11 @@ class OnebitAdam(PhasedAlgorithm):
         b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
         return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
 
-    def _bound(self, state: ScaleByOnebitAdamState) -> BoundExchange:
+    def _bound(self, state: State) -> BoundExchange:
         return self.exchange.over(state.v_then_inverse_root)
 
-    def dense_step(
-        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ScaleByOnebitAdamState:
+    def dense_step(self, state: State, update: Update) -> State:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
-        del params
         exchange = self._bound(state)
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         momentum, gradients, v = moments.update_moments(
@@ -162,23 +169,23 @@ class OnebitAdam(PhasedAlgorithm):
             self.gradient_mean,
             (self.b1, self.b2),
             (state.momentum, state.gradients, v),
-            grads,
-            when,
+            update.grads,
+            update.when,
         )
         _, correction = self.corrections(state.progress.count + 1)
         norms = exchange.layout.sums(v) / correction
         return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, when),
+            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
             v_then_inverse_root=tree.unflatten(v),
             momentum=momentum,
             gradients=gradients,
         )
 
-    def ends(self, state: ScaleByOnebitAdamState) -> jax.Array:
+    def ends(self, state: State) -> jax.Array:
         """As the warm-up says."""
         return warmup_end.ends(self.warmup, state)
 
-    def freeze(self, state: ScaleByOnebitAdamState, params: Any) -> ScaleByOnebitAdamState:
+    def freeze(self, state: State, params: Any) -> State:
         """``v`` becomes ``1 / (sqrt(v) + eps)``; where it is 0, elements become inactive."""
         del params
         _, correction = self.corrections(state.progress.count + 1)
@@ -193,36 +200,29 @@ class OnebitAdam(PhasedAlgorithm):
             momentum=moments.activate(self._bound(state), state.momentum, m, inverse_root),
         )
 
-    def compressed_step(
-        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ScaleByOnebitAdamState:
+    def compressed_step(self, state: State, update: Update) -> State:
         """``m <- EC1(b1 m + (1 - b1) g_i)``."""
-        del params
         exchange = self._bound(state)
-        m, g = moments.last(exchange, state.momentum), exchange.node_mean(grads)
-        return self._with_momentum(state, m, g, when)
+        m, g = moments.last(exchange, state.momentum), exchange.node_mean(update.grads)
+        return self._with_momentum(state, m, g, update.when)
 
-    def _with_momentum(
-        self, state: ScaleByOnebitAdamState, m: Arrays, g: Arrays, when: jax.Array
-    ) -> ScaleByOnebitAdamState:
+    def _with_momentum(self, state: State, m: Arrays, g: Arrays, when: jax.Array) -> State:
+        m_i = [jnp.multiply(self.b1, x) + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         first = state.progress.count == state.progress.frozen_at
         exchange = self._bound(state)
         return state._replace(
-            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, when)
         )
 
-    def refresh_step(
-        self, state: ScaleByOnebitAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ScaleByOnebitAdamState:
+    def refresh_step(self, state: State, update: Update) -> State:
         """``v <- b2^gap v + (1 - b2^gap) g^2`` of the mean gradient, then a compressed update."""
-        del params
         exchange, t = self._bound(state), state.progress.count + 1
-        mean, gradients = self.gradient_mean.average(grads, state.gradients, when)
+        mean, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
         _, correction = self.corrections(t)
         share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
         old, tree = jax.tree.flatten(state.v_then_inverse_root)
         new = [
-            jnp.where(when, refreshed(y, g, share, self.eps, self.eps_root), y)
+            jnp.where(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
             for y, g in zip(old, mean, strict=True)
         ]
         # What came back for an inactive element is not its momentum.
@@ -231,23 +231,21 @@ class OnebitAdam(PhasedAlgorithm):
         m = [x * y for x, y in zip(last, active, strict=True)]
         inverse_root = tree.unflatten(new)
         state = state._replace(
-            variance_at=jnp.where(when, t, state.variance_at),
+            variance_at=jnp.where(update.when, t, state.variance_at),
             v_then_inverse_root=inverse_root,
             momentum=moments.reactivate(exchange, state.momentum, inverse_root),
             gradients=gradients,
         )
-        return self._with_momentum(state, m, exchange.node_mean(grads), when)
+        return self._with_momentum(state, m, exchange.node_mean(update.grads), update.when)
 
-    def direction(
-        self, state: ScaleByOnebitAdamState, received: Any, params: Any, phase: Phase | None
-    ) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""
-        del received, params
+        del received
         exchange = self._bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0
-        compressed = phase in self.after()
-        m = moments.whole(exchange, state.momentum, state.progress.phase, phase)
+        compressed = update.phase in self.after()
+        m = moments.whole(exchange, state.momentum, state.progress.phase, update.phase)
 
         def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
             m = m / of_m
@@ -257,12 +255,12 @@ class OnebitAdam(PhasedAlgorithm):
 
         return jax.tree.leaves(jax.tree.map(over_root, m, state.v_then_inverse_root))
 
-    def carry(self, state: ScaleByOnebitAdamState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """Momentum and residuals."""
         momentum = moments.carry(self.exchange.over(like), state.momentum, state.progress)
         return momentum, self.gradient_mean.carry(like, state.gradients)
 
-    def resume(self, state: ScaleByOnebitAdamState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum and residuals."""
         active, decay = state.v_then_inverse_root, state.momentum_decay
         exchange = self.exchange.over(like)
@@ -283,7 +281,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
     validation.check_decay("b1", b1)
@@ -321,7 +319,7 @@ def onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | None = None,
     variance_refreshes: int | StepSet | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 

@@ -20,7 +20,14 @@ from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, chain, transformation
+from onebit_jax.transforms.algorithm import (
+    Arrays,
+    PhasedAlgorithm,
+    Step,
+    Update,
+    chain,
+    transformation,
+)
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.lamb_coefficients import Bounds, Tensor, decayed, frozen_update
 from onebit_jax.transforms.momentum import Momentum
@@ -87,6 +94,9 @@ class ScaleByOnebitLambState(NamedTuple):
         return {"dead_share": warmup_end.zero_share(self.v_then_inverse_root)}
 
 
+State = ScaleByOnebitLambState
+
+
 @dataclasses.dataclass(frozen=True)
 class OnebitLamb(PhasedAlgorithm):
     """The algorithm; :func:`onebit_lamb` says what its fields are."""
@@ -110,11 +120,11 @@ class OnebitLamb(PhasedAlgorithm):
         """Compressed ones."""
         return {"compression": self.compressed_step}
 
-    def tree(self, state: ScaleByOnebitLambState) -> Any:
+    def tree(self, state: State) -> Any:
         """The variance."""
         return state.v_then_inverse_root
 
-    def init(self, params: optax.Params) -> ScaleByOnebitLambState:
+    def init(self, params: optax.Params) -> State:
         """``m = v = c~ = 0``."""
         exchange, count = self.exchange.over(params), len(jax.tree.leaves(params))
         return ScaleByOnebitLambState(
@@ -131,25 +141,25 @@ class OnebitLamb(PhasedAlgorithm):
             factors=jnp.ones((count,), jnp.float32),
         )
 
-    def upcoming(self, state: ScaleByOnebitLambState) -> jax.Array:
+    def upcoming(self, state: State) -> jax.Array:
         """As the warm-up says."""
         progress = state.progress
         return warmup_end.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
 
-    def ends(self, state: ScaleByOnebitLambState) -> jax.Array:
+    def ends(self, state: State) -> jax.Array:
         """As the warm-up says."""
         return warmup_end.ends(self.warmup, state)
 
-    def _bound(self, state: ScaleByOnebitLambState) -> BoundExchange:
+    def _bound(self, state: State) -> BoundExchange:
         return self.exchange.over(state.v_then_inverse_root)
 
-    def _dense_momenta(self, state: ScaleByOnebitLambState) -> Arrays:
+    def _dense_momenta(self, state: State) -> Arrays:
         """``m_l`` in the dense form, where it is ``k_l m_l`` once v is frozen."""
         exchange, inverse_k = self._bound(state), 1 / state.momentum_scales
         k_m = _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
         return [inverse_k[i] * x for i, x in enumerate(k_m)]
 
-    def _momentum_sizes(self, state: ScaleByOnebitLambState) -> Arrays:
+    def _momentum_sizes(self, state: State) -> Arrays:
         """``|k_l m_l|`` in compression: of one value within a chunk."""
         exchange = self._bound(state)
         if not exchange.compresses:
@@ -158,9 +168,7 @@ class OnebitLamb(PhasedAlgorithm):
         scales = exchange.layout.scales(state.momentum.received).reshape(-1)
         return _spread(exchange, scales)
 
-    def dense_step(
-        self, state: ScaleByOnebitLambState, grads: Arrays, params: Arrays, when: jax.Array
-    ) -> ScaleByOnebitLambState:
+    def dense_step(self, state: State, update: Update) -> State:
         """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         momentum, gradients, v = moments.update_moments(
@@ -168,32 +176,36 @@ class OnebitLamb(PhasedAlgorithm):
             self.gradient_mean,
             (self.b1, self.b2),
             (state.momentum, state.gradients, v),
-            grads,
-            when,
+            update.grads,
+            update.when,
         )
         state = state._replace(
             v_then_inverse_root=tree.unflatten(v), momentum=momentum, gradients=gradients
         )
-        rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), state.progress.count)
+        rates = lamb_coefficients.decay_rates(
+            self, tree.unflatten(update.params), state.progress.count
+        )
 
         def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
             return decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
 
         tensors = [
             Tensor((rate,), (m, v, p))
-            for rate, m, v, p in zip(rates, self._dense_momenta(state), v, params, strict=True)
+            for rate, m, v, p in zip(
+                rates, self._dense_momenta(state), v, update.params, strict=True
+            )
         ]
         c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, tensors)
         running = lamb_coefficients.running_coefficients(self.bounds, state.coefficients, c)
         # Corrected: a factor common to a tensor's variances is in its coefficient too.
         norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
         return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, when),
-            coefficients=keep(when, running, state.coefficients),
-            factors=keep(when, c, state.factors),
+            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
+            coefficients=keep(update.when, running, state.coefficients),
+            factors=keep(update.when, c, state.factors),
         )
 
-    def freeze(self, state: ScaleByOnebitLambState, params: Any) -> ScaleByOnebitLambState:
+    def freeze(self, state: State, params: Any) -> State:
         """``v`` becomes ``1 / (sqrt(v) + eps)`` and ``m`` becomes ``k m``."""
         del params
         exchange, m = self._bound(state), self._dense_momenta(state)
@@ -213,7 +225,7 @@ class OnebitLamb(PhasedAlgorithm):
             momentum_scales=k,
         )
 
-    def _first_fresh_variance(self, k_m: jax.Array, state: ScaleByOnebitLambState) -> jax.Array:
+    def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
         """The first ``k^2 v~``, when ``v~`` is still ``v`` and the last ``F`` is ``k m``."""
         exchange, k = self._bound(state), state.momentum_scales
         roots = jax.tree.leaves(state.v_then_inverse_root)
@@ -222,20 +234,19 @@ class OnebitLamb(PhasedAlgorithm):
         joined = _joined(exchange, v)
         return lamb_coefficients.fresh_variance(self.b1, self.b2, joined, F, k_m)
 
-    def compressed_step(
-        self, state: ScaleByOnebitLambState, grads: Arrays, params: Arrays, when: jax.Array
-    ) -> ScaleByOnebitLambState:
+    def compressed_step(self, state: State, update: Update) -> State:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios of what comes of it."""
         exchange, k = self._bound(state), state.momentum_scales
         first = state.progress.count == state.progress.frozen_at
-        g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(grads)])
+        g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(update.grads)])
         m = moments.last(exchange, state.momentum)
         last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, self.b1, m, g, first, when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update.when)
         )
         fresh = overwrite_if(
-            first & when,
+            first & update.when,
             self._first_fresh_variance,
             state.fresh_variance,
             state._replace(fresh_variance=()),
@@ -243,17 +254,15 @@ class OnebitLamb(PhasedAlgorithm):
         )
         F = _fused(exchange, moments.compressed(exchange, state.momentum))
         later = lamb_coefficients.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
-        fresh = jnp.where(when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
+        fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
         state = state._replace(fresh_variance=fresh)
-        tensors = self._compressed_tensors(state, params, state.progress.count)
+        tensors = self._compressed_tensors(state, update.params, state.progress.count)
         r = lamb_coefficients.ratios(self.bounds, self.eps, state.ratios, tensors)
-        r = keep(when, r, state.ratios)
+        r = keep(update.when, r, state.ratios)
         factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
-        return state._replace(ratios=r, factors=keep(when, factors, state.factors))
+        return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
 
-    def _compressed_tensors(
-        self, state: ScaleByOnebitLambState, params: Arrays, count: jax.Array
-    ) -> list[Tensor]:
+    def _compressed_tensors(self, state: State, params: Arrays, count: jax.Array) -> list[Tensor]:
         """The arguments of :func:`~.lamb_coefficients.frozen_update`."""
         inverse_k = 1 / state.momentum_scales
         y, tree = jax.tree.flatten(state.v_then_inverse_root)
@@ -265,36 +274,35 @@ class OnebitLamb(PhasedAlgorithm):
             for i in range(len(params))
         ]
 
-    def direction(
-        self, state: ScaleByOnebitLambState, received: Any, params: Arrays, phase: Phase | None
-    ) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ r u`` in compression."""
         del received
         last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
         compressed = state.progress.phase == PHASES.index("compression")
         u = []
-        if phase != "warmup":
-            tensors = self._compressed_tensors(state, params, last)
+        if update.phase != "warmup":
+            tensors = self._compressed_tensors(state, update.params, last)
             u = [x.map(frozen_update) for x in tensors]
-        if phase != "compression":
+        if update.phase != "compression":
             v, tree = jax.tree.flatten(state.v_then_inverse_root)
-            rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), last)
+            rates = lamb_coefficients.decay_rates(self, tree.unflatten(update.params), last)
             dense = [
                 decayed(m * jnp.where(frozen, y, 1 / (jnp.sqrt(y) + self.eps)), p, rate)
-                for m, y, p, rate in zip(self._dense_momenta(state), v, params, rates, strict=True)
+                for m, y, p, rate in zip(
+                    self._dense_momenta(state), v, update.params, rates, strict=True
+                )
             ]
-            both = zip(u or dense, dense, strict=True)
-            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
+            u = [jnp.where(compressed, x, y) for x, y in zip(u, dense)] if u else dense  # noqa: B905
         return [state.factors[i] * x for i, x in enumerate(u)]
 
-    def carry(self, state: ScaleByOnebitLambState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """Momentum, residuals and the fresh variance of each tensor."""
         exchange = self.exchange.over(like)
         momentum = moments.carry(exchange, state.momentum, state.progress)
         gradients = self.gradient_mean.carry(like, state.gradients)
         return momentum, gradients, _cut(exchange, state.fresh_variance)
 
-    def resume(self, state: ScaleByOnebitLambState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum, residuals and the fresh variance of each tensor."""
         active, decay = state.v_then_inverse_root, state.momentum_decay
         exchange = self.exchange.over(like)
@@ -363,7 +371,7 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
@@ -411,7 +419,7 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 

@@ -29,7 +29,7 @@ def onebit_muon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_bits: int = 8,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon with one bit per parameter of the matrices, from the first update on.
 
@@ -118,7 +118,7 @@ def onebit_muon(
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
     mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
-    of_others = dataclasses.replace(exchange, scale="rms", residual_dtype="float32")
+    of_others = exchange.travel()
     muon = optax.contrib.muon(
         learning_rate,
         ns_steps=ns_steps,

@@ -18,7 +18,7 @@ def signum(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformation:
     r"""Signum: sign SGD with momentum, whose workers take a majority vote.
 

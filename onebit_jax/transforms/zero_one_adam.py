@@ -15,7 +15,14 @@ from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOpt
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets, warmup
-from onebit_jax.transforms.algorithm import Arrays, PhasedAlgorithm, Step, fits, transformation
+from onebit_jax.transforms.algorithm import (
+    Arrays,
+    PhasedAlgorithm,
+    Step,
+    Update,
+    fits,
+    transformation,
+)
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.step_sets import StepSet
@@ -96,6 +103,9 @@ class ZeroOneAdamState(NamedTuple):
         return jax.tree.map(lambda _: frozen, self.v_then_y)
 
 
+State = ZeroOneAdamState
+
+
 @dataclasses.dataclass(frozen=True)
 class ZeroOneAdam(PhasedAlgorithm):
     """The algorithm; :func:`zero_one_adam` says what its fields are."""
@@ -126,11 +136,11 @@ class ZeroOneAdam(PhasedAlgorithm):
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
-    def tree(self, state: ZeroOneAdamState) -> Any:
+    def tree(self, state: State) -> Any:
         """The inverse root of the variance."""
         return state.inverse_root
 
-    def init(self, params: optax.Params) -> ZeroOneAdamState:
+    def init(self, params: optax.Params) -> State:
         """``m = v = 0``, and no residuals."""
 
         def zeros(*leading: int) -> Any:
@@ -148,7 +158,7 @@ class ZeroOneAdam(PhasedAlgorithm):
             gradients=self.gradient_mean.init(params),
         )
 
-    def upcoming(self, state: ZeroOneAdamState) -> jax.Array:
+    def upcoming(self, state: State) -> jax.Array:
         """As the step sets say."""
         return self._upcoming(state.progress.count)
 
@@ -157,18 +167,16 @@ class ZeroOneAdam(PhasedAlgorithm):
         coming = [step_sets.phase_at(count + i, *steps) for i in range(phases.OUTLOOK)]
         return jnp.stack(coming).astype(jnp.int32)
 
-    def ends(self, state: ZeroOneAdamState) -> jax.Array:
+    def ends(self, state: State) -> jax.Array:
         """Whether v is frozen after the update that was made."""
         return state.progress.count + 1 >= self.variance_freeze
 
-    def _bound(self, state: ZeroOneAdamState) -> BoundExchange:
+    def _bound(self, state: State) -> BoundExchange:
         exchange = self.exchange.over(state.inverse_root)
         fits(exchange, state.exchange)
         return exchange
 
-    def decayed(
-        self, state: ZeroOneAdamState, updates: Arrays, p: Arrays, count: jax.Array
-    ) -> Arrays:
+    def decayed(self, state: State, updates: Arrays, p: Arrays, count: jax.Array) -> Arrays:
         """``updates - lr wd p`` where parameters are decayed; the rest stays as it is."""
         decay: Any = self.weight_decay
         decay = decay(count) if callable(decay) else decay
@@ -177,7 +185,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         tx, params = optax.add_decayed_weights(decay, self.mask), _like(state, p)
         return jax.tree.leaves(tx.update(_like(state, updates), tx.init(params), params)[0])
 
-    def adam_update(self, state: ZeroOneAdamState, params: Arrays, count: jax.Array) -> Arrays:
+    def adam_update(self, state: State, params: Arrays, count: jax.Array) -> Arrays:
         """``- lr (m / (sqrt(v) + eps) + wd p)``."""
         lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
         roots = jax.tree.leaves(state.inverse_root)
@@ -185,12 +193,9 @@ class ZeroOneAdam(PhasedAlgorithm):
         u = [-lr * (m[0] * root) for m, root in zip(shared, roots, strict=True)]
         return self.decayed(state, u, p, count)
 
-    def dense_step(
-        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ZeroOneAdamState:
+    def dense_step(self, state: State, update: Update) -> State:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
-        del params
-        g, gradients = self.gradient_mean.average(grads, state.gradients, when)
+        g, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
         old = jax.tree.leaves(state.v_then_y)
         v = [self.b2 * x + (1 - self.b2) * y**2 for x, y in zip(old, g, strict=True)]
         roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in v]
@@ -201,50 +206,46 @@ class ZeroOneAdam(PhasedAlgorithm):
             exchange=self._bound(state).activate(state.exchange, v),
             gradients=gradients,
         )
-        return keep(when, new, state)
+        return keep(update.when, new, state)
 
-    def compressed_step(
-        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ZeroOneAdamState:
+    def compressed_step(self, state: State, update: Update) -> State:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
-        del params
         roots = jax.tree.leaves(state.inverse_root)
-        mean, exchanged = self._bound(state).average(grads, state.exchange, Call(when))
+        mean, exchanged = self._bound(state).average(
+            update.grads, state.exchange, Call(update.when)
+        )
         # What comes back for an inactive element must not be its momentum once it is active.
         G = [
             jnp.where(root > 0, x, 0.0)
             for x, root in zip(jax.tree.leaves(mean), roots, strict=True)
         ]
-        m = keep(when, momentum(self.b1, state, G), jax.tree.leaves(state.m))
+        m = keep(update.when, momentum(self.b1, state, G), jax.tree.leaves(state.m))
         return state._replace(m=PerWorker(_like(state, m)), exchange=exchanged)
 
-    def freeze(self, state: ZeroOneAdamState, params: Arrays) -> ZeroOneAdamState:
+    def freeze(self, state: State, params: Arrays) -> State:
         """``y`` is ``p`` after this update, and residuals restart: now they are of changes."""
         u = self.adam_update(state, params, state.progress.count)
         y = [p.astype(jnp.float32) + x for p, x in zip(params, u, strict=True)]
         exchange = self._bound(state).restart(state.exchange)
         return state._replace(v_then_y=_like(state, y), exchange=exchange)
 
-    def _add_up(self, state: ZeroOneAdamState, m: Arrays) -> tuple[Arrays, jax.Array]:
+    def _add_up(self, state: State, m: Arrays) -> tuple[Arrays, jax.Array]:
         """``B_i`` and ``G`` with this update's share."""
         lr, begun = self.rate(state.progress.count), state.local_steps > 0
         old = jax.tree.leaves(state.accumulated)
         B = [jnp.where(begun, x, 0.0) + lr * y for x, y in zip(old, m, strict=True)]
         return B, jnp.where(begun, state.learning_rate_sum, 0.0) + lr
 
-    def _decayed_y(self, state: ZeroOneAdamState) -> Arrays:
+    def _decayed_y(self, state: State) -> Arrays:
         y = jax.tree.leaves(state.v_then_y)
         return self.decayed(state, y, y, state.progress.count)
 
-    def local_step(
-        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ZeroOneAdamState:
+    def local_step(self, state: State, update: Update) -> State:
         """Between two syncs: ``m_i``, ``B_i`` and ``G`` grow by the worker's own gradient."""
-        del params
         exchange = self._bound(state)
-        m = momentum(self.b1, state, exchange.node_mean_tree(grads))
+        m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
         # Written first, over the old m, which XLA would copy to compute B from it once more.
-        m = materialize(keep(when, m, jax.tree.leaves(state.m)), exchange.axes.node)
+        m = materialize(keep(update.when, m, jax.tree.leaves(state.m)), exchange.axes.node)
         B, G = self._add_up(state, m)
         new = state._replace(
             local_steps=state.local_steps + 1,
@@ -252,18 +253,15 @@ class ZeroOneAdam(PhasedAlgorithm):
             v_then_y=_like(state, self._decayed_y(state)),
             accumulated=PerWorker(_like(state, B)),
         )
-        return keep(when, new, state)._replace(m=PerWorker(_like(state, m)))
+        return keep(update.when, new, state)._replace(m=PerWorker(_like(state, m)))
 
-    def sync_step(
-        self, state: ZeroOneAdamState, grads: Arrays, params: Any, when: jax.Array
-    ) -> ZeroOneAdamState:
+    def sync_step(self, state: State, update: Update) -> State:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
-        del params
         exchange, roots = self._bound(state), jax.tree.leaves(state.inverse_root)
-        m = momentum(self.b1, state, exchange.node_mean_tree(grads))
+        m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
         B_i, G = self._add_up(state, m)
         values = exchange.pieces([x[0] for x in B_i])
-        received, exchanged = exchange.all_reduce(values, state.exchange, Call(when))
+        received, exchanged = exchange.all_reduce(values, state.exchange, Call(update.when))
         B = jax.tree.leaves(exchange.mean(received, exchanged))
         y = [x - b * root for x, b, root in zip(self._decayed_y(state), B, roots, strict=True)]
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
@@ -273,33 +271,31 @@ class ZeroOneAdam(PhasedAlgorithm):
             m=PerWorker(_like(state, [b[None] * per_rate for b in B])),
             v_then_y=_like(state, y),
         )
-        return keep(when, new, state)._replace(exchange=exchanged)
+        return keep(update.when, new, state)._replace(exchange=exchanged)
 
-    def direction(
-        self, state: ZeroOneAdamState, received: Any, params: Arrays, phase: Phase | None
-    ) -> Arrays:
+    def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """What the parameters become, less what they are."""
         del received
         before = after = None
-        if phase not in ("local", "sync"):
-            before = self.adam_update(state, params, state.progress.count - 1)
-        if phase not in ("warmup", "compression"):
+        if update.phase not in ("local", "sync"):
+            before = self.adam_update(state, update.params, state.progress.count - 1)
+        if update.phase not in ("warmup", "compression"):
             begun = state.local_steps > 0
             trees = (state.v_then_y, state.accumulated, state.inverse_root)
             after = [
                 (y - jnp.where(begun, B[0], 0.0) * root) - p.astype(jnp.float32)
-                for y, B, root, p in zip(*map(jax.tree.leaves, trees), params, strict=True)
+                for y, B, root, p in zip(*map(jax.tree.leaves, trees), update.params, strict=True)
             ]
         if before is None or after is None:
             return before or after or []
         return keep(state.progress.phase >= PHASES.index("local"), after, before)
 
-    def carry(self, state: ZeroOneAdamState, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> Any:
         """The residuals."""
         residual = self.exchange.over(like).total_residual(state.exchange)
         return residual, self.gradient_mean.carry(like, state.gradients)
 
-    def resume(self, state: ZeroOneAdamState, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The residuals."""
         exchange, active = self.exchange.over(like), state.inverse_root
         return {
@@ -308,11 +304,11 @@ class ZeroOneAdam(PhasedAlgorithm):
         }
 
 
-def _like(state: ZeroOneAdamState, arrays: Arrays) -> Any:
+def _like(state: State, arrays: Arrays) -> Any:
     return jax.tree.unflatten(jax.tree.structure(state.inverse_root), arrays)
 
 
-def momentum(b1: Any, state: ZeroOneAdamState, g: Arrays) -> Arrays:
+def momentum(b1: Any, state: State, g: Arrays) -> Arrays:
     """``b1 m + (1 - b1) g``."""
     m = jax.tree.leaves(state.m)
     return [b1 * x + (1 - b1) * y.astype(jnp.float32)[None] for x, y in zip(m, g, strict=True)]
@@ -334,7 +330,7 @@ def zero_one_adam(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
     warmup_bits: int | None = None,
-    exchange: ExchangeOptions = ExchangeOptions(),  # noqa: B008
+    exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.states import placement
@@ -82,7 +82,7 @@ def diagnose(
     _check_placed(state, specs, mesh)
     shared = _shared_names(state, specs)
     names = tuple(shared)
-    with use_abstract_mesh(mesh.abstract_mesh):
+    with placement.computing_on(mesh):
         program = _program(
             mesh, jax.tree.structure(state), tuple(jax.tree.leaves(specs)), tuple(shared.values())
         )

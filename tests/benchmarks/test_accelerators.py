@@ -1,6 +1,7 @@
 """What crosses on GPUs and TPUs, from programs compiled without them; plug-ins may be missing."""
 
 import dataclasses
+import pathlib
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks.kinds import for_compilers
 from benchmarks.loops import Run
 from onebit_jax.programs.wire import Collective
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = accelerators.Options(elements=accelerators.LEAST_ELEMENTS)
 
 
@@ -54,50 +56,9 @@ def test_bert_base_launches_few_kernels(mesh_of):
     assert 0 < found["AdamW with pmean"]["kernels"] <= accelerators.MOST_KERNELS
 
 
-MODULE = """HloModule jit_step, num_partitions=2
-
-%fused (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %negate = f32[8]{0} negate(%p)
-}
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %count = s32[] get-tuple-element(%p), index=0
-  %x = f32[8]{0} get-tuple-element(%p), index=1
-  %turn = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %next = (s32[], f32[8]{0}) tuple(%count, %turn)
-}
-
-%condition (p: (s32[], f32[8])) -> pred[] {
-  %p = (s32[], f32[8]{0}) parameter(0)
-  %count = s32[] get-tuple-element(%p), index=0
-  ROOT %less = pred[] fusion(%count), kind=kLoop, calls=%fused
-}
-
-%wrapped (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  %once = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused
-  ROOT %twice = f32[8]{0} custom-call(%once), custom_call_target="gemm"
-}
-
-ENTRY %main (x: f32[8], count: s32[]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %count = s32[] parameter(1)
-  %begun = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups={{0,1}}
-  %mean = f32[8]{0} all-reduce-done(%begun)
-  %called = f32[8]{0} call(%mean), to_apply=%wrapped
-  %copied = f32[8]{0} copy(%called)
-  %start = (s32[], f32[8]{0}) tuple(%count, %copied)
-  %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body
-  %end = f32[8]{0} get-tuple-element(%loop), index=1
-  ROOT %view = f32[8]{0} bitcast(%end)
-}
-"""
-
-
 def test_launches_are_counted_in_loops_and_calls():
-    assert launches(MODULE) == Launches(kernels=4, copies=1, waits=1)
+    program = ROOT / "tests" / "data" / "loops_and_calls.hlo"
+    assert launches(program.read_text()) == Launches(kernels=4, copies=1, waits=1)
 
 
 def collective(op, dtype, operand_bytes, sent):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.layout import Block
-from onebit_jax.collectives.signs import pack_signs
+from onebit_jax import ExchangeOptions
+from onebit_jax.collectives.error_feedback import Compensated
+from onebit_jax.collectives.packing import pack
 from onebit_jax.markers import PerWorker
 
 TINY = gpu.Options(elements=2**10, workers=(2,), worker_elements=2**8, rounds=2, calls=2)
@@ -37,38 +37,32 @@ def test_bytes_are_each_argument_and_result_once():
 
 
 def test_encode_is_what_an_exchange_does_first():
-    block = Block((5, 13), workers=1)
-    active = gpu.all_active(block)
-    rng = np.random.default_rng(0)
-    z, c = (jnp.asarray(rng.normal(size=block.shape), jnp.float32) for _ in range(2))
+    shape, rng = (16, 13), np.random.default_rng(0)
+    z, c = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
     scale = jnp.float32(0.5)
 
     def exchanged(z, c):
-        exchange = Exchange("workers").over(z)
+        exchange = ExchangeOptions().one_bit("workers").over(z)
         state = exchange.activate(exchange.init(), jnp.ones_like(z))
-        state = exchange.lend(state, [c[None]])
-        state = state._replace(worker_scales=PerWorker(scale[None, None]))
-        return exchange.all_reduce(exchange.local_mean(z), state)
+        last = Compensated([c[None]], scale[None, None])
+        state = state._replace(worker=PerWorker(last))
+        return exchange.all_reduce(exchange.node_mean(z), state)
 
-    state = jax.tree.map(
-        lambda x: x[0], jax.jit(jax.vmap(exchanged, axis_name="workers"))(z[None], c[None])
-    )
-    compensated, new_scale, packed = jax.jit(
-        lambda z, c, scale: gpu.encode(z, c, scale, active, block)
-    )(z, c[None], scale)
-    np.testing.assert_allclose(compensated, state.worker_compensated.value[0], rtol=1e-6)
-    np.testing.assert_allclose(new_scale, state.worker_scales.value[0, 0], rtol=1e-6)
+    simulated = jax.jit(jax.vmap(exchanged, axis_name="workers"))
+    received, state = jax.tree.map(lambda x: x[0], simulated(z[None], c[None]))
+    active = jnp.full((1, 2, 13), 255, jnp.uint8)
+    compensated, new_scale, packed = jax.jit(gpu.encode)(z, c[None], scale, active)
+    [c], [[kept]] = state.worker.value
+    np.testing.assert_allclose(compensated, c, rtol=1e-6)
+    np.testing.assert_allclose(new_scale, kept, rtol=1e-6)
     # The one worker's server has no residual, so that it sends the signs on.
-    np.testing.assert_array_equal(packed, state.packed[:, : block.chunk_bytes])
+    np.testing.assert_array_equal(packed.reshape(1, -1), received[:, : packed.size])
 
 
 def test_decode_applies_what_was_sent():
-    block = Block((3, 5), workers=1)
-    sent = jnp.where(jnp.arange(15).reshape(3, 5) % 2 == 0, 2.0, -2.0)
-    packed = pack_signs(block.chunks(sent), axis=1)
-    params = gpu.decode(
-        jnp.zeros((3, 5)), packed, jnp.full((1,), 2.0), jnp.full((3, 5), 3.0), block
-    )
+    sent = jnp.where(jnp.arange(40).reshape(8, 5) % 2 == 0, 2.0, -2.0)
+    packed = pack(sent.reshape(1, 8, 1, 5) >= 0, 1, axis=1)
+    params = gpu.decode(jnp.zeros((8, 5)), packed, jnp.full((1,), 2.0), jnp.full((8, 5), 3.0))
     np.testing.assert_allclose(params, -1e-4 * 3 * sent, rtol=1e-6)
 
 

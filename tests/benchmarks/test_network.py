@@ -121,7 +121,7 @@ def test_table_without_the_kind_to_compare_with():
 
 
 def test_predictions_stand_beside_what_was_measured():
-    calibration = dict.fromkeys(plan.CALIBRATED_KINDS, 3e-9)
+    calibration = dict.fromkeys(plan.calibrated_kinds(), 3e-9)
     calibration |= {"Adam, no exchange": 1e-9, "1-bit Adam": 2e-9}
     predicted = predictions(10**8, 2, "1gbit", calibration, math.inf)
     # 400 MB and 12.5 MB at 1 Gb/s, and what the calibration has for the step.

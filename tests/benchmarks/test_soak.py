@@ -9,15 +9,16 @@ from benchmarks.cluster import Places
 from benchmarks.soak.training import NAME, Training, WrongError
 from benchmarks.soak.worker import BadBatches, badness
 from train.lm import data
+from train.stream import stream
 
 SEED, STEPS = 0, 100
 TEXT = np.arange(4000, dtype=np.uint16) % 251
 
 
 def batches(process=0):
-    shape = {"batch_size": 8, "sequence_length": 16, "seed": 0}
-    stream = data.batches(TEXT, **shape, process_index=process, process_count=2)
-    return BadBatches(stream, SEED, process, 2)
+    examples = data.examples(TEXT, sequence_length=16)
+    good = stream(examples, batch_size=8, process_index=process, process_count=2)
+    return BadBatches(good, SEED, process, 2)
 
 
 def bad_steps():
@@ -27,7 +28,7 @@ def bad_steps():
 
 
 def test_a_bad_step_is_bad_on_one_process():
-    given = [[next(stream)["bad"] for _ in range(STEPS)] for stream in map(batches, (0, 1))]
+    given = [[next(own)["bad"] for _ in range(STEPS)] for own in map(batches, (0, 1))]
     for step in range(STEPS):
         worst = [float(of_process[step][0]) for of_process in given]
         assert worst[1 - step % 2] == 0

@@ -4,7 +4,6 @@ python -m tests.checkpoint.process_worker FOLDER PROCESSES RANK PORT
 """
 
 import pathlib
-import sys
 import warnings
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
+from tests.processes import join_processes, on_mesh
 
 WORKERS, SIZE = 4, 20_000
 
@@ -25,23 +25,24 @@ def loss_fn(params, batch):
     return jnp.mean((params["w"] - batch) ** 2)
 
 
+def residual(opt_state):
+    """What workers keep of their errors, a row each."""
+    return opt_state[0].momentum.m_then_compensated.value[0]
+
+
 def begin(tx, devices):
     mesh = jax.make_mesh((len(devices),), ("data",), devices=devices, axis_types=(AxisType.Auto,))
-    whole = NamedSharding(mesh, P())
-    params = {"w": jax.make_array_from_callback((SIZE,), whole, lambda _: np.zeros(SIZE, "f4"))}
+    params = {"w": on_mesh(np.zeros(SIZE, np.float32), NamedSharding(mesh, P()))}
     return mesh, params, onebit_jax.init(tx, params, mesh)
 
 
-def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", WORKERS // processes)
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
     tx = optax.chain(onebit_jax.compressed_mean("data"), optax.sgd(0.1))
     mesh, params, state = begin(tx, jax.devices())
     step = onebit_jax.train_step(loss_fn, tx, mesh)
     rows = NamedSharding(mesh, P("data"))
     values = np.random.default_rng(0).standard_normal((WORKERS, SIZE), np.float32)
-    batch = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
+    batch = on_mesh(values, rows)
 
     held = {}
     run = folder / "run"
@@ -50,7 +51,7 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
             params, state, _ = step(params, state, batch)
             checkpoints.save(i, params, state, extra={"rank": rank})
             if i == 1:
-                before = state[0].exchange.worker_compensated.value[0]
+                before = residual(state)
                 kept = {
                     shard.index[0].start: np.asarray(shard.data)
                     for shard in before.addressable_shards
@@ -68,17 +69,17 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
         restored = checkpoints.restore(*fresh)
         fewer = jax.devices()[:: WORKERS // processes]
         resized = checkpoints.restore(*begin(tx, fewer)[1:], tx=tx)
-    exchange = restored.opt_state[0].exchange.worker_compensated.value[0]
+    exchange = residual(restored.opt_state)
     same = all(
         np.array_equal(shard.data, kept[shard.index[0].start])
         for shard in exchange.addressable_shards
     )
-    own = resized.opt_state[0].exchange.worker_compensated.value[0]
+    own = residual(resized.opt_state)
     held[f"{rank} step"] = np.array([restored.step, restored.extra["rank"], resized.step])
     held[f"{rank} same"] = np.array([same, sum("is damaged" in str(x.message) for x in caught)])
     held[f"{rank} owed"] = np.asarray(own.addressable_shards[0].data)[0]
-    np.savez(folder / f"{processes}-{rank}.npz", **held)
+    return held
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    join_processes(main, WORKERS)

@@ -197,7 +197,7 @@ def test_another_number_of_workers_goes_on(tmp_path):
         restored = checkpoints.restore(fewer, expected, tx=tx)
     by_hand = onebit_jax.resize(state, tx, fewer, mesh_of(2), from_axes=mesh_of(4))
     assert_same(restored.opt_state, by_hand)
-    assert np.abs(by_hand[0].exchange.worker_compensated.value[0]).max() > 0.01
+    assert np.abs(by_hand[0].momentum.m_then_compensated.value[0]).max() > 0.01
     step(*restored[1:3], batch)
 
 
@@ -263,11 +263,6 @@ def flip_and_restore(folder, tries):
     return passed_over
 
 
-@pytest.mark.slow
-def test_flipped_bits_of_arrays(copied):
-    assert flip_and_restore(copied, 90) > 75
-
-
 def kill_and_restore(folder, tries):
     """Saves that died: any of the files, the last of them cut, in Orbax's place or the final one.
 
@@ -290,11 +285,6 @@ def kill_and_restore(folder, tries):
         shutil.rmtree(folder / name, ignore_errors=True)
     kept.rename(complete)
     return seen
-
-
-@pytest.mark.slow
-def test_killed_saves(copied):
-    assert ("2", 1) in kill_and_restore(copied, 100)
 
 
 @pytest.mark.slow

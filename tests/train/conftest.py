@@ -3,6 +3,10 @@
 import jax
 import pytest
 
+from tests.train.cifar10 import LABELS, PIXELS, write
+from train import images
+from train.bert import data
+from train.bert import model as bert_model
 from train.lm import model
 
 
@@ -18,3 +22,31 @@ def small_language_model():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
         yield
+
+
+@pytest.fixture(scope="module")
+def small_bert():
+    """As `small_language_model`, of BERT."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(bert_model.SIZES, "tiny", (1, 16, 2, 32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """The text inside Python itself, to train on and held out."""
+    return data.split_heldout(data.read_corpus(None))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return data.train_tokenizer(documents[0], 1024)
+
+
+@pytest.fixture(scope="module")
+def cifar10(tmp_path_factory):
+    """A folder of sixteen images to train on and ten to judge on."""
+    path = tmp_path_factory.mktemp("cifar10")
+    write(path / images.TRAIN)
+    write(path / images.TEST, PIXELS[:10], LABELS[:10])
+    return path

@@ -2,20 +2,10 @@ import itertools
 
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from train.bert import data
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
-
-
-@pytest.fixture(scope="module")
-def documents():
-    return data.split_heldout(data.read_corpus(None))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(documents):
-    return data.train_tokenizer(documents[0], 1024)
+from train.stream import stream
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +31,17 @@ def numbered_corpus(documents: int, sentences: int, longest: int) -> data.Tokeni
     )
 
 
-def joined(batches) -> dict[str, np.ndarray]:
-    batches = list(batches)
-    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+def joined(found) -> dict[str, np.ndarray]:
+    found = list(found)
+    return {name: np.concatenate([batch[name] for batch in found]) for name in found[0]}
 
 
 def take(count: int, corpus, **options) -> dict[str, np.ndarray]:
-    options = {"batch_size": 8, "sequence_length": 64} | options
-    return joined(itertools.islice(data.batches(corpus, **options), count))
+    return joined(itertools.islice(batches(corpus, **options), count))
 
 
-def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
-    assert left.keys() == right.keys()
-    for name, values in left.items():
-        assert values.dtype == right[name].dtype
-        np.testing.assert_array_equal(values, right[name], err_msg=name)
-
-
-# -------------------------------------------------------------------------------------- examples
+def batches(corpus, *, batch_size=8, sequence_length=64):
+    return stream(data.examples(corpus, sequence_length), batch_size=batch_size)
 
 
 def test_tokenize_parts_sentences_and_leaves_out_what_is_empty(tokenizer):
@@ -81,7 +64,7 @@ def test_max_predictions(length, room):
 
 
 def test_batch_schema(corpus):
-    batch = next(data.batches(corpus, batch_size=8, sequence_length=64))
+    batch = next(batches(corpus))
     assert {name: (values.shape, values.dtype.name) for name, values in batch.items()} == {
         "input_ids": ((8, 64), "int32"),
         "token_type_ids": ((8, 64), "int32"),
@@ -176,8 +159,8 @@ def test_masks_fall_evenly_on_the_positions():
 def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
     corpus = numbered_corpus(documents=4, sentences=32, longest=1)
     # Sentences of one token: 4 documents of 4 chunks of 8, whose A begins each chunk.
-    stream = data.batches(corpus, batch_size=16, sequence_length=11)
-    epochs = [next(stream), next(stream)]
+    made = batches(corpus, batch_size=16, sequence_length=11)
+    epochs = [next(made), next(made)]
     for epoch in epochs:
         restored = epoch["input_ids"].copy()
         rows = np.arange(16)[:, None]
@@ -191,110 +174,20 @@ def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
     assert not set(epochs[0]["example_seed"]) & set(epochs[1]["example_seed"])
 
 
-# --------------------------------------------------------------------------------------- streams
-
-
-def test_the_seed_alone_decides(corpus):
-    assert_same(take(4, corpus, seed=3), take(4, corpus, seed=3))
-    other = take(4, corpus, seed=4)
-    assert np.any(take(4, corpus, seed=3)["input_ids"] != other["input_ids"])
-
-
-def test_the_stream_of_examples_is_the_same_whatever_the_batch(corpus):
-    assert_same(take(6, corpus, batch_size=4), take(3, corpus, batch_size=8))
-
-
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_share_the_global_batch(heldout, processes):
-    # More batches than an epoch has, so that some reach from one epoch into the next.
-    count, options = 15, {"batch_size": 12, "sequence_length": 64, "seed": 5}
-    streams = [
-        data.batches(heldout, **options, process_index=index, process_count=processes)
-        for index in range(processes)
-    ]
-    whole = data.batches(heldout, **options)
-    for _ in range(count):
-        parts = [next(stream) for stream in streams]
-        assert all(len(part["input_ids"]) == 12 // processes for part in parts)
-        assert_same(joined(parts), next(whole))
-
-
-def test_resume_from_the_state(corpus):
-    stream = data.batches(corpus, batch_size=8, sequence_length=64)
-    for _ in range(7):
-        next(stream)
-    state = stream.get_state()
-    expected = [next(stream) for _ in range(3)]
-    fresh = data.batches(corpus, batch_size=8, sequence_length=64)
-    next(fresh)
-    fresh.set_state(state)
-    for batch in expected:
-        assert_same(next(fresh), batch)
-
-
-def test_resume_from_an_orbax_checkpoint(corpus, tmp_path):
-    stream = data.batches(corpus, batch_size=8, sequence_length=64)
-    for _ in range(5):
-        next(stream)
-    ocp.save_checkpointables(tmp_path / "checkpoint", {"data": stream})
-    expected = next(stream)
-    fresh = data.batches(corpus, batch_size=8, sequence_length=64)
-    restored = ocp.load_checkpointables(tmp_path / "checkpoint", {"data": fresh})["data"]
-    assert_same(next(restored), expected)
-
-
-def test_evaluation_is_fixed_and_ends_with_the_epoch(heldout):
-    options = {"batch_size": 8, "sequence_length": 64, "seed": 1}
-    every = list(data.evaluation_batches(heldout, **options, max_batches=1000))
-    assert 5 < len(every) < 100
-    assert_same(joined(every), joined(data.evaluation_batches(heldout, **options, max_batches=999)))
-    assert_same(joined(every), take(len(every), heldout, seed=1))
-    first = list(data.evaluation_batches(heldout, **options, max_batches=2))
-    assert_same(joined(first), joined(every[:2]))
-    parts = [
-        data.evaluation_batches(
-            heldout, **options, max_batches=1, process_index=index, process_count=2
-        )
-        for index in range(2)
-    ]
-    assert_same(joined(itertools.chain(*parts)), every[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequence_length": 7}, "sequence_length is 7; it must be at least 8"),
-        ({"seed": -1}, r"seed is -1; it must be 0 to 2\*\*32 - 1"),
-        ({"seed": 2**32}, "seed is 4294967296"),
-        ({"batch_size": 0}, "batch_size is 0; it must be a positive multiple"),
-        ({"batch_size": 10, "process_count": 4}, "batch_size is 10.* process_count, which is 4"),
-        ({"process_count": 0}, "process_count is 0; it must be at least 1"),
-        ({"process_index": 2, "process_count": 2}, "process_index is 2; it must be below 2"),
-        ({"batch_size": 100_000}, r"there are \d+ sequences of 64 tokens.* batch_size is 100000"),
-    ],
-)
-def test_bad_options(corpus, options, message):
-    options = {"batch_size": 8, "sequence_length": 64} | options
-    with pytest.raises(ValueError, match=message):
-        data.batches(corpus, **options)
-    with pytest.raises(ValueError, match=message):
-        data.evaluation_batches(corpus, **options, max_batches=1)
-
-
-def test_no_evaluation_batch_asked_for(heldout):
-    with pytest.raises(ValueError, match="max_batches is 0"):
-        data.evaluation_batches(heldout, batch_size=8, sequence_length=64, max_batches=0)
-
-
 def test_one_document_has_no_other_to_take_sentences_from():
     corpus = numbered_corpus(documents=1, sentences=100, longest=9)
     with pytest.raises(ValueError, match="the corpus is one document"):
-        data.batches(corpus, batch_size=1, sequence_length=64)
+        batches(corpus)
 
 
 def test_corpus_without_a_token(tokenizer):
     with pytest.raises(ValueError, match="there are 0 sequences"):
-        data.batches(data.tokenize([["\u200b"]], tokenizer), batch_size=1, sequence_length=64)
+        batches(data.tokenize([["\u200b"]], tokenizer))
+
+
+def test_sequences_that_are_too_short(corpus):
+    with pytest.raises(ValueError, match="sequence_length is 7; it must be at least 8"):
+        batches(corpus, sequence_length=7)
 
 
 def test_real_corpus(shared_dir):

@@ -13,16 +13,6 @@ from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def documents():
-    return data.split_heldout(data.read_corpus(None))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(documents):
-    return data.train_tokenizer(documents[0], 1024)
-
-
 def write(folder: pathlib.Path, **texts: str) -> pathlib.Path:
     for name, text in texts.items():
         (folder / f"{name}.txt").write_text(text, "utf-8", newline="")

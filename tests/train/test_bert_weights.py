@@ -83,10 +83,10 @@ def test_all_that_does_not_fit_is_listed_at_once(pretrained, tmp_path):
         weights.load(tmp_path)
     assert sorted(str(error.value).splitlines()[1:]) == [
         "  cls.predictions.bias is missing",
-        "  cls.predictions.decoder.weight is not a part of BERT",
+        "  cls.predictions.decoder.weight is not a part of this model",
         "  embeddings.LayerNorm.weight is missing",
         "  encoder.layer.0.attention.self.key.weight has shape (8, 9), not (8, 8)",
-        "  encoder.layer.2.output.dense.bias is not a part of BERT",
+        "  encoder.layer.2.output.dense.bias is not a part of this model",
     ]
 
 

@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 
 from tests.train.bad_input import assert_refused
-from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
+from tests.train.cifar10 import IMAGES, PIXELS
 from train import images
 from train.batch_norms import decay_mask
 from train.dcgan import data, evaluation, model
@@ -24,6 +24,7 @@ from train.dcgan.model import (
     init_params,
     init_statistics,
 )
+from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -149,7 +150,7 @@ def test_images_are_made_by_running_averages():
 
 def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
     seen, mirrored, seeds = [], 0, set()
-    for batch in itertools.islice(data.batches(IMAGES, batch_size=4), 16):
+    for batch in itertools.islice(stream(data.examples(IMAGES), batch_size=4), 16):
         seeds |= set(batch["noise_seed"].tolist())
         for image in batch["image"]:
             [(number, swapped)] = [
@@ -240,18 +241,10 @@ def test_samples_stand_in_rows_of_eight():
 RUN = ["--workers=2", "--batch-size=8", "--steps=6", "--warmup=3", "--checkpoint-every=3"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cifar10")
-    write(path / images.TRAIN)
-    write(path / images.TEST, PIXELS[:10], LABELS[:10])
-    return path
-
-
 @pytest.mark.slow
-def test_report_and_samples(folder, tmp_path):
+def test_report_and_samples(cifar10, tmp_path):
     out = tmp_path / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    command = [*RUN, "--data", str(cifar10), "--optimizers", "onebit_adam", "--out", str(out)]
     assert main(command) == 0
     report = (out / "report.md").read_text()
     assert report.startswith("# DCGAN small, 2 workers, ")
@@ -280,6 +273,8 @@ def test_report_and_samples(folder, tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
-    options = options.replace("NOWHERE", "nowhere").replace("FOLDER", str(folder))
+def test_bad_input_is_one_line_and_nothing_is_written(
+    options, complaint, cifar10, tmp_path, capsys
+):
+    options = options.replace("NOWHERE", "nowhere").replace("FOLDER", str(cifar10))
     assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)

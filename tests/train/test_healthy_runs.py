@@ -19,7 +19,7 @@ from train.lm import model as lm_model
 from train.lm import pretrain as lm
 from train.lm.config import Config as LMConfig
 from train.optimizers import OPTIMIZERS
-from train.training import AXIS, start, to_mesh
+from train.training import AXIS, Trainer, to_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -73,7 +73,8 @@ def test_a_run_that_learns_has_no_warnings(task_name, name):
     config, task = task_of(task_name)
     config = dataclasses.replace(config, learning_rate=OPTIMIZERS[name].learning_rate)
     mesh = jax.make_mesh((4,), (AXIS,), devices=jax.devices()[:4])
-    step, (params, opt_state, _) = start(name, config, task, mesh, lambda phase: None)
+    trainer = Trainer(name, config, task, mesh)
+    step, (params, opt_state, _) = trainer.step, trainer.start(task, config.learning_rate)
     batches, losses = task.batches(), []
     for done in range(1, STEPS + 1):
         params, opt_state, metrics = step(params, opt_state, to_mesh(next(batches), mesh))

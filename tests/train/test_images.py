@@ -5,7 +5,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from tests.train.cifar10 import IMAGES, LABELS, PIXELS, encoded, of_bytes, write
+from tests.train.cifar10 import LABELS, PIXELS, encoded, of_bytes, write
 from train import images
 from train.resnet.model import MEAN, STDDEV
 
@@ -63,19 +63,3 @@ def test_the_real_files(shared_dir):
     # Of the training images, but those are no others.
     np.testing.assert_allclose((pixels / 255).mean((0, 1, 2)), MEAN, atol=0.01)
     np.testing.assert_allclose((pixels / 255).std((0, 1, 2)), STDDEV, atol=0.01)
-
-
-def test_every_test_image_is_judged_once():
-    batches = list(images.evaluation_batches(IMAGES, batch_size=6))
-    assert {batch["image"].shape for batch in batches} == {(6, 32, 32, 3)}
-    counts = np.concatenate([batch["counts"] for batch in batches])
-    assert counts.tolist() == [True] * 16 + [False] * 2
-    pixels = np.concatenate([batch["image"] for batch in batches])[counts]
-    np.testing.assert_array_equal(pixels, PIXELS)
-    halves = [
-        list(images.evaluation_batches(IMAGES, batch_size=6, process_index=i, process_count=2))
-        for i in range(2)
-    ]
-    for batch, *shares in zip(batches, *halves, strict=True):
-        for key, whole in batch.items():
-            np.testing.assert_array_equal(whole, np.concatenate([half[key] for half in shares]))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from train.lm import data
+from train.stream import stream
 
 TEXT = np.random.default_rng(0).integers(256, size=1001).astype(np.uint8)
-SHAPE = {"batch_size": 4, "sequence_length": 50}
 PER_EPOCH = 5
 
 
@@ -34,7 +34,7 @@ def test_held_out_text_is_not_trained_on():
 
 
 def test_targets_are_the_inputs_shifted():
-    for batch in itertools.islice(data.batches(TEXT, **SHAPE), 3):
+    for batch in itertools.islice(stream(data.examples(TEXT, 50), batch_size=4), 3):
         found = {name: (x.shape, x.dtype) for name, x in batch.items()}
         tokens = ((4, 50), np.dtype(np.int32))
         seed = ((4,), np.dtype(np.uint32))
@@ -46,7 +46,7 @@ def test_targets_are_the_inputs_shifted():
 
 
 def test_an_epoch_has_every_byte_once():
-    batches = list(itertools.islice(data.batches(TEXT, **SHAPE), 2 * PER_EPOCH))
+    batches = list(itertools.islice(stream(data.examples(TEXT, 50), batch_size=4), 2 * PER_EPOCH))
     epochs = [
         [row.tobytes() for batch in part for row in batch["targets"].astype(np.uint8)]
         for part in (batches[:PER_EPOCH], batches[PER_EPOCH:])
@@ -56,41 +56,6 @@ def test_an_epoch_has_every_byte_once():
     assert epochs[0] != epochs[1]
 
 
-def test_processes_share_a_batch_and_seeds_differ():
-    [whole] = itertools.islice(data.batches(TEXT, **SHAPE), 1)
-    parts = [next(data.batches(TEXT, **SHAPE, process_index=i, process_count=2)) for i in range(2)]
-    np.testing.assert_array_equal(
-        np.concatenate([part["inputs"] for part in parts]), whole["inputs"]
-    )
-    other = next(data.batches(TEXT, **SHAPE, seed=1))
-    assert (other["inputs"] != whole["inputs"]).any()
-
-
-def test_a_resumed_iterator_goes_on_where_it_was():
-    iterator, resumed = data.batches(TEXT, **SHAPE), data.batches(TEXT, **SHAPE)
-    for _ in range(PER_EPOCH + 1):
-        next(iterator)
-    resumed.set_state(iterator.get_state())
-    np.testing.assert_array_equal(next(resumed)["inputs"], next(iterator)["inputs"])
-
-
-def test_evaluation_batches_are_one_epoch_at_most():
-    batches = list(data.evaluation_batches(TEXT, **SHAPE, max_batches=100))
-    assert len(batches) == PER_EPOCH
-    assert len(list(data.evaluation_batches(TEXT, **SHAPE, max_batches=2))) == 2
-    np.testing.assert_array_equal(batches[0]["inputs"], next(data.batches(TEXT, **SHAPE))["inputs"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequence_length": 1}, "sequence_length is 1; it must be at least 2"),
-        ({"batch_size": 21}, "there are 20 sequences of 50 tokens, less than one batch: .* is 21"),
-        ({"seed": -1}, "seed is -1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        data.batches(TEXT, **SHAPE | options)
-    with pytest.raises(ValueError, match=message):
-        data.evaluation_batches(TEXT, **SHAPE | options, max_batches=1)
+def test_sequences_that_are_too_short():
+    with pytest.raises(ValueError, match="sequence_length is 1; it must be at least 2"):
+        data.examples(TEXT, 1)

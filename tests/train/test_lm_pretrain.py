@@ -3,19 +3,17 @@
 import gzip
 import json
 import math
-import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
+from tests.train.runs import metrics, printed, result
 from train import compare
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
-from train.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
 
@@ -31,17 +29,7 @@ NAMES = ("adam", "onebit_adam_8")
 def finished(tmp_path_factory, quick_compilation, small_language_model):
     """A run that nothing interrupted: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
-        assert pretrain.main([*RUN, "--optimizers", *NAMES, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed))
-
-
-def metrics(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    rows = map(json.loads, lines)
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    return out, printed(pretrain.main, [*RUN, "--optimizers", *NAMES, "--out", str(out)])
 
 
 def test_losses_fall_from_that_of_guessing(finished):
@@ -62,7 +50,7 @@ def test_losses_fall_from_that_of_guessing(finished):
 @pytest.mark.slow
 def test_an_optimizer_of_two_parts_is_logged(tmp_path):
     out = tmp_path / "run"
-    assert pretrain.main([*RUN, "--optimizer", "onebit_muon", "--out", str(out)]) == 0
+    assert pretrain.main([*RUN, "--optimizers", "onebit_muon", "--out", str(out)]) == 0
     rows = metrics(out / "onebit_muon")
     assert {row["phase"] for row in rows} == {"compression"}
     assert all(row["muon/residual_ratio"] > 0 for row in rows)
@@ -70,7 +58,7 @@ def test_an_optimizer_of_two_parts_is_logged(tmp_path):
 
 def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
     out = tmp_path / "run"
-    command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizer", "adam"]
+    command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizers", "adam"]
     assert pretrain.main([*command, "--out", str(out)]) == 3
     message = r"error: adam: 4 steps in a row were left out, the last of them step (\d+): "
     stopped = re.search(
@@ -85,17 +73,17 @@ def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
 
 
 def test_report(finished):
-    out, printed = finished
-    assert printed.splitlines()[-1] == str(out / "loss.png")
+    out, said = finished
+    assert said.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
     assert report.startswith("# Language model nano, 2 workers, ")
     assert "16 sequences of 32 bytes a step" in report
     assert "Held out: 1,024 bytes." in report
-    results = [json.loads((out / name / "result.json").read_text()) for name in NAMES]
-    for result in results:
-        bits = result["heldout_bits_per_byte"]
-        assert bits == pytest.approx(result["heldout_loss"] / math.log(2))
+    results = [result(out / name) for name in NAMES]
+    for found in results:
+        bits = found["heldout_bits_per_byte"]
+        assert bits == pytest.approx(found["heldout_loss"] / math.log(2))
         assert f"{bits:.4f}" in report
     adam, onebit = results
     warmup, dense = onebit["bytes_a_step"]["warmup"], adam["bytes_a_step"]["warmup"]
@@ -121,31 +109,9 @@ def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
         np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
-@pytest.mark.slow
-def test_stopped_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch):
-    """Stopped in the warm-up at 8 bits, between two checkpoints."""
-    requested = StopRequest.requested
-
-    def sigterm(self, step):
-        if step + 1 == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return requested(self, step)
-
-    command = [*RUN, "--optimizer", "onebit_adam_8", "--out", str(tmp_path / "run")]
-    monkeypatch.setattr(StopRequest, "requested", sigterm)
-    assert pretrain.main(command) == 128 + signal.SIGTERM
-    assert len(metrics(tmp_path / "run" / "onebit_adam_8")) == 4
-    monkeypatch.setattr(StopRequest, "requested", requested)
-    assert pretrain.main(command) == 0
-    resumed, complete = tmp_path / "run" / "onebit_adam_8", finished[0] / "onebit_adam_8"
-    assert metrics(resumed) == metrics(complete)
-    ours, theirs = (json.loads((x / "result.json").read_text()) for x in (resumed, complete))
-    assert ours["heldout_loss"] == theirs["heldout_loss"]
-
-
 def test_optimizers_are_compared_on_it(tmp_path, capsys):
     options = "--steps 4 --warmup 2 --schedule-warmup 1 --batch-size 4 --sequence-length 16"
-    task = ["--task", "lm", "--no-devices", "--workers", "2", "--eval-batches", "2"]
+    task = ["--task", "lm", "--workers", "2", "--eval-batches", "2"]
     chosen = ["--optimizers", "adam", "--learning-rates", "1e-2"]
     folder = ["--out", str(tmp_path / "run")]
     assert compare.main([*options.split(), *task, *chosen, *folder]) == 0
@@ -169,12 +135,12 @@ def pairs(tmp_path_factory, quick_compilation):
 
 
 def test_a_run_on_byte_pairs(pairs):
-    result = json.loads((pairs / "adam" / "result.json").read_text())
-    assert result["heldout_tokens"] == 2 * 16 * 32
-    assert result["heldout_bytes"] > 1.1 * result["heldout_tokens"]
-    nats = result["heldout_loss"] * result["heldout_tokens"]
-    assert result["heldout_bits_per_byte"] == pytest.approx(
-        nats / result["heldout_bytes"] / math.log(2)
+    found = result(pairs / "adam")
+    assert found["heldout_tokens"] == 2 * 16 * 32
+    assert found["heldout_bytes"] > 1.1 * found["heldout_tokens"]
+    nats = found["heldout_loss"] * found["heldout_tokens"]
+    assert found["heldout_bits_per_byte"] == pytest.approx(
+        nats / found["heldout_bytes"] / math.log(2)
     )
     assert metrics(pairs / "adam")[0]["loss"] == pytest.approx(math.log(300), abs=0.1)
     assert "16 sequences of 32 tokens a step" in (pairs / "report.md").read_text()

@@ -8,7 +8,7 @@ import pytest
 
 from train.corpus import read_corpus
 from train.lm import data
-from train.lm.evaluation import heldout_losses
+from train.lm.pretrain import heldout_losses
 from train.lm.tokenizer import FILE, BPETokenizer, ByteTokenizer, load_bpe, train_bpe
 
 PIECES = data.to_pieces(read_corpus(None)[:40])

@@ -115,7 +115,7 @@ def test_all_tensors_that_do_not_fit_are_named(folder):
         load(folder)
     for fault in (
         "model.norm.weight is missing",
-        "lm_head.weight is not of this model",
+        "lm_head.weight is not a part of this model",
         "model.embed_tokens.weight has shape (61, 32), not (60, 32)",
     ):
         assert fault in str(refusal.value)

@@ -1,14 +1,11 @@
 """The pre-training program: its options, a whole small run, resuming, and bad input."""
 
+import contextlib
 import io
 import json
-import os
-import pathlib
 import re
 import signal
-import socket
-import subprocess
-import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +14,12 @@ from orbax.checkpoint import v1 as ocp
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
+from tests.train.runs import CrashError, at_step, crash, metrics, printed, result, rows, sigterm
 from tests.workers import flipped
 from train.bert import pretrain
-from train.bert.model import SIZES
-from train.optimizers import OPTIMIZERS
-from train.stop import StopRequest
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "small_bert")
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
 # Stops at a third fall into the warm-up, and later ones into compression.
 RUN = (
@@ -34,34 +28,14 @@ RUN = (
 ).split()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SIZES, "tiny", (1, 16, 2, 32))
-        yield
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, quick_compilation):
+def finished(tmp_path_factory, quick_compilation, small_bert):
     """A run of both optimizers that nothing interrupted: its folder, what it printed, its bars."""
     out = tmp_path_factory.mktemp("finished") / "run"
     bars = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        printed = []
-        patch.setattr("sys.stderr", bars)
-        patch.setattr("builtins.print", lambda *text, **_: printed.extend(text))
-        assert pretrain.main([*RUN, "--out", str(out)]) == 0
-    return out, "\n".join(map(str, printed)), bars.getvalue()
-
-
-def metrics(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def without_times(rows):
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    with contextlib.redirect_stderr(bars):
+        said = printed(pretrain.main, [*RUN, "--out", str(out)])
+    return out, said, bars.getvalue()
 
 
 def final_state(folder, steps=STEPS):
@@ -87,13 +61,13 @@ def assert_identical(one, other):
 
 def test_both_optimizers_run_from_the_same_start(finished):
     out, *_ = finished
-    adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
-    for rows in (adam, onebit):
-        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-        assert [row["samples"] for row in rows] == [16 * row["step"] for row in rows]
-        assert all(np.diff([row["seconds"] for row in rows]) > 0)
-        assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
-        assert all(row["loss"] == pytest.approx(row["mlm_loss"] + row["nsp_loss"]) for row in rows)
+    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam")
+    for own in (adam, onebit):
+        assert [row["step"] for row in own] == list(range(1, STEPS + 1))
+        assert [row["samples"] for row in own] == [16 * row["step"] for row in own]
+        assert all(np.diff([row["seconds"] for row in own]) > 0)
+        assert own[-1]["loss"] < own[0]["loss"] - 0.1
+        assert all(row["loss"] == pytest.approx(row["mlm_loss"] + row["nsp_loss"]) for row in own)
     assert [row["lr"] for row in adam] == [row["lr"] for row in onebit]
     # Until 1-bit Adam compresses, it is AdamW: the same losses, seen before each update.
     np.testing.assert_allclose(
@@ -104,12 +78,12 @@ def test_both_optimizers_run_from_the_same_start(finished):
 
 def test_bytes_and_phases_are_exact(finished):
     out, *_ = finished
-    adam, onebit = metrics(out / "adam"), metrics(out / "onebit_adam")
+    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam")
     assert {row["phase"] for row in adam} == {"warmup"}
     assert [row["phase"] for row in onebit] == ["warmup"] * 6 + ["compression"] * (STEPS - 6)
-    result = json.loads((out / "onebit_adam" / "result.json").read_text())
-    dense, compressed = (result["bytes_a_step"][phase] for phase in ("warmup", "compression"))
-    parameters = result["parameters"]
+    found = result(out / "onebit_adam")
+    dense, compressed = (found["bytes_a_step"][phase] for phase in ("warmup", "compression"))
+    parameters = found["parameters"]
     # Two workers: each sends half of every array twice, a few scalars and scales beside.
     assert dense == pytest.approx(4 * parameters, rel=1e-3)
     assert parameters / 8 < compressed < parameters / 8 + 4 * 32 + 2 * 128
@@ -122,13 +96,13 @@ def test_replicas_are_compared_before_every_checkpoint(finished):
     out, *_ = finished
     for name in ("adam", "onebit_adam"):
         lines = (out / name / "diagnosis.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        assert [row["step"] for row in rows] == [5, 10, STEPS]
-        assert all(row["tensors_compared"] > 20 for row in rows)
-    assert rows[0]["figures"]["dead_share"] > 0
-    assert rows[0]["warnings"] == []
+        found = [json.loads(line) for line in lines]
+        assert [row["step"] for row in found] == [5, 10, STEPS]
+        assert all(row["tensors_compared"] > 20 for row in found)
+    assert found[0]["figures"]["dead_share"] > 0
+    assert found[0]["warnings"] == []
     # Six steps of warm-up are too few to tell whether the variance is stable.
-    assert any("too soon to tell" in warning for warning in rows[-1]["warnings"])
+    assert any("too soon to tell" in warning for warning in found[-1]["warnings"])
 
 
 @pytest.mark.slow
@@ -137,14 +111,14 @@ def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeyp
     diagnose = onebit_jax.diagnose
 
     def off_by_one_bit(params, opt_state, mesh, **others):
-        if len(metrics(tmp_path / "run" / "adam")) == 4:
+        if len(rows(tmp_path / "run" / "adam")) == 4:
             leaves, structure = jax.tree.flatten(params)
             leaves[0] = flipped(leaves[0], 1)
             params = structure.unflatten(leaves)
         return diagnose(params, opt_state, mesh, **others)
 
     monkeypatch.setattr(onebit_jax, "diagnose", off_by_one_bit)
-    options = "--optimizer adam --steps 6 --warmup 2 --checkpoint-every 2 --out"
+    options = "--optimizers adam --steps 6 --warmup 2 --checkpoint-every 2 --out"
     assert pretrain.main([*RUN, *options.split(), str(tmp_path / "run")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: replicas have diverged: 1 of ")
@@ -156,16 +130,16 @@ def test_replicas_that_diverged_end_a_run_without_a_checkpoint(tmp_path, monkeyp
 
 
 def test_report(finished):
-    out, printed, _ = finished
-    assert printed.splitlines()[-1] == str(out / "loss.png")
+    out, said, _ = finished
+    assert said.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
     assert "| warm-up ended | - | after step 6, as given |" in report
     assert "all-to-all  u8" in report
     for name in ("adam", "onebit_adam"):
-        result = json.loads((out / name / "result.json").read_text())
-        assert f"{result['heldout_mlm_loss']:.4f}" in report
-        assert result["heldout_masked_tokens"] > 0
+        found = result(out / name)
+        assert f"{found['heldout_mlm_loss']:.4f}" in report
+        assert found["heldout_masked_tokens"] > 0
         assert list((out / name).glob("events.out.tfevents.*"))
     assert (out / "vocab.txt").read_text().startswith("[PAD]\n")
 
@@ -196,144 +170,77 @@ def test_other_optimizers_go_by_their_names(tmp_path):
     """One that never averages at full precision."""
     out = tmp_path / "run"
     steps = ["--steps", "4", "--warmup", "2", "--schedule-warmup", "1", "--eval-batches", "1"]
-    assert pretrain.main([*RUN, *steps, "--optimizer", "signum", "--out", str(out)]) == 0
-    rows = metrics(out / "signum")
-    assert [row["phase"] for row in rows] == ["compression"] * 4
-    result = json.loads((out / "signum" / "result.json").read_text())
-    assert rows[-1]["bytes_sent"] == 4 * result["bytes_a_step"]["compression"]
+    assert pretrain.main([*RUN, *steps, "--optimizers", "signum", "--out", str(out)]) == 0
+    logged = rows(out / "signum")
+    assert [row["phase"] for row in logged] == ["compression"] * 4
+    found = result(out / "signum")
+    assert logged[-1]["bytes_sent"] == 4 * found["bytes_a_step"]["compression"]
     assert "What a step with Signum sends" in (out / "report.md").read_text()
 
 
-class CrashError(Exception):
-    """What no program catches."""
-
-
 @pytest.mark.slow
-def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, monkeypatch, capsys):
+def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, capsys):
     """Stopped at a third by SIGTERM, then dying between two checkpoints, then left alone."""
     complete = finished[0] / "onebit_adam"
-    command = [*RUN, "--optimizer", "onebit_adam", "--out", str(tmp_path / "run")]
-    requested = StopRequest.requested
-
-    def sigterm_at_a_third(self, step):
-        if step + 1 == STEPS // 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return requested(self, step)
-
-    def crash_past_a_checkpoint(self, step):
-        if step + 1 == 8:
-            raise CrashError
-        return requested(self, step)
-
-    monkeypatch.setattr(StopRequest, "requested", sigterm_at_a_third)
-    assert pretrain.main(command) == 128 + signal.SIGTERM
+    command = [*RUN, "--optimizers", "onebit_adam", "--out", str(tmp_path / "run")]
+    resumed = tmp_path / "run" / "onebit_adam"
+    with at_step(STEPS // 3, sigterm):
+        assert pretrain.main(command) == 128 + signal.SIGTERM
     message = capsys.readouterr().err.splitlines()[-1]
     assert message == "onebit_adam stopped after step 4; the same command again goes on from there"
     assert not (tmp_path / "run" / "report.md").exists()
-    assert len(metrics(tmp_path / "run" / "onebit_adam")) == 4
-
-    monkeypatch.setattr(StopRequest, "requested", crash_past_a_checkpoint)
-    with pytest.raises(CrashError):
+    assert len(rows(resumed)) == 4
+    with at_step(8, crash), pytest.raises(CrashError):
         pretrain.main(command)
-    assert len(metrics(tmp_path / "run" / "onebit_adam")) > 5
-
-    monkeypatch.setattr(StopRequest, "requested", requested)
+    assert len(rows(resumed)) > 5
     assert pretrain.main(command) == 0
-    resumed = tmp_path / "run" / "onebit_adam"
-    assert without_times(metrics(resumed)) == without_times(metrics(complete))
+    assert metrics(resumed) == metrics(complete)
     assert_identical(final_state(resumed), final_state(complete))
 
 
 @pytest.mark.slow
-def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path, monkeypatch):
-    run = [*RUN, "--optimizer", "zero_one_adam", "--warmup", "2"]
+def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path):
+    run = [*RUN, "--optimizers", "zero_one_adam", "--warmup", "2"]
     assert pretrain.main([*run, "--out", str(tmp_path / "complete")]) == 0
     complete = tmp_path / "complete" / "zero_one_adam"
-    phases = [OPTIMIZERS["zero_one_adam"].phase_of(t, 2, STEPS) for t in range(STEPS)]
+    policy: Any = {"variance_freeze": 2, "var_update_scaler": 2, "local_step_scaler": 3}
+    phases = [onebit_jax.zero_one_adam_phase(t, **policy) for t in range(STEPS)]
     saved = [t for t in range(STEPS) if t + 1 in (5, 10, STEPS)]
     assert "local" in {phases[t] for t in saved}
     expected = ["sync" if t in saved else phase for t, phase in enumerate(phases)]
-    assert [row["phase"] for row in metrics(complete)] == expected
-
-    requested = StopRequest.requested
-
-    def crash_past_a_checkpoint(self, step):
-        if step + 1 == 8:
-            raise CrashError
-        return requested(self, step)
-
+    assert [row["phase"] for row in rows(complete)] == expected
     resumed = [*run, "--out", str(tmp_path / "resumed")]
-    monkeypatch.setattr(StopRequest, "requested", crash_past_a_checkpoint)
-    with pytest.raises(CrashError):
+    with at_step(8, crash), pytest.raises(CrashError):
         pretrain.main(resumed)
-    monkeypatch.setattr(StopRequest, "requested", requested)
     assert pretrain.main(resumed) == 0
     ours = final_state(tmp_path / "resumed" / "zero_one_adam")
     assert_identical(ours, final_state(complete))
 
 
 @pytest.mark.slow
-def test_resumed_where_the_variance_became_stable(tmp_path, monkeypatch):
+def test_resumed_where_the_variance_became_stable(tmp_path):
     """The host learns of the freeze one step late; where a run stops must not matter."""
     steps = 2 * STEPS
-    automatic = [*RUN, "--optimizer", "onebit_adam", "--warmup", "auto", "--steps", str(steps)]
+    automatic = [*RUN, "--optimizers", "onebit_adam", "--warmup", "auto", "--steps", str(steps)]
     assert pretrain.main([*automatic, "--out", str(tmp_path / "complete")]) == 0
     complete = tmp_path / "complete" / "onebit_adam"
-    frozen_at = json.loads((complete / "result.json").read_text())["frozen_at"]
+    frozen_at = result(complete)["frozen_at"]
     assert 12 <= frozen_at < steps - 2
-    phases = [row["phase"] for row in metrics(complete)]
+    phases = [row["phase"] for row in rows(complete)]
     assert phases == ["warmup"] * frozen_at + ["compression"] * (steps - frozen_at)
     assert "by itself" in (tmp_path / "complete" / "report.md").read_text()
-
-    requested = StopRequest.requested
     resumed = tmp_path / "resumed"
     for stop_after in (frozen_at, frozen_at + 1):
-
-        def sigterm(self, step, stop_after=stop_after):
-            if step + 1 == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return requested(self, step)
-
-        monkeypatch.setattr(StopRequest, "requested", sigterm)
-        assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
-    monkeypatch.setattr(StopRequest, "requested", requested)
+        with at_step(stop_after, sigterm):
+            assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
     assert pretrain.main([*automatic, "--out", str(resumed)]) == 0
     assert_identical(final_state(resumed / "onebit_adam", steps), final_state(complete, steps))
-
-
-@pytest.mark.slow
-def test_two_processes_train_like_one(tmp_path):
-    """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "train.bert.pretrain", *RUN, "--out"]
-    of_two = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    for commands in (
-        [[*command, str(tmp_path / "one")]],
-        [[*command, str(tmp_path / "two"), *of_two, str(index)] for index in range(2)],
-    ):
-        processes = [
-            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-            for command in commands
-        ]
-        outputs = [process.communicate(timeout=600) for process in processes]
-        assert [process.returncode for process in processes] == [0] * len(commands), outputs
-    for name, agreeing in (("adam", STEPS), ("onebit_adam", 7)):
-        one, two = (metrics(tmp_path / folder / name) for folder in ("one", "two"))
-        np.testing.assert_allclose(
-            [row["loss"] for row in one[:agreeing]],
-            [row["loss"] for row in two[:agreeing]],
-            rtol=1e-5,
-        )
-        assert [row["bytes_sent"] for row in one] == [row["bytes_sent"] for row in two]
 
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ("--seed 1", "holds a run with --seed 0, this one has 1"),
+        ("--seeds 1", "holds a run with --seeds [0], this one has [1]"),
         ("--size mini", "holds a run with --size tiny, this one has mini"),
         ("--warmup auto", "holds a run with --warmup 6, this one has auto"),
         ("--steps 20", "holds a run with --steps 12, this one has 20"),
@@ -368,7 +275,7 @@ def test_checkpoint_of_another_model(begun, capsys):
     """The configuration is the same, yet somebody has put other checkpoints there."""
     with Checkpoints(begun / "adam" / "checkpoints") as checkpoints:
         checkpoints.save(4, {"kernel": np.zeros(3, np.float32)}, ())
-    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(begun)]) == 2
+    assert pretrain.main([*RUN, "--optimizers", "adam", "--out", str(begun)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: the checkpoint {begun}/adam/checkpoints/4 is of another tree")
     assert not (begun / "adam" / "metrics.jsonl").exists()
@@ -378,7 +285,7 @@ def test_checkpoint_of_an_earlier_version(begun, capsys):
     with ocp.training.Checkpointer(str(begun / "adam" / "checkpoints")) as checkpointer:
         tree = {"kernel": np.zeros(3, np.float32)}
         checkpointer.save_checkpointables(4, {"params": tree, "opt_state": tree})
-    assert pretrain.main([*RUN, "--optimizer", "adam", "--out", str(begun)]) == 2
+    assert pretrain.main([*RUN, "--optimizers", "adam", "--out", str(begun)]) == 2
     warning, error = capsys.readouterr().err.splitlines()[-2:]
     assert warning.startswith("warning: the checkpoint")
     assert "manifest.json is missing" in warning

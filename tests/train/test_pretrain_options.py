@@ -1,8 +1,10 @@
 """The options of the pre-training program: bad input, and learning rates over a run."""
 
+import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ from tests.train.bad_input import assert_refused
 from train import schedules
 from train.bert import pretrain
 from train.bert.config import Config
-from train.config import check_folder, write_config
+from train.config import check_folder, shared_options, write_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 12
@@ -32,8 +34,8 @@ RUN = (
         ("--batch-size 6 --accumulation 2", "= 2 x 2; take 4 or 8"),
         ("--workers 9 --batch-size 9", "--workers 9: a device each, but there are 8 (cpu)"),
         ("--workers 0", "--workers 0: expected a whole number of at least 1"),
-        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
-        ("--warmup -5", "--warmup -5: expected a whole number of at least 1, or auto"),
+        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, a share"),
+        ("--warmup -5", "--warmup -5: expected a whole number of at least 1, a share"),
         ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
         ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
         ("--eps 0", "--eps 0.0: expected a finite number above 0"),
@@ -43,8 +45,14 @@ RUN = (
         ("--dropout 1", "--dropout 1.0: expected"),
         ("--schedule-warmup 12", "--schedule-warmup 12: expected 0 or more, and fewer than"),
         ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
-        ("--seed -1", "--seed -1: expected"),
-        ("--optimizer adam adam", "--optimizer ('adam', 'adam'): expected one or more, each once"),
+        ("--seeds -1", "--seeds (-1,): expected"),
+        (
+            "--optimizers adam adam",
+            "--optimizers ('adam', 'adam'): expected one or more",
+        ),
+        ("--bits 4", "--bits 4: expected nothing, since none of adam, onebit_adam has it"),
+        ("--warmup-bits 5", "warmup_bits"),
+        ("--nodes 3", "--nodes 3: expected a number that divides --workers 2"),
         ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
         ("--coordinator h:1 --process-id 1", "--process-id 1: expected 0 to 0"),
         ("--corpus NOWHERE", "NOWHERE does not exist"),
@@ -108,9 +116,22 @@ def test_cosine_schedule():
 
 def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
     write_config(Config(out=str(tmp_path), schedule="exponential", steps=800))
-    check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizer=("adam",)))
+    check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizers=("adam",)))
     with pytest.raises(ValueError, match="--decay-every 520, this one has 10"):
         check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))
+
+
+def test_a_folder_of_an_earlier_version(tmp_path):
+    """Which had no nodes, and a seed in place of the seeds."""
+    options = shared_options(Config(seeds=(1,)))
+    del options["nodes"]
+    options["seed"] = options.pop("seeds")[0]
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    check_folder(Config(out=str(tmp_path), seeds=(1,)))
+    for option, value in (("nodes", 2), ("seeds", (0,))):
+        given: Any = {"seeds": (1,), option: value}
+        with pytest.raises(ValueError, match=f"--{option}"):
+            check_folder(Config(out=str(tmp_path), **given))
 
 
 def test_several_workers_on_cpus_take_no_program_from_a_cache(tmp_path, capsys):

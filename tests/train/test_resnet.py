@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import json
-import os
 import signal
 
 import jax
@@ -15,6 +13,7 @@ import pytest
 import onebit_jax
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
+from tests.train.runs import at_step, metrics, result, sigterm
 from train import images
 from train.batch_norms import decay_mask
 from train.resnet import data, model
@@ -27,7 +26,7 @@ from train.resnet.model import (
     init_params,
     init_statistics,
 )
-from train.stop import StopRequest
+from train.stream import in_order, stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -71,7 +70,7 @@ def test_batches_have_every_image_once_an_epoch_in_all_crops():
     pixels = np.stack([np.dstack([places, np.full((32, 32), 1 + i)]) for i in range(16)])
     real = images.Images(pixels.astype(np.uint8), LABELS)
     seen, drawn = [], []
-    for batch in itertools.islice(data.batches(real, batch_size=4), 16):
+    for batch in itertools.islice(stream(data.examples(real), batch_size=4), 16):
         assert batch["image"].shape == (4, 32, 32, 3)
         for image, label in zip(batch["image"], batch["label"], strict=True):
             row, column, number = image[16, 16].astype(int)
@@ -93,7 +92,7 @@ def test_every_crop_is_drawn():
     real = images.Images(pixel, np.zeros(3000, np.int32))
     found = {
         tuple(np.argwhere(image[..., 0])[0])
-        for batch in itertools.islice(data.batches(real, batch_size=100), 30)
+        for batch in itertools.islice(stream(data.examples(real), batch_size=100), 30)
         for image in batch["image"]
     }
     rows = set(range(10 - 4, 10 + 5))
@@ -217,9 +216,7 @@ def test_rematerialised_it_is_the_same():
 
 def test_judged_by_hand():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    found = Judge(CONFIG)(
-        params, images.evaluation_batches(IMAGES, batch_size=6), model_state=state
-    )
+    found = Judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
     logits = np.asarray(applied(params, state, PIXELS, train=False)[0], np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
     assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)
@@ -237,25 +234,12 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("cifar10")
-    write(path / images.TRAIN)
-    write(path / images.TEST, PIXELS[:10], LABELS[:10])
-    return path
-
-
-@pytest.fixture(scope="module")
-def finished(folder, tmp_path_factory, quick_compilation):
+def finished(cifar10, tmp_path_factory, quick_compilation):
     """A run that nothing interrupted: its folder."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
+    command = [*RUN, "--data", str(cifar10), "--optimizers", "onebit_adam", "--out", str(out)]
     assert main(command) == 0
     return out
-
-
-def metrics(folder):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 @pytest.mark.slow
@@ -264,10 +248,10 @@ def test_report(finished):
     assert report.startswith("# ResNet-20, 2 workers, ")
     assert "8 images a step, seed 0" in report
     assert "CIFAR-10. Held out: 10 images." in report
-    result = json.loads((finished / "onebit_adam" / "result.json").read_text())
-    assert 0 <= result["heldout_accuracy"] <= 1
-    assert f"{100 * result['heldout_accuracy']:.2f} %" in report
-    assert f"{result['heldout_loss']:.4f}" in report
+    found = result(finished / "onebit_adam")
+    assert 0 <= found["heldout_accuracy"] <= 1
+    assert f"{100 * found['heldout_accuracy']:.2f} %" in report
+    assert f"{found['heldout_loss']:.4f}" in report
     rows = metrics(finished / "onebit_adam")
     assert [row["phase"] for row in rows] == ["warmup"] * 4 + ["compression"] * 4
     assert min(row["loss"] for row in rows[-3:]) < rows[0]["loss"]
@@ -275,27 +259,17 @@ def test_report(finished):
 
 
 @pytest.mark.slow
-def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path, monkeypatch):
+def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
     """Without the batch norms' statistics in the checkpoint, the held-out loss would differ."""
-    requested = StopRequest.requested
-
-    def sigterm(self, step):
-        if step + 1 == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return requested(self, step)
-
     out = tmp_path / "run"
-    command = [*RUN, "--data", str(folder), "--optimizers", "onebit_adam", "--out", str(out)]
-    monkeypatch.setattr(StopRequest, "requested", sigterm)
-    assert main(command) == 128 + signal.SIGTERM
+    command = [*RUN, "--data", str(cifar10), "--optimizers", "onebit_adam", "--out", str(out)]
+    with at_step(5, sigterm):
+        assert main(command) == 128 + signal.SIGTERM
     assert len(metrics(out / "onebit_adam")) == 5
-    monkeypatch.setattr(StopRequest, "requested", requested)
     assert main(command) == 0
-    assert metrics(out / "onebit_adam") == metrics(finished / "onebit_adam")
-    ours, theirs = (
-        json.loads((x / "onebit_adam" / "result.json").read_text()) for x in (out, finished)
-    )
-    assert ours["heldout_loss"] == theirs["heldout_loss"]
+    ours, theirs = out / "onebit_adam", finished / "onebit_adam"
+    assert metrics(ours) == metrics(theirs)
+    assert result(ours)["heldout_loss"] == result(theirs)["heldout_loss"]
 
 
 @pytest.mark.parametrize(
@@ -308,13 +282,15 @@ def test_stopped_and_resumed_it_ends_bit_identical(folder, finished, tmp_path, m
             "training data: there are 16 images, less than one batch",
         ),
         ("--data FOLDER --batch-size 7", "--batch-size 7: not divisible by workers"),
-        ("--data FOLDER --warmup 0", "--warmup 0: expected a whole number of at least 1, or auto"),
+        ("--data FOLDER --warmup 0", "--warmup 0: expected a whole number of at least 1, a share"),
         ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, folder, tmp_path, capsys):
+def test_bad_input_is_one_line_and_nothing_is_written(
+    options, complaint, cifar10, tmp_path, capsys
+):
     (tmp_path / "unfit").mkdir()
     write(tmp_path / "unfit" / images.TRAIN, labels=np.where(np.arange(16) == 3, 11, LABELS))
-    for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", folder)):
+    for name, path in (("NOWHERE", "nowhere"), ("UNFIT", tmp_path / "unfit"), ("FOLDER", cifar10)):
         options = options.replace(name, str(path))
     assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)

@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import json
 import os
 import pathlib
 import shutil
@@ -11,16 +10,16 @@ import pytest
 from tensorboardX.record_writer import RecordWriter
 
 from onebit_jax.checkpoint import checkpoints
+from tests.train.runs import at_step, result, rows
 from train.config import write_config
 from train.lm import pretrain
 from train.lm.config import Config
-from train.stop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
 
 NAME, STEPS = "onebit_adam", 4
 RUN = (
-    f"--workers 2 --batch-size 8 --sequence-length 16 --learning-rate 5e-3 --optimizer {NAME} "
+    f"--workers 2 --batch-size 8 --sequence-length 16 --learning-rate 5e-3 --optimizers {NAME} "
     f"--steps {STEPS} --warmup 2 --schedule-warmup 1 --checkpoint-every 2 --eval-batches 1"
 ).split()
 
@@ -36,10 +35,6 @@ def finished(tmp_path_factory, quick_compilation, small_language_model):
 def copied(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
-
-
-def loss(folder):
-    return json.loads((folder / NAME / "result.json").read_text())["heldout_loss"]
 
 
 def run(folder, capsys, *options):
@@ -76,9 +71,8 @@ def goes_on_past(copied, finished, damage, capsys):
     assert code == 0
     assert first.startswith(f"warning: the checkpoint {folder}/checkpoints/{STEPS} is damaged (")
     assert second == f"warning: 1 lines of {folder}/metrics.jsonl are damaged and left out"
-    assert loss(copied) == loss(finished)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert result(folder)["heldout_loss"] == result(finished / NAME)["heldout_loss"]
+    assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
@@ -110,23 +104,11 @@ def test_a_broken_configuration(copied, content, capsys):
     assert error.startswith(f"error: {copied}/config.json is damaged: ")
 
 
-def stop_at(step, act):
-    requested = StopRequest.requested
-
-    def then(self, done):
-        if done + 1 == step:
-            act()
-        return requested(self, done)
-
-    return then
-
-
 @pytest.mark.slow
-def test_a_folder_that_is_removed_while_it_runs(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_removed_while_it_runs(tmp_path, capsys):
     out = tmp_path / "run"
-    remove = stop_at(3, lambda: shutil.rmtree(out))
-    monkeypatch.setattr(StopRequest, "requested", remove)
-    code, [error] = run(out, capsys)
+    with at_step(3, lambda: shutil.rmtree(out)):
+        code, [error] = run(out, capsys)
     assert code == 2
     assert error.startswith(f"error: {out}/{NAME}/checkpoints is gone")
 
@@ -171,7 +153,7 @@ def test_a_text_that_was_edited(tmp_path, capsys):
     config = Config(
         corpus=str(corpus),
         out=str(tmp_path / "run"),
-        optimizer=(NAME,),
+        optimizers=(NAME,),
         steps=STEPS,
         workers=2,
         batch_size=8,

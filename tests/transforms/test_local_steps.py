@@ -1,197 +1,209 @@
-"""Local steps: against DiLoCo by hand, telescoping, what travels, saving, and bad input."""
+"""Local steps, of all tensors at once or in turns: against DiLoCo by hand, and bad input."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
-from onebit_jax.collectives.quantized import QuantizedExchange
+from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
-from tests.small_task import (
-    MESH,
-    NODES_MESH,
-    WORKERS,
-    assert_close,
-    assert_equal,
-    loss_fn,
-    make_batches,
-    make_params,
-    start,
-    train,
-)
-from tests.workers import AXIS, BINDINGS, PAIR, on_workers, quantized_residuals
+from tests import reference
+from tests.residuals import total_residual
+from tests.runs import Sizes, axis_of
+from tests.small_task import MESH, make_batches, make_params, start, train
+from tests.workers import AXIS, draw, on_workers
 
-EVERY, LOCAL, SYNC = 3, PHASES.index("local"), PHASES.index("sync")
-
-
-def make_tx(axes="data", **options):
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    how: Any = {"every": EVERY} | options
-    return onebit_jax.local_steps(optax.adam(1e-2), outer, axis_name=axes, **how)
+WORKERS, SYNC = 4, PHASES.index("sync")
+SHAPES = {"large": (30, 20), "middle": (40, 10), "small": (250,)}
+GROUPS = {
+    1: [["large", "middle", "small"]],
+    2: [["large"], ["middle", "small"]],
+    3: [["large"], ["middle"], ["small"]],
+}
+INNER_RATE, EVERY, UPDATES = 0.1, 6, 13
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+SGD, ADAM = optax.sgd(INNER_RATE), optax.adam(INNER_RATE)
 
 
-def diloco(batches):
-    """DiLoCo as its authors write it: lists over workers, nothing of this library."""
-    inner, outer = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
-    shared = jax.tree.map(jnp.asarray, make_params())
-    own = [shared] * WORKERS
-    states, of_outer = [inner.init(shared)] * WORKERS, outer.init(shared)
-    for t, batch in enumerate(batches):
-        for i in range(WORKERS):
-            part = jax.tree.map(lambda x, i=i: x.reshape(WORKERS, -1, *x.shape[1:])[i], batch)
-            grads = jax.grad(loss_fn)(own[i], part)
-            updates, states[i] = inner.update(grads, states[i], own[i])
-            own[i] = optax.apply_updates(own[i], updates)
-        if t % EVERY == EVERY - 1:
-            mean = jax.tree.map(lambda x, *y: x - sum(y) / WORKERS, shared, *own)
-            updates, of_outer = outer.update(mean, of_outer, shared)
-            shared = optax.apply_updates(shared, updates)
-            own = [shared] * WORKERS
-    return shared, own
+def make_tx(
+    fragments=1, bits=4, outer=NESTEROV, inner=SGD, axis_name: Any = AXIS, every: Any = EVERY
+):
+    return onebit_jax.local_steps(
+        inner, outer, every=every, axis_name=axis_name, bits=bits, fragments=fragments
+    )
 
 
-def rows(tree):
-    """What each device holds of arrays that are declared replicated."""
-    return jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), tree)
+@functools.cache
+def gradients():
+    """`[updates, workers, ...]`."""
+    return draw(0, UPDATES, WORKERS, shapes=SHAPES)
+
+
+def zeros(*leading) -> dict[str, Any]:
+    return {name: np.zeros((*leading, *shape), np.float32) for name, shape in SHAPES.items()}
+
+
+def turn_of(t, fragments):
+    """The group that is exchanged in update `t`, counted from 1; None in a local step."""
+    turn, rest = divmod(t * fragments, EVERY)
+    # A single group has a turn every time; several begin with the second.
+    return None if rest else turn % fragments
+
+
+@functools.cache
+def run(fragments, bits, sizes: Sizes = WORKERS, binding="vmap", outer=NESTEROV, inner=SGD):
+    """The states after each update, with one row per worker."""
+    tx = make_tx(fragments, bits, outer, inner, axis_of(sizes))
+    state = on_workers(tx.init, sizes)(zeros(WORKERS))
+    update = on_workers(tx.update, sizes, cast(Any, binding))
+    params, states = zeros(WORKERS), []
+    for t in range(UPDATES):
+        updates, state = update({name: g[t] for name, g in gradients().items()}, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        states.append(jax.device_get(state))
+    return states
+
+
+def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
+    """``x`` and ``x_i`` after each update, with Nesterov's momentum and NumPy's exchange: DiLoCo.
+
+    What inner optimizers do is elementwise, so that one does it for all workers.
+    """
+    x, own, u, history = zeros(), zeros(WORKERS), zeros(), []
+    of_inner = inner.init(own)
+    sent: list[list[Any]] = [[] for _ in range(fragments)]
+    for t in range(UPDATES):
+        grads = {name: g[t] for name, g in gradients().items()}
+        steps, of_inner = inner.update(grads, of_inner, own)
+        own = jax.device_get(optax.apply_updates(own, steps))
+        if (f := turn_of(t + 1, fragments)) is not None:
+            names = GROUPS[fragments][f]
+            moved = [(x[name] - own[name]).reshape(WORKERS, -1) for name in names]
+            sent[f].append(np.concatenate(moved, 1))
+            calls = np.stack(sent[f])
+            D = calls[-1].mean(0) if bits == 32 else reference.quantized_means(calls, bits)[0][-1]
+            ends = np.cumsum([x[name].size for name in names])[:-1]
+            for name, part in zip(names, np.split(D, ends), strict=True):
+                part = part.reshape(SHAPES[name])
+                u[name] = part + np.float32(0.9) * u[name]
+                x[name] = x[name] - np.float32(0.7) * (part + np.float32(0.9) * u[name])
+                own[name] = np.broadcast_to(x[name], own[name].shape)
+        history.append((dict(x), own))
+    return history
 
 
 @pytest.mark.parametrize(
-    ("mesh", "axes"), [(MESH, "data"), (NODES_MESH, PAIR)], ids=["flat", "nodes"]
+    ("fragments", "bits", "sizes", "binding", "inner"),
+    [
+        (1, 32, 4, "shard_map", ADAM),
+        (1, 32, (2, 2), "vmap", ADAM),
+        (2, 32, 4, "vmap", SGD),
+        (3, 4, 4, "vmap", SGD),
+        (3, 4, 4, "shard_map", SGD),
+    ],
 )
-def test_at_32_bits_it_is_diloco(mesh, axes):
-    batches = make_batches(2 * EVERY + 1)
-    step, state = start(make_tx(axes), mesh)
-    params, opt_state = train(step, *state, batches)
-    shared, own = diloco(batches)
-    assert_close(opt_state.synced_parameters(params), shared)
-    assert_close(rows(params), jax.tree.map(lambda *x: np.stack(x), *own))
+def test_groups_follow_numpy(fragments, bits, sizes, binding, inner):
+    """With an inner optimizer that has a state, and between nodes too."""
+    states = run(fragments, bits, sizes, binding, inner=inner)
+    for state, (x, own) in zip(states, by_hand(fragments, bits, inner), strict=True):
+        for name in SHAPES:
+            for row in state.shared[name]:
+                np.testing.assert_allclose(row, x[name], atol=5e-6, err_msg=name)
+            np.testing.assert_allclose(state.own.value[name][:, 0], own[name], atol=5e-6)
 
 
-@pytest.mark.parametrize("bits", [1, 4, 32])
-def test_workers_hold_the_same_after_an_exchange_and_phases_follow(bits):
-    step, (params, opt_state) = start(make_tx(bits=bits))
-    for t, batch in enumerate(make_batches(2 * EVERY)):
-        params, opt_state, metrics = step(params, opt_state, batch)
-        held = rows(params)
-        same = all(np.all(x == x[0]) for x in jax.tree.leaves(held))
-        syncs = t % EVERY == EVERY - 1
-        assert same == syncs
-        assert metrics["phase"] == (SYNC if syncs else LOCAL)
-        shared = rows(opt_state.shared)
-        assert all(np.all(x == x[0]) for x in jax.tree.leaves(shared))
-        if syncs:
-            assert_equal(held, shared)
+@pytest.mark.parametrize(("fragments", "bits"), [(3, 1), (3, 4), (2, 32), (1, 4)])
+def test_after_its_turn_a_group_is_the_same_on_all_workers_bit_for_bit(fragments, bits):
+    for t, state in enumerate(run(fragments, bits), 1):
+        turn = turn_of(t, fragments)
+        assert np.all((state.progress.phase == SYNC) == (turn is not None))
+        for group, names in enumerate(GROUPS[fragments]):
+            for name in names:
+                own, shared = state.own.value[name][:, 0], state.shared[name]
+                np.testing.assert_array_equal(shared, np.broadcast_to(shared[0], shared.shape))
+                assert np.array_equal(own, shared) == (group == turn)
 
 
-@pytest.mark.parametrize("bits", [1, 4])
-def test_nothing_is_lost(bits):
+@pytest.mark.parametrize(("fragments", "bits"), [(1, 1), (1, 4), (2, 4)])
+def test_of_no_group_anything_is_lost(fragments, bits):
     """With an outer step of 1 what is left of the exact mean is in the residuals."""
-    tx = onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=1, axis_name=AXIS, bits=bits)
-    rng = np.random.default_rng(0)
-    grads = rng.normal(size=(6, WORKERS, 600)).astype(np.float32)
-    params = {"w": jnp.zeros((WORKERS, 600))}
-    state = on_workers(tx.init, WORKERS)(params)
-    update = on_workers(lambda g, s, p: tx.update({"w": g}, s, p), WORKERS)
-    for g in grads:
-        updates, state = update(g, state, params)
-        params = jax.tree.map(jnp.add, params, updates)
-    moved = -np.asarray(state.shared["w"][0])
-    exact = 0.1 * grads.mean(1, dtype=np.float64).sum(0)
-    if bits == 4:
-        exchange = QuantizedExchange(AXIS, bits)
-        residuals = on_workers(lambda g, s: quantized_residuals(exchange.over(g), s), WORKERS)
-        e, E = residuals({"w": grads[0]}, state.exchange[0].exchange)
-        np.testing.assert_allclose(moved + e["w"].mean(0) + E["w"][0], exact, atol=1e-5)
-    else:
-        assert np.abs(moved - exact).max() < np.abs(exact).max()
+    state = run(fragments, bits, outer=optax.sgd(1.0))[-1]
+    how = onebit_jax.ExchangeOptions().at_bits(AXIS, bits)
+    for f, names in enumerate(GROUPS[fragments]):
+        last = max(t for t in range(1, UPDATES + 1) if turn_of(t, fragments) == f)
+        like = {name: np.zeros(SHAPES[name], np.float32) for name in names}
+        owed = total_residual(how, state.exchange[f], like, WORKERS)
+        for name in names:
+            moved = -state.shared[name][0]
+            exact = INNER_RATE * gradients()[name][:last].mean(1).sum(0)
+            np.testing.assert_allclose(moved + owed[name], exact, atol=1e-5)
+            assert np.abs(moved - exact).max() > 1e-3
 
 
-@pytest.mark.parametrize("binding", BINDINGS)
-def test_every_binding_takes_the_same_steps(binding):
-    tx = make_tx(AXIS, bits=4)
-    rng = np.random.default_rng(1)
-    grads = rng.normal(size=(2 * EVERY, WORKERS, 40)).astype(np.float32)
-
-    def run(binding):
-        params = {"w": jnp.zeros((WORKERS, 40))}
-        state = on_workers(tx.init, WORKERS)(params)
-        update = on_workers(lambda g, s, p: tx.update({"w": g}, s, p), WORKERS, binding)
-        for g in grads:
-            updates, state = update(g, state, params)
-            params = jax.tree.map(jnp.add, params, updates)
-        return jax.device_get(state.shared)
-
-    assert_close(run(binding), run("vmap"))
-
-
-@pytest.mark.parametrize("updates", [EVERY, EVERY + 1])
-def test_a_saved_run_goes_on_bit_for_bit_wherever_it_was_saved(updates):
-    """Between two exchanges an array that is declared replicated keeps one worker's parameters."""
-    batches = make_batches(2 * EVERY + 2)
-    step, state = start(make_tx(bits=4))
-    middle = train(step, *state, batches[:updates])
-    saved: tuple[Any, Any] = jax.device_get(middle)
-    params, opt_state = train(step, *middle, batches[updates:])
-    again, of_again = train(step, *saved, batches[updates:])
-    assert_equal(of_again, opt_state)
-    assert_equal(rows(again), rows(params))
-
-
-def test_a_local_step_sends_nothing_and_an_exchange_the_bits():
-    step, state = start(make_tx(bits=4))
-    batch = make_batches(1)[0]
-    sent = {
-        phase: wire.collectives(step.lower(*state, batch, phase=phase).compile(), MESH)
-        for phase in ("local", "sync")
-    }
-    assert {(c.op, c.dtype) for c in sent["local"]} <= {("all-reduce", "f32")}
-    assert sum(c.operand_bytes for c in sent["local"]) <= 4 * (3 + 2 * WORKERS)
-    payload = [c for c in sent["sync"] if c.dtype == "u8"]
-    assert sorted(c.op for c in payload) == ["all-gather", "all-to-all"]
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_bytes_of_an_exchange_do_not_grow_with_the_workers_as_those_of_a_gather_do(bits):
-    """MuLoCo gathers what all workers compressed; it is held to 2 bits a value, without scales."""
-    size, scales = 2**20, 0 if bits == 1 else 4 / 256
-    params = {"w": jax.ShapeDtypeStruct((size,), jnp.float32)}
-
-    def sent(f, *args, workers):
-        mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices()[:workers])
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        return wire.bytes_sent(wire.collectives(jax.jit(mapped).lower(*args).compile(), mesh))
-
-    def exchange(params) -> Any:
-        tx: Any = make_tx(bits=bits)
-        state = tx.init(params)
-        return tx.update(params, state, params, phase="sync")[1].shared
-
-    def gather(packed):
-        return jax.lax.all_gather(packed, "data")
-
-    for workers in (2, 4, 8):
-        ours = sent(exchange, params, workers=workers)
-        per_value = ours / (2 * (workers - 1) / workers * size)
-        assert per_value == pytest.approx(bits / 8 + scales, rel=0.01)
-        packed = jax.ShapeDtypeStruct((size * 2 // 8,), jnp.uint8)
-        assert sent(gather, packed, workers=workers) == (workers - 1) * size * 2 // 8
+def test_an_outer_optimizer_sees_one_group_at_a_time():
+    """Its count is the number of turns that the group had."""
+    outer = optax.sgd(optax.constant_schedule(0.5))
+    state = run(2, 32, outer=outer)[-1]
+    turns = [turn_of(t, 2) for t in range(1, UPDATES + 1)]
+    for f, of_outer in enumerate(state.outer):
+        counts = [x for x in jax.tree.leaves(of_outer) if x.dtype == np.int32]
+        assert counts
+        assert all(np.all(x == turns.count(f)) for x in counts)
 
 
 def test_a_schedule_says_how_often():
     tx = make_tx(every=lambda count: jnp.where(count < 4, 2, 3))
-    step, (params, opt_state) = start(tx)
-    phases = []
-    for batch in make_batches(10):
-        params, opt_state, metrics = step(params, opt_state, batch)
-        phases.append(int(metrics["phase"]) == SYNC)
-    assert [t for t, sync in enumerate(phases) if sync] == [1, 3, 6, 9]
+
+    def phases(grads):
+        def step(state, g):
+            _, new = tx.update(g, state, g)
+            return new, cast(Any, new).progress.phase
+
+        return jax.lax.scan(step, tx.init(grads[0]), grads)[1]
+
+    made = on_workers(phases, 2)(np.ones((2, 10, 3), np.float32))[0]
+    assert np.flatnonzero(made == SYNC).tolist() == [1, 3, 6, 9]
+
+
+# A state belongs to its plan.
+
+
+@functools.cache
+def begun(every, fragments) -> tuple[Any, Any]:
+    """After the first update, which is none of an exchange."""
+    step, state = start(make_tx(fragments, axis_name="data", every=every))
+    return train(step, *state, make_batches(1))
+
+
+@pytest.mark.parametrize(
+    ("every", "fragments", "fine"),
+    [(4, 2, True), (8, 2, False), (4, 1, False), (lambda _: 4, 1, False)],
+)
+def test_a_state_saved_between_exchanges_belongs_to_its_plan(every, fragments, fine):
+    params, opt_state = begun(4, 2)
+    tx = make_tx(fragments, axis_name="data", every=every)
+    if fine:
+        return placement.check_plans(tx, params, opt_state, MESH)
+    other = onebit_jax.train_step(lambda p, b: jnp.sum(p["layer"]["bias"] * b["y"]), tx, MESH)
+    message = r"^opt_state is one of local_steps with every=4, fragments=2, saved 1 updates after"
+    with pytest.raises(ValueError, match=message):
+        other(params, jax.device_get(opt_state), make_batches(1)[0])
+
+
+def test_right_after_an_exchange_another_every_may_be_given():
+    params, state = begun(2, 1)
+    other = make_tx(axis_name="data", every=3)
+    with pytest.raises(ValueError, match=r"every=2, .* saved 1 updates .* has every=3,"):
+        placement.check_plans(other, params, state, MESH)
+    placement.check_plans(other, params, state._replace(since_sync=jnp.int32(0)), MESH)
+
+
+# Bad input.
 
 
 def test_an_inner_optimizer_that_exchanges_is_refused():
@@ -201,25 +213,26 @@ def test_an_inner_optimizer_that_exchanges_is_refused():
         onebit_jax.init(tx, make_params(), MESH)
 
 
+def test_more_fragments_than_tensors_are_refused():
+    tx = make_tx(6)
+    with pytest.raises(ValueError, match=r"^fragments=6 must be at most 3, the number of"):
+        on_workers(tx.init, WORKERS)(zeros(WORKERS))
+
+
+@pytest.mark.parametrize("outer", [optax.sgd(0.0), optax.adam(0.0), optax.set_to_zero()])
+def test_an_outer_step_of_nothing_is_refused(outer):
+    with pytest.raises(ValueError, match="outer optimizer of local_steps leaves parameters as"):
+        onebit_jax.init(make_tx(outer=outer, axis_name="data"), make_params(), MESH)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "outer",
     [
-        ({"every": 0}, "^every=0 must be at least 1"),
-        ({"every": 2.5}, "^every=2.5 must be an int"),
-        ({"bits": 3}, "^bits=3 must be 1, 2, 4, 8 or 32"),
-        ({"error_decay": 1.5}, r"^error_decay=1.5 must be a number in \[0, 1\]"),
+        optax.sgd(optax.linear_schedule(0.0, 1.0, 100)),
+        optax.sgd(optax.join_schedules([lambda _: 0.0, lambda _: 1.0], [2000])),
+        optax.chain(optax.centralize(), optax.sgd(1.0)),
     ],
+    ids=["from 0", "late", "centralized"],
 )
-def test_bad_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_tx(**options)
-
-
-def test_bad_calls_are_named():
-    tx = make_tx(AXIS)
-    params = {"w": jnp.zeros((2, 3))}
-    state = on_workers(tx.init, 2)(params)
-    with pytest.raises(ValueError, match=r"^params=None, but local steps move them"):
-        on_workers(functools.partial(tx.update, params=None), 2)(params, state)
-    with pytest.raises(ValueError, match=r"^phase='warmup' must be 'local', 'sync' or None"):
-        on_workers(functools.partial(tx.update, phase="warmup"), 2)(params, state, params)
+def test_an_outer_step_that_is_nothing_at_first_is_not(outer):
+    onebit_jax.init(make_tx(outer=outer, axis_name="data"), make_params(), MESH)

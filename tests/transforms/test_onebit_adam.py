@@ -1,9 +1,7 @@
-"""1-bit Adam against NumPy, against Optax's own rules for an optimizer, and on bad input."""
+"""1-bit Adam, flat and by nodes, with any warm-up and refreshes: against NumPy and Adam."""
 
 import functools
-import math
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -11,73 +9,190 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
+from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.step_sets import published_variance_steps
 from tests import reference
-from tests.workers import (
-    AXIS,
-    assert_workers_agree,
-    draw,
-    on_workers,
-    onebit_state,
-    replicate,
-    residuals,
-    train,
-)
+from tests.residuals import residuals
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.workers import AXIS, Run, assert_workers_agree, draw, on_workers, onebit_state, train
 
-SHAPES = {"matrix": (8, 6), "nested": [(), {"empty": (0,), "odd": (13,)}, None]}
+SHAPES = {"matrix": (64, 3), "nested": [(), {"empty": (0,), "odd": (13,)}, None]}
+DECAYS: dict[str, Any] = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
+WARMUP, UPDATES, REFRESH = 4, 24, PHASES.index("refresh")
+# Updates themselves are differences of parameters.
+PLAIN: dict[str, Any] = {"lr": 1.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 onebit_adam = functools.partial(onebit_jax.onebit_adam, axis_name=AXIS)
 
 
-def assert_trees_close(ours, theirs, rtol=1e-6, atol=1e-7):
-    chex.assert_trees_all_close(ours, theirs, rtol=rtol, atol=atol)
+def own_steps(count):
+    """Gaps of 3, 1, 6 and more."""
+    return functools.reduce(lambda x, y: x | y, [count == step for step in (7, 8, 14, 20)])
 
 
-def shapes_of(tx, params, workers=2):
-    """Of updates and of the state before and after one; nothing is compiled."""
+class Case(NamedTuple):
+    """A run; `told` where every update is told its phase, `refreshes` as for the optimizer."""
 
-    def worker(params):
-        state = tx.init(params)
-        updates, new_state = tx.update(params, state, params)
-        return updates, state, new_state
+    sizes: Sizes
+    warmup: int = WARMUP
+    binding: Any = "vmap"
+    told: bool = False
+    scale: Any = "rms"
+    corrected: bool = True
+    refreshes: Any = None
+    bits: int | None = None
+    updates: int = UPDATES
 
-    return jax.eval_shape(jax.vmap(worker, axis_name=AXIS), replicate(params, workers))
+
+CASES = {
+    "one worker": Case(1, warmup=1, updates=10),
+    "three workers": Case(3, scale="mean_abs", updates=10),
+    "nodes": Case((2, 2), binding="shard_map", told=True, updates=9),
+    "one node": Case((1, 3), binding="shard_map", told=True, updates=9),
+    "refreshes": Case(4, refreshes=4),
+    "uncorrected": Case(4, refreshes=own_steps, corrected=False),
+    "nodes, refreshes": Case((2, 2), refreshes=4, updates=12),
+    "4 bits": Case(4, bits=4, updates=WARMUP),
+    "8 bits": Case(4, bits=8, updates=WARMUP),
+}
+SLOW = {
+    "three nodes": Case((3, 2), updates=9),
+    "8 bits, refreshes": Case(4, refreshes=own_steps, bits=8),
+}
 
 
-# What it computes.
+def draw_run(case: Case) -> tuple[Any, Any]:
+    """Parameters, and gradients that grow and shrink after the freeze.
+
+    Row 5 of the matrix has none in warm-up, row 7 has never one.
+    """
+    params = draw(0, shapes=SHAPES)
+    gradients = draw(1, mesh_of(case.sizes).size, case.updates, shapes=SHAPES)
+    rows = gradients["matrix"]
+    rows[:, case.warmup :, :20] *= 5
+    rows[:, case.warmup :, 20:40] *= 0.2
+    rows[:, : case.warmup, 5] = 0
+    rows[:, :, 7] = 0
+    return params, gradients
 
 
-def numpy_trajectory(p, gradients, **options):
-    """Parameters after each update by gradients `[workers, updates, ...]`."""
+def trained(case: Case, params: Any, gradients: Any) -> Run:
+    tx = onebit_jax.onebit_adam(
+        0.05,
+        **DECAYS,
+        weight_decay=0.1,
+        warmup=case.warmup,
+        axis_name=axis_of(case.sizes),
+        bias_correction=case.corrected,
+        warmup_bits=case.bits,
+        variance_refreshes=case.refreshes,
+        exchange=onebit_jax.ExchangeOptions(scale=case.scale),
+    )
+    told: Any = {"warmup": case.warmup, "compression": case.updates - case.warmup}
+    return train(tx, case.sizes, params, gradients, told if case.told else None, case.binding)
+
+
+def refreshes_of(case: Case) -> Any:
+    every = case.refreshes
+    return every if every is None or callable(every) else lambda count: (count + 1) % every == 0
+
+
+def exact_means(case: Case, gradients: Any) -> list[Any]:
+    """For each tensor the means that v is made of, if they travel at a few bits; else None."""
+    leaves = jax.tree.leaves(gradients)
+    if case.bits is None:
+        return [None] * len(leaves)
+    refreshes = refreshes_of(case)
+    exact = [t for t in range(case.updates) if t < case.warmup or (refreshes and refreshes(t))]
+    flat = [g[:, exact].swapaxes(0, 1).reshape(len(exact), len(g), -1) for g in leaves]
+    ends, shapes = np.cumsum([g.shape[-1] for g in flat])[:-1], [g.shape[2:] for g in leaves]
+    layout = reference.quantized_layout(shapes, len(leaves[0]), case.bits)
+    means, *_ = reference.quantized_means(np.concatenate(flat, -1), case.bits, layout)
+    return [
+        map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)
+    ]
+
+
+def by_numpy(p, gradients, **options) -> tuple[Any, reference.OnebitAdam]:
+    """Parameters after each update by gradients `[workers, updates, ...]`, and what made them."""
     adam = reference.OnebitAdam(p, len(gradients), **options)
-    return np.stack([adam.update(list(g)).reshape(p.shape) for g in gradients.swapaxes(0, 1)])
+    history = [adam.update(list(g)).reshape(p.shape) for g in gradients.swapaxes(0, 1)]
+    return np.stack(history), adam
 
 
-@pytest.mark.parametrize(("workers", "warmup", "scale"), [(1, 1, "rms"), (3, 4, "mean_abs")])
-def test_agrees_with_numpy(workers, warmup, scale):
-    """Two rows of the matrix have no gradient in warm-up, and are dead."""
-    params, gradients = draw(0, shapes=SHAPES), draw(workers, workers, 10, shapes=SHAPES)
-    gradients["matrix"][:, :warmup, [1, 5]] = 0
-    options = {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1, "scale": scale}
-    run = train(onebit_adam(0.05, warmup=warmup, **options), workers, params, gradients)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in SLOW.items()),
+    ],
+)
+def test_agrees_with_numpy(case):
+    """Parameters, the variance, and all residuals."""
+    params, gradients = draw_run(case)
+    run = trained(case, params, gradients)
     assert_workers_agree(run)
-    options |= {"lr": 0.05, "warmup": warmup, "bias_correction": True}
-    for p, g, ours in zip(*map(jax.tree.leaves, (params, gradients, run.params)), strict=True):
-        np.testing.assert_allclose(ours[0], numpy_trajectory(p, g, **options), rtol=1e-5, atol=2e-6)
     state = onebit_state(run.state)
-    dead = state.v_then_inverse_root["matrix"][0] == 0
-    np.testing.assert_array_equal(dead.all(1), np.isin(np.arange(8), [1, 5]))
-    assert not any(x["matrix"][:, dead].any() for x in residuals(state))
-    metrics = jax.vmap(lambda own: own.metrics())(state)
-    names = {"phase", "frozen_at", "variance_growth", "variance_shrinkage", "residual_ratio"}
-    assert set(metrics) == names
-    np.testing.assert_array_equal(metrics["phase"], 1)
-    np.testing.assert_array_equal(metrics["frozen_at"], warmup)
-    assert np.all(np.asarray(metrics["residual_ratio"]) > 0)
+    per_node = None if isinstance(case.sizes, int) else case.sizes[1]
+    options = DECAYS | {"lr": 0.05, "weight_decay": 0.1, "warmup": case.warmup}
+    options |= {"per_node": per_node, "scale": case.scale, "bias_correction": case.corrected}
+    options |= {"refreshes": refreshes_of(case)}
+    trees = params, gradients, run.params, state.v_then_inverse_root
+    means, adams = exact_means(case, gradients), []
+    for p, g, ours, y, mean in zip(*map(jax.tree.leaves, trees), means, strict=True):
+        theirs, adam = by_numpy(p, g, **options, means=mean)
+        # What bits decode to is the same to rounding; here and there one is a level beside it.
+        close = np.isclose(ours[0], theirs, rtol=2e-5, atol=5e-6)
+        assert np.sum(close) >= (1.0 if case.bits is None else 0.99) * close.size
+        if case.bits == 8:
+            # Close to full precision, while it lasts.
+            exact, _ = by_numpy(p, g[:, : case.warmup], **options)
+            off = np.abs(ours[0, : case.warmup] - exact) / 0.05
+            assert np.sum(off) <= 0.05 * off.size
+        v = (adam.v / adam.correction()).reshape(p.shape)
+        np.testing.assert_array_equal(y[0] > 0, v > 0)
+        found, loose = (1 / y[0, v > 0] - DECAYS["eps"]) ** 2, bool(case.bits and case.refreshes)
+        np.testing.assert_allclose(found, v[v > 0], rtol=0.05 if loose else 1e-4, atol=1e-4 * loose)
+        adams.append(adam)
+    if case.refreshes:
+        last = max(t for t in range(case.updates) if refreshes_of(case)(t))
+        np.testing.assert_array_equal(state.variance_at, last + 1)
+        # Without refreshes it is another run.
+        g = gradients["matrix"]
+        frozen, _ = by_numpy(params["matrix"], g, **options | {"refreshes": None})
+        assert np.abs(frozen[-1] - run.params["matrix"][0, -1]).max() > 0.02
+    elif case.bits is None and per_node != mesh_of(case.sizes).size:
+        assert_same_residuals(case, state, params, adams)
+        if case.sizes == (2, 2):
+            assert_other_shards_stay(state, gradients)
+
+
+def assert_same_residuals(case, state, params, adams):
+    """Of all shards of a node, and of all servers."""
+    how = onebit_jax.ExchangeOptions(scale=case.scale).one_bit(axis_of(case.sizes))
+    per_node = 1 if isinstance(case.sizes, int) else case.sizes[1]
+    both = residuals(how, state.momentum, params, case.sizes)
+    for e, E, adam in zip(*map(jax.tree.leaves, both), adams, strict=True):
+        there = adam.hierarchy.residuals if adam.hierarchy else [adam.residuals]
+        for device, own in enumerate(e):
+            expected = np.concatenate([shard.e[device // per_node] for shard in there])
+            np.testing.assert_allclose(own.ravel(), expected, atol=1e-6)
+        served = np.concatenate([x for shard in there for x in shard.E])
+        np.testing.assert_allclose(E.ravel(), served, atol=1e-6)
+
+
+def assert_other_shards_stay(state, gradients):
+    """A device's residual is in the place of its own shard of the momentum that warm-up left."""
+    m = np.zeros((64, 3))
+    for g in gradients["matrix"].mean(0)[:WARMUP]:
+        m = DECAYS["b1"] * m + (1 - DECAYS["b1"]) * g
+    shards = m.reshape(2, 32, 3)
+    [held] = [x for x in state.momentum.m_then_compensated.value if x.shape[2:] == shards.shape]
+    for device in range(4):
+        own = device % 2
+        np.testing.assert_allclose(held[device, 0, 1 - own], shards[1 - own], atol=1e-6)
+        assert not np.allclose(held[device, 0, own], shards[own], atol=1e-2)
 
 
 def test_warmup_is_adamw_argument_by_argument():
@@ -87,294 +202,90 @@ def test_warmup_is_adamw_argument_by_argument():
     params, gradients = draw(0, shapes=SHAPES), draw(1, 3, 5, shapes=SHAPES)
     ours = train(onebit_adam(*positional, **decay, warmup=9), 3, params, gradients, {"warmup": 5})
     adamw = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(*positional, **decay))
-    assert_trees_close(ours.updates, train(adamw, 3, params, gradients).updates)
+    theirs = train(adamw, 3, params, gradients)
+    chex.assert_trees_all_close(ours.updates, theirs.updates, rtol=1e-6, atol=1e-7)
 
 
-# Updates themselves are differences of parameters.
-PLAIN: dict[str, Any] = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-
-
-def test_bfloat16_residuals_change_the_state_and_little_else():
-    """Four workers, twelve updates: off by what bfloat16 rounds, and nothing is promoted."""
-    gradients, start = draw(1, 4, 12, shapes=(40, 8)), np.zeros((40, 8), np.float32)
-    tx = onebit_adam(1.0, warmup=11, bias_correction=False, residual_dtype="bfloat16")
-    run = train(tx, 4, start, gradients)
-    exchange = onebit_state(run.state).exchange
-    kept = jax.tree.leaves((exchange.worker_compensated, exchange.server_compensated))
-    assert {x.dtype for x in kept} == {jnp.dtype(jnp.bfloat16)}
+@pytest.mark.parametrize("options", [{"residual_dtype": "bfloat16"}, {"local_dtype": "bfloat16"}])
+def test_bfloat16_rounds_and_changes_little_else(options):
+    """The first compressed update: off by what bfloat16 rounds, and nothing is promoted."""
+    warmup, sizes = 11, (2, 2) if "local_dtype" in options else 4
+    gradients, start = draw(1, 4, warmup + 1, shapes=(40, 8)), np.zeros((40, 8), np.float32)
+    how = onebit_jax.ExchangeOptions(**options)
+    axis = axis_of(sizes)
+    tx = onebit_adam(1.0, warmup=warmup, bias_correction=False, axis_name=axis, exchange=how)
+    run = train(tx, sizes, start, gradients)
+    kept = onebit_state(run.state).momentum
+    floats = kept.m_then_compensated, kept.exchange.server.value.values
+    dtype = jnp.dtype(options.get("residual_dtype", "float32"))
+    assert {x.dtype for x in jax.tree.leaves(floats)} == {dtype}
     assert run.updates.dtype == jnp.float32
-    theirs = numpy_trajectory(start, gradients, lr=1.0, warmup=11, **PLAIN)
+    theirs, _ = by_numpy(start, gradients, warmup=warmup, **PLAIN, per_node=sizes == (2, 2) and 2)
     theirs = np.diff(theirs, axis=0, prepend=start[None])
-    error = np.abs(run.updates[0, :11] - theirs[:11]).max()
-    assert 12 * 2**-16 < error / np.abs(theirs[:11]).max() <= 12 * 2**-8
+    error = np.abs(run.updates[0, :warmup] - theirs[:warmup]).max() / np.abs(theirs).max()
+    if "residual_dtype" in options:
+        assert 12 * 2**-16 < error <= 12 * 2**-8
+    else:
+        assert error < 1e-5
     # A sign that rounding turns over is off by two scales.
-    assert np.mean(np.isclose(run.updates[0, 11], theirs[11], rtol=0.05)) > 0.9
-
-
-def test_half_precision_updates_are_those_of_float32_rounded():
-    start = np.zeros((40, 8), jnp.bfloat16)
-    gradients = draw(1, 2, 8, shapes=(40, 8)).astype(jnp.bfloat16)
-    run = train(onebit_jax.scale_by_onebit_adam(warmup=4, axis_name=AXIS), 2, start, gradients)
-    assert run.updates.dtype == jnp.bfloat16
-    options = PLAIN | {"lr": -1.0, "warmup": 4, "bias_correction": True}
-    theirs = numpy_trajectory(start.astype(np.float32), gradients.astype(np.float32), **options)
-    theirs = np.diff(theirs, axis=0, prepend=0)
-    np.testing.assert_allclose(run.updates[0].astype(np.float32), theirs, rtol=2**-7, atol=1e-5)
-
-
-def test_converges_on_optaxs_own_targets():
-    steps, warmup = 10_000, 2_000
-    tx = onebit_adam(optax.linear_schedule(1e-2, 0.0, steps), warmup=warmup)
-    end = [np.array([1.0, 1.0]), np.array([[1.0, 0.0], [-1.0, 1.0]])]
-
-    def objective(params):
-        [x, y], matrix = params
-        rosenbrock = (1 - x) ** 2 + 100 * (y - x**2) ** 2
-        return rosenbrock + jnp.sum((matrix - end[1]) ** 2)
-
-    def worker(params):
-        def step(phase, carry, _):
-            params, state = carry
-            updates, state = tx.update(jax.grad(objective)(params), state, params, phase=phase)
-            return (optax.apply_updates(params, updates), state), None
-
-        carry = params, tx.init(params)
-        for phase, length in (("warmup", warmup), ("compression", steps - warmup)):
-            carry, _ = lax.scan(functools.partial(step, phase), carry, length=length)
-        return carry[0]
-
-    found = on_workers(worker, 2)([np.zeros((2, *x.shape), np.float32) for x in end])
-    for ours, expected in zip(found, end, strict=True):
-        np.testing.assert_allclose(ours, [expected] * 2, rtol=3e-2, atol=3e-2)
-
-
-# The state.
-
-
-def test_compression_needs_hardly_more_state_than_adam():
-    workers, size = 4, 2**20
-    shape = jax.ShapeDtypeStruct((workers, size), jnp.float32)
-    state = jax.eval_shape(jax.vmap(onebit_adam(0.1, warmup=1).init, axis_name=AXIS), shape)
-    of_one_worker = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / workers
-    assert of_one_worker <= (8.3 + 4 / workers) * size
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("injected", [False, True])
-def test_updates_keep_the_gradients_dtype_and_the_state_its_own(dtype, injected):
-    """To the weak types, so that nothing is compiled twice."""
-    with jax.enable_x64(dtype == "float64"):
-        make = onebit_jax.onebit_adam
-        if injected:
-            make = optax.inject_hyperparams(make, hyperparam_dtype=jnp.dtype(dtype))
-        tx = make(0.1, b2=0.5, weight_decay=0.1, warmup=1, axis_name=AXIS)
-        params = jax.tree.map(lambda x: x.astype(dtype), draw(0, shapes=SHAPES))
-        updates, state, new_state = shapes_of(tx, params)
-        chex.assert_trees_all_equal_shapes_and_dtypes(updates, replicate(params, 2))
-        chex.assert_trees_all_equal_shapes_and_dtypes(new_state, state)
-        weak = [jax.tree.map(lambda x: x.weak_type, tree) for tree in (state, new_state)]
-        assert weak[0] == weak[1]
-        kept = onebit_state(state)
-        floats = jax.tree.leaves((kept.v_then_inverse_root, kept.exchange.worker_compensated))
-        assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
-
-
-def test_init_takes_shapes_in_place_of_parameters():
-    tx, params = onebit_adam(0.1, warmup=1), np.ones((2, 5), np.float32)
-    on_two = functools.partial(jax.vmap, axis_name=AXIS)
-    of_shape: Any = jax.ShapeDtypeStruct((5,), jnp.float32)
-    from_shape = on_two(lambda _: tx.init(of_shape))(np.arange(2))
-    chex.assert_trees_all_equal(from_shape, on_two(tx.init)(params), strict=True)
-
-
-# The compiled programs.
-
-
-@pytest.fixture(scope="module")
-def programs():
-    """By phase, None included, the update and its application on two devices, all donated.
-
-    One tensor is padded in its chunks, and one is small.
-    """
-    mesh = jax.make_mesh((2,), (AXIS,), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
-    params = {"a": (1024, 512), "b": (512, 1001), "c": (77,)}
-    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in params.items()}
-    tx = onebit_adam(0.1, warmup=3)
-    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), params)
-    specs = onebit_jax.state_specs(state, (AXIS,))
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape), p.dtype), params)
-
-    def compiled(phase):
-        def update(params, state, grads):
-            grads = jax.tree.map(lambda g: g[0], grads)
-            updates, state = tx.update(grads, state, params, phase=phase)
-            return optax.apply_updates(params, updates), state
-
-        in_specs = P(), specs, P(AXIS)
-        mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False
-        )
-        return jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, grads).compile()
-
-    return {phase: compiled(phase) for phase in (None, "warmup", "compression")}
-
-
-ELEMENTS = 1024 * 512 + 512 * 1001 + 77
-
-
-def test_nothing_of_full_size_is_copied_in_any_phase_nor_without_one(programs):
-    """Temporaries: the mean gradients of part of the tensors; bits; and of both phases the larger.
-
-    Of parameters and state nothing is left that is not written in its own place.
-    """
-    sizes = {phase: program.memory_analysis() for phase, program in programs.items()}
-    assert all(s.output_size_in_bytes - s.alias_size_in_bytes < 1024 for s in sizes.values())
-    temporary = {phase: size.temp_size_in_bytes / ELEMENTS for phase, size in sizes.items()}
-    assert temporary["warmup"] <= 2.2
-    assert temporary["compression"] <= 0.4
-    assert temporary[None] <= temporary["warmup"] + 0.02
-
-
-def test_each_phase_sends_what_it_should_and_the_program_of_both_sends_both(programs):
-    sent = {phase: wire.collectives(program) for phase, program in programs.items()}
-    kinds = {phase: sorted({(c.op, c.dtype) for c in own}) for phase, own in sent.items()}
-    assert kinds["warmup"] == [("all-reduce", "f32")]
-    assert kinds["compression"] == [("all-gather", "u8"), ("all-to-all", "u8")]
-    assert kinds[None] == sorted(kinds["warmup"] + kinds["compression"])
-    dense = sum(c.operand_bytes for c in sent["warmup"])
-    assert dense == 4 * ELEMENTS
-    assert len(sent["compression"]) == 2
-    floor = 2 * ELEMENTS / 16
-    assert floor <= wire.bytes_sent(sent["compression"]) <= 1.02 * floor
-
-
-# Inside Optax.
-
-
-def test_injected_hyperparameters_and_extra_arguments_change_nothing():
-    params, gradients = draw(0, shapes=(40,)), draw(1, 2, 6, shapes=(40,))
-    make = optax.inject_hyperparams(onebit_jax.onebit_adam)
-    injected = make(lambda t: 0.1, warmup=3, axis_name=AXIS)
-    injected = injected._replace(update=functools.partial(injected.update, value=1.0))
-    ours = train(injected, 2, params, gradients).params[0]
-    options = PLAIN | {"lr": 0.1, "warmup": 3, "bias_correction": True}
-    # b2 = 0.999 in float32 leaves 1 - b2 off by 1e-5 of itself.
-    expected = numpy_trajectory(params, gradients, **options)
-    np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-5)
+    assert np.mean(np.isclose(run.updates[0, warmup], theirs[warmup], rtol=0.05)) > 0.9
+    assert not np.allclose(run.updates[0, warmup], theirs[warmup], rtol=1e-5)
 
 
 def test_partition_compresses_matrices_and_leaves_the_rest_to_adamw():
-    """The bias is exactly adamw's, in both phases; and so with optax.masked."""
+    """The bias is exactly adamw's, in both phases."""
     shapes = {"kernel": (6, 5), "bias": (5,)}
     params = draw(0, shapes=shapes) | {"steps": np.zeros((), np.int32)}
     gradients = draw(1, 2, 6, shapes=shapes) | {"steps": np.zeros((2, 6), np.int32)}
     onebit = onebit_adam(0.1, warmup=3, weight_decay=0.1)
     adamw = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(0.1, weight_decay=0.1))
-    transforms: dict[Any, Any] = {
-        "onebit": onebit,
-        "adamw": adamw,
-        "still": optax.set_to_zero(),
-    }
+    transforms: dict[Any, Any] = {"onebit": onebit, "adamw": adamw, "still": optax.set_to_zero()}
     labels = {"kernel": "onebit", "bias": "adamw", "steps": "still"}
-    by_mask = optax.chain(
-        optax.masked(onebit, {"kernel": True, "bias": False, "steps": False}),
-        optax.masked(adamw, {"kernel": False, "bias": True, "steps": False}),
-    )
     of_bias = train(adamw, 2, params["bias"], gradients["bias"]).params
-    options = PLAIN | {"lr": 0.1, "warmup": 3, "weight_decay": 0.1, "bias_correction": True}
-    of_kernel = numpy_trajectory(params["kernel"], gradients["kernel"], **options)
-    static = {"warmup": 3, "compression": 3}
-    for tx, phases in ((optax.partition(transforms, labels), static), (by_mask, None)):
-        ours = train(tx, 2, params, gradients, phases).params
-        assert not ours["steps"].any()
-        np.testing.assert_allclose(ours["bias"], of_bias, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(ours["kernel"][0], of_kernel, rtol=1e-5, atol=2e-6)
+    options = {"lr": 0.1, "warmup": 3, "weight_decay": 0.1, "bias_correction": True}
+    of_kernel, _ = by_numpy(params["kernel"], gradients["kernel"], **PLAIN | options)
+    tx = optax.partition(transforms, labels)
+    ours = train(tx, 2, params, gradients, {"warmup": 3, "compression": 3}).params
+    assert not ours["steps"].any()
+    np.testing.assert_allclose(ours["bias"], of_bias, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(ours["kernel"][0], of_kernel, rtol=1e-5, atol=2e-6)
 
 
-def test_tree_map_params_finds_what_is_like_the_parameters():
-    tx = onebit_adam(0.1, warmup=1)
-
-    def doubled(params):
-        ones = jax.tree.map(jnp.ones_like, tx.init(params))
-        return optax.tree.map_params(tx, lambda x: 2 * x, ones)
-
-    state = onebit_state(on_workers(doubled, 2)(draw(0, 2, shapes=SHAPES)))
-    assert all(np.all(np.asarray(x) == 2) for x in jax.tree.leaves(state.v_then_inverse_root))
-    others = state._replace(v_then_inverse_root=None)
-    assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(others))
+# Refreshes.
 
 
-# Bad input.
+def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momentum():
+    """On a single worker what comes back is known: (1 - b1) g over |g|, times one scale."""
+    gradients = draw(0, 1, 9, shapes=(64,))
+    gradients[:, :8, 10:20] = 0
+    tx = onebit_jax.scale_by_onebit_adam(
+        warmup=4, axis_name=AXIS, variance_refreshes=9, bias_correction=False
+    )
+    run = train(tx, 1, np.zeros(64, np.float32), gradients)
+    born = gradients[0, 8, 10:20]
+    roots = onebit_state(run.state).v_then_inverse_root[0, 10:20]
+    np.testing.assert_allclose(roots, 1 / (np.abs(born) + 1e-8), rtol=1e-6)
+    assert not run.updates[0, :8, 10:20].any()
+    np.testing.assert_array_equal(np.sign(run.updates[0, 8, 10:20]), np.sign(born))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[("warmup", value) for value in (-1, 0, 1.5, True, "10", None, jnp.float32(10))],
-        *[(field, value) for field in ("b1", "b2") for value in (1.0, -0.1, 1.5, math.nan)],
-        *[("eps", value) for value in (0, -1, math.nan, math.inf)],
-        *[("eps_root", value) for value in (-1, math.nan)],
-        *[("learning_rate", value) for value in (math.nan, math.inf, jnp.float32(math.nan))],
-        ("scale", "max"),
-        ("residual_dtype", "float16"),
-        *[("bucket_bytes", value) for value in (0, -128, 100, 1e5, True, "all")],
-    ],
-)
-def test_a_hyperparameter_out_of_range_is_named(field, value):
-    options: Any = {"learning_rate": 0.1, "warmup": 1, "axis_name": AXIS} | {field: value}
-    shown = "|".join(re.escape(show(value)) for show in (str, repr))
-    with pytest.raises(ValueError, match=rf"^{field}=['\"]?({shown})"):
-        onebit_jax.onebit_adam(**options)
-
-
-def test_a_local_dtype_out_of_range_is_named():
-    half: Any = "float16"
-    with pytest.raises(ValueError, match=r"^local_dtype='float16' must be 'float32' or 'bfloat16'"):
-        onebit_jax.onebit_adam(0.1, warmup=1, axis_name=("node", "local"), local_dtype=half)
-    with pytest.raises(ValueError, match=r"^local_dtype='bfloat16' .*axis_name='node' is one axis"):
-        onebit_jax.onebit_adam(0.1, warmup=1, axis_name="node", local_dtype="bfloat16")
-
-
-@pytest.mark.parametrize("axis_name", ["elsewhere", None, 3, ("workers", "other"), ("workers",)])
-def test_an_axis_that_is_not_bound_is_named_by_init_and_by_update(axis_name):
-    tx, params = onebit_adam(0.1, warmup=1), draw(0, shapes=SHAPES)
-    elsewhere = onebit_jax.onebit_adam(0.1, warmup=1, axis_name=axis_name)
-    message = rf"^axis_name={re.escape(repr(axis_name))}"
-    with pytest.raises(ValueError, match=message):
-        shapes_of(elsewhere, params)
-    with pytest.raises(ValueError, match=message):
-        shapes_of(optax.GradientTransformation(tx.init, elsewhere.update), params)
-
-
-def test_no_axis_bound_at_all_says_where_one_would_be():
-    with pytest.raises(ValueError, match=r"axis_name='workers' is not bound.*onebit_jax.init"):
-        onebit_adam(0.1, warmup=1).init(draw(0, shapes=SHAPES))
-
-
-@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
-def test_parameters_that_are_not_real_are_named(dtype):
-    params = {"weights": jnp.ones(3), "other": jnp.ones(3, dtype)}
-    with pytest.raises(ValueError, match=rf"\['other'\] has dtype {dtype}"):
-        shapes_of(onebit_adam(0.1, warmup=1), params)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"b": (4,)}, r"\['a'\]: \(3,\) at init, absent now"),
-        ({"a": (3,), "b": (5,)}, r"\['b'\]: \(4,\) at init, \(5,\) now"),
-        ({"a": (3,), "b": (4,), "c": (1,)}, r"\['c'\]: absent at init, \(1,\) now"),
-    ],
-)
-def test_a_tree_that_changed_since_init_is_named(changed, message):
-    tx, before = onebit_adam(0.1, warmup=1), draw(0, shapes={"a": (3,), "b": (4,)})
-    other = optax.GradientTransformation(lambda params: tx.init(before), tx.update)
-    with pytest.raises(ValueError, match=f"changed since init.*{message}"):
-        shapes_of(other, draw(0, shapes=changed))
-
-
-def test_an_unknown_phase_is_named():
-    tx = onebit_adam(0.1, warmup=1)
-    other = optax.GradientTransformation(tx.init, functools.partial(tx.update, phase="dense"))
-    with pytest.raises(ValueError, match=r"phase='dense' must be one of 'warmup', 'compression'"):
-        shapes_of(other, draw(0, shapes=SHAPES))
+def test_a_state_for_refreshes_takes_the_host_their_phase():
+    """From exponentially spaced steps, and told ahead."""
+    steps = published_variance_steps(2)
+    tx = onebit_jax.scale_by_onebit_adam(
+        warmup=onebit_jax.variance_stable(min_steps=8), axis_name=AXIS, variance_refreshes=steps
+    )
+    made, coming = [], []
+    state: Any = on_workers(tx.init, 2)(jnp.zeros((2, 30)))
+    update = on_workers(lambda g, s: tx.update(g, s)[1], 2)
+    for t in range(40):
+        coming.append(np.asarray(state.progress.upcoming[0]))
+        state = update(draw(t, 2, shapes=(30,)), state)
+        made.append(int(state.progress.phase[0]))
+    frozen_at = int(state.progress.frozen_at[0])
+    assert 12 <= frozen_at < 30
+    after = [REFRESH if steps(t) else 1 for t in range(frozen_at, 40)]
+    assert REFRESH in after
+    assert made == [0] * frozen_at + after
+    assert [x[0] for x in coming] == made
+    assert all(y in (-1, phase) for (_, y), phase in zip(coming, made[1:], strict=False))

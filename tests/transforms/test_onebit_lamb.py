@@ -1,4 +1,4 @@
-"""1-bit LAMB, flat and by nodes: against NumPy, and inside Optax."""
+"""1-bit LAMB, flat and by nodes: against NumPy, and what its ratios follow."""
 
 import functools
 import math
@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import onebit_jax
 from tests import reference_lamb
+from tests.residuals import residuals
 from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, draw, exchange_residuals, find_state
+from tests.workers import AXIS, assert_workers_agree, draw, find_state
 
 # A row of the third has no gradient in warm-up, nor has all of the last: they are dead.
 SHAPES = [(9, 7), (0,), (24, 3), (6,)]
@@ -53,8 +52,7 @@ CASES: dict[str, tuple[Sizes, dict[str, Any], Any, dict[str, Any], Callable[...,
 }
 
 
-def lamb_state(opt_state: Any) -> onebit_jax.ScaleByOnebitLambState:
-    return find_state(onebit_jax.ScaleByOnebitLambState, opt_state)
+lamb_state = functools.partial(find_state, onebit_jax.ScaleByOnebitLambState)
 
 
 @functools.cache
@@ -68,7 +66,12 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
     if name == "alone":
         params[0], params[3] = np.full_like(params[0], 9.0), np.zeros_like(params[3])
         gradients[0][:, WARMUP - 1] = 0
-    make = functools.partial(onebit_jax.onebit_lamb, 0.03, axis_name=axis_of(sizes), scale=scale)
+    make = functools.partial(
+        onebit_jax.onebit_lamb,
+        0.03,
+        axis_name=axis_of(sizes),
+        exchange=onebit_jax.ExchangeOptions(scale=scale),
+    )
     state, history = trainer(lambda: make(**options, **decay), sizes)(params, gradients)
     theirs = reference_lamb.OnebitLamb(
         [np.asarray(p) for p in params],
@@ -112,7 +115,8 @@ def test_metrics_are_those_of_the_state():
         for f in (np.min, np.mean, np.max):
             of_tensors = f(np.asarray(values)[:, [0, 2, 3]], 1)
             np.testing.assert_allclose(metrics[f"{name}_{f.__name__}"], of_tensors, rtol=1e-6)
-    e, _ = exchange_residuals(state.exchange, [jnp.zeros(s) for s in SHAPES], fused=True)
+    how = onebit_jax.ExchangeOptions().one_bit(AXIS, fused=True)
+    e, _ = residuals(how, state.momentum, [np.zeros(s) for s in SHAPES], 3)
     own = np.sqrt(sum(np.sum(x.reshape(3, math.prod(x.shape[1:])) ** 2, 1) for x in e))
     F = np.concatenate([k * m for k, m in zip(theirs.momentum_scales, theirs.m, strict=True)])
     brought = np.linalg.norm(F[np.concatenate(theirs.live)])
@@ -133,38 +137,9 @@ def test_warmup_ends_by_itself_and_ratios_follow_gradients_that_shrink():
         state = lamb_state(state)
         assert_workers_agree((state, history))
         assert np.all(np.isfinite(history[0]))
-        own = state.exchange.worker_compensated.value[0]
+        own = state.momentum.m_then_compensated.value[0]
         assert np.any(own[0] != own[1])
         assert 40 <= int(state.progress.frozen_at[0]) < 60
         ratios.append(state.ratios[0])
     assert np.all(ratios[1] > 2)
     assert np.all(ratios[1] > 2 * ratios[0])
-
-
-def test_partition_trains_the_leaves_it_is_told_and_injection_changes_nothing():
-    shapes = {"dense": (2, 3), "onebit": (9,)}
-    params = draw(0, shapes=shapes) | {"steps": jnp.zeros([], jnp.int32)}
-    gradients = draw(1, 2, COUNT, shapes=shapes) | {"steps": jnp.zeros((2, COUNT), jnp.int32)}
-    make = optax.inject_hyperparams(onebit_jax.onebit_lamb)
-    tx = optax.partition(
-        {
-            "dense": optax.chain(onebit_jax.mean_gradients(AXIS), optax.sgd(1.0)),
-            "onebit": make(lambda t: 0.1 / (t + 1), axis_name=AXIS, **OPTIONS),
-            "still": optax.set_to_zero(),
-        },
-        {"dense": "dense", "onebit": "onebit", "steps": "still"},
-    )
-    _, ours = trainer(lambda: tx, 2)(params, gradients)
-    theirs = reference_lamb.OnebitLamb([np.asarray(params["onebit"])], 2, 0.0, **OPTIONS)
-    for t in range(COUNT):
-        theirs.lr = 0.1 / (t + 1)
-        [expected] = theirs.update([[own[t]] for own in np.asarray(gradients["onebit"])])
-        # 1 - b2 in float32 is off by 1e-5 of itself.
-        np.testing.assert_allclose(ours["onebit"][0, t], expected, rtol=1e-4, atol=1e-5)
-    moved = gradients["dense"].mean(0).cumsum(0)
-    np.testing.assert_allclose(ours["dense"][0], params["dense"] - moved, atol=1e-5)
-
-
-def test_a_learning_rate_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match=r"^learning_rate=nan"):
-        onebit_jax.onebit_lamb(math.nan, warmup=1, axis_name=AXIS)

@@ -1,10 +1,10 @@
-"""The options of a pre-training of BERT, and their checks."""
+"""The options of a pre-training of BERT."""
 
 import dataclasses
 from typing import ClassVar, Literal
 
-from train.bert.model import MAX_POSITIONS, SIZES
-from train.config import TextConfig
+from train.bert.model import MAX_POSITIONS
+from train.config import Count, TextConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,25 +13,22 @@ class Config(TextConfig):
 
     The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the
     output folder compare the optimizers.
+
+    Attributes:
+        vocab: WordPiece vocab.txt; without it, one is trained on the corpus.
+        vocab_size: Size of the vocabulary, where one is trained.
     """
 
     MODEL: ClassVar[str] = "bert"
 
     size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
-    """Size of the model."""
     vocab: str | None = None
-    """WordPiece vocab.txt; without it, one is trained on the corpus."""
-    vocab_size: int = 4096
-    """Size of the vocabulary, where one is trained."""
+    vocab_size: Count = 4096
 
     def requirements(self) -> list[tuple[str, bool, str]]:
         """As those of all runs, and BERT's own."""
+        positions = f"at most {MAX_POSITIONS}, the model's positions"
         return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
             *super().requirements(),
-            (
-                "sequence_length",
-                self.sequence_length <= MAX_POSITIONS,
-                f"at most {MAX_POSITIONS}, the model's positions",
-            ),
+            ("sequence_length", self.sequence_length <= MAX_POSITIONS, positions),
         ]

@@ -4,7 +4,7 @@
     documents, heldout = split_heldout(documents)      # or read_corpus(heldout_folder)
     tokenizer = train_tokenizer(documents, 8192)       # or load_tokenizer("vocab.txt")
     corpus = tokenize(documents, tokenizer)            # all of these are what load(...) does
-    iterator = batches(corpus, batch_size=32, sequence_length=64)
+    iterator = train.stream.stream(examples(corpus, 64), batch_size=32)
 
 Every example is a function of the seed and its number in the stream alone, so a Grain iterator's
 whole state is one number, and any example can be made again.
@@ -15,10 +15,9 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import grain
 import numpy as np
 
 from train.bert.inputs import join
@@ -29,12 +28,11 @@ from train.bert.tokenizer import (
     train_tokenizer,
 )
 from train.corpus import read_corpus, read_texts, split_heldout
-from train.stream import Examples, check, first_batches, stream
+from train.stream import Examples, check
 
 __all__ = [
     "TokenizedCorpus",
-    "batches",
-    "evaluation_batches",
+    "examples",
     "load",
     "load_tokenizer",
     "max_predictions",
@@ -128,90 +126,22 @@ def max_predictions(sequence_length: int) -> int:
     return math.ceil(sequence_length * MASKED_PERCENT / 100)
 
 
-def batches(
-    corpus: TokenizedCorpus,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    seed: int = 0,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> grain.DatasetIterator[dict[str, np.ndarray]]:
-    """Returns a Grain iterator over batches, without end.
-
-    The corpus is shuffled anew each epoch, and pairs and masks are drawn anew for each example. The
-    global batch depends on the seed alone: the processes' batches, joined in the order of
-    `process_index`, are the batch of a single process. `get_state` and `set_state` resume exactly.
+def examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
+    """Pairs of segments, masked; both are drawn anew for each example.
 
     Args:
         corpus: from `tokenize`.
-        batch_size: the global batch's sequences; each process yields its equal share of them, B.
         sequence_length: positions in a sequence, S, with `[CLS]` and both `[SEP]`.
-        seed: of order, pairs and masks; 0 to 2**32 - 1.
-        process_index: which process this is, from 0.
-        process_count: the number of processes.
 
     Returns:
-        An iterator over dicts, P being `max_predictions(S)`: `input_ids`, `token_type_ids` and
-        `attention_mask` (int32 `[B, S]`), `masked_positions` and `masked_labels` (int32 `[B, P]`,
-        zeros past the end), `masked_weights` (float32 `[B, P]`: 1 for a prediction, 0 past the
-        end), `next_sentence_label` (int32 `[B]`: 0 next, 1 random) and `example_seed`
-        (uint32 `[B]`).
+        Dicts, P being `max_predictions(S)`: `input_ids`, `token_type_ids` and `attention_mask`
+        (int32 `[S]`), `masked_positions` and `masked_labels` (int32 `[P]`, zeros past the end),
+        `masked_weights` (float32 `[P]`: 1 for a prediction, 0 past the end), `next_sentence_label`
+        (int32: 0 next, 1 random) and `example_seed` (uint32).
 
     Raises:
-        ValueError: an option is out of range, `batch_size` is not divisible by `process_count`, or
-            the corpus does not fill one batch.
+        ValueError: sequences are too short, or there is only one document.
     """
-    return stream(
-        _examples(corpus, sequence_length),
-        batch_size=batch_size,
-        seed=seed,
-        process_index=process_index,
-        process_count=process_count,
-    )
-
-
-def evaluation_batches(
-    corpus: TokenizedCorpus,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    seed: int = 0,
-    max_batches: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yields at most `max_batches` whole batches, the same ones at each call.
-
-    They are the first batches that `batches` gives for these arguments, within one epoch: which
-    text they hold, its pairs and its masks depend on the seed alone.
-
-    Args:
-        corpus: the held-out documents, from `tokenize`.
-        batch_size: as for `batches`.
-        sequence_length: as for `batches`.
-        seed: as for `batches`.
-        max_batches: how many batches at most, 1 or more.
-        process_index: as for `batches`.
-        process_count: as for `batches`.
-
-    Returns:
-        An iterator over dicts of arrays as `batches` gives them.
-
-    Raises:
-        ValueError: as for `batches`, or `max_batches` is below 1.
-    """
-    return first_batches(
-        _examples(corpus, sequence_length),
-        batch_size=batch_size,
-        max_batches=max_batches,
-        seed=seed,
-        process_index=process_index,
-        process_count=process_count,
-    )
-
-
-def _examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
     make = _ExampleMaker(corpus, sequence_length)
     return Examples(make, len(make.chunks), f"sequences of {sequence_length} tokens")

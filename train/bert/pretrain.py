@@ -2,7 +2,7 @@
 
     python -m train.bert.pretrain                              # the main job, in runs/bert-tiny
     python -m train.bert.pretrain --size mini --corpus TEXTS --vocab-size 8192 --steps 2000
-    python -m train.bert.pretrain --optimizer adam signum --learning-rate 3e-4
+    python -m train.bert.pretrain --optimizers adam signum --learning-rate 3e-4
     python -m train.bert.pretrain --help
 
 The same command again goes on where it stopped. Of several processes, each runs the command with a
@@ -11,23 +11,24 @@ The same command again goes on where it stopped. Of several processes, each runs
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-from train import digest, program
+from train import digest
 from train.bert import data
 from train.bert.config import Config
-from train.bert.evaluation import heldout_losses
-from train.bert.model import BertConfig, decay_mask, init_params, pretraining_loss
-from train.bert.report import write_report
+from train.bert.model import (
+    BertConfig,
+    Losses,
+    decay_mask,
+    init_params,
+    pretraining_loss,
+)
+from train.program import Program
+from train.report import Metric, Wording, corpus, loss_metric, sequences
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.bert.pretrain", Config, make_task, write_report, arguments)
 
 
 def make_task(config: Config) -> Task:
@@ -36,36 +37,65 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a text or the vocabulary is missing or unfit.
     """
-    corpus, heldout = data.load(
+    train, heldout = data.load(
         config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
     )
-    model = BertConfig.of_size(
-        config.size,
-        corpus.tokenizer.vocab_size,
-        dropout=config.dropout,
-        bfloat16=config.bfloat16,
-        remat=config.remat,
-    )
-    shape: Any = {
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-        "seed": config.seed,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
+    shape = config.size, train.tokenizer.vocab_size
+    model = BertConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
+        config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=pretraining_loss(model),
         mask=decay_mask,
-        batches=functools.partial(data.batches, corpus, **shape),
-        heldout_batches=functools.partial(
-            data.evaluation_batches, heldout, **shape, max_batches=config.eval_batches
-        ),
+        examples=data.examples(train, config.sequence_length),
+        heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
-        write_files=corpus.tokenizer.save_vocab,
-        identity={"text_digest": digest.of_arrays(*corpus[:3], *heldout[:3])},
+        write_files=train.tokenizer.save_vocab,
+        identity={"text_digest": digest.of_arrays(*train[:3], *heldout[:3])},
     )
 
+
+def heldout_losses(
+    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
+    params: Any,
+    batches: Iterable[Mapping[str, Any]],
+) -> dict[str, float]:
+    """Mean held-out losses: of a masked token, and of a next-sentence label.
+
+    Args:
+        loss_fn: from `pretraining_loss`, without dropout, jitted.
+        params: the model's parameters.
+        batches: the held-out ones.
+    """
+    mlm_loss, nsp_loss, masked, count = 0.0, 0.0, 0.0, 0
+    for batch in batches:
+        _, losses = loss_fn(params, batch)
+        weight = float(batch["masked_weights"].sum())
+        mlm_loss += weight * float(losses["mlm_loss"])
+        nsp_loss += float(losses["nsp_loss"])
+        masked += weight
+        count += 1
+    return {
+        "heldout_mlm_loss": mlm_loss / masked,
+        "heldout_nsp_loss": nsp_loss / count,
+        "heldout_masked_tokens": int(masked),
+    }
+
+
+WORDING = Wording(
+    program="train.bert.pretrain",
+    title=lambda config: f"BERT {config['size']}",
+    examples=lambda config: sequences(config, "tokens"),
+    corpus=corpus,
+    heldout_loss="heldout_mlm_loss",
+    held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
+    metrics=lambda _: {
+        "held-out MLM loss, nats a masked token": loss_metric("heldout_mlm_loss"),
+        "held-out NSP loss": Metric(lambda run: run.result["heldout_nsp_loss"]),
+    },
+)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,15 +9,13 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from train.corpus import read_utf8
+from train.corpus import in_parts, read_utf8
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _CONTINUING = "##"
 _MAX_ALPHABET = 1000
 _MIN_FREQUENCY = 2
-# Encodings hold far more than the ids that are kept of them, so only this many texts at once.
-_TEXTS_AT_ONCE = 8192
 
 
 class WordPieceTokenizer:
@@ -55,10 +53,8 @@ class WordPieceTokenizer:
         """Returns the ids of each text, int32 `[tokens]`, without `[CLS]` and `[SEP]`."""
         return [
             np.array(encoding.ids, np.int32)
-            for start in range(0, len(texts), _TEXTS_AT_ONCE)
-            for encoding in self._tokenizer.encode_batch_fast(
-                list(texts[start : start + _TEXTS_AT_ONCE]), add_special_tokens=False
-            )
+            for part in in_parts(texts)
+            for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
         ]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -71,10 +67,8 @@ class WordPieceTokenizer:
                 np.array(encoding.ids, np.int32),
                 np.array(encoding.offsets, np.int32).reshape(-1, 2),
             )
-            for start in range(0, len(texts), _TEXTS_AT_ONCE)
-            for encoding in self._tokenizer.encode_batch(
-                list(texts[start : start + _TEXTS_AT_ONCE]), add_special_tokens=False
-            )
+            for part in in_parts(texts)
+            for encoding in self._tokenizer.encode_batch(part, add_special_tokens=False)
         ]
 
     def save_vocab(self, folder: str | os.PathLike[str]) -> pathlib.Path:

@@ -8,26 +8,42 @@ save("mine", pretrained)
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import numpy as np
-from flax import traverse_util
 
 from train import hugging_face
-from train.bert.model import LAYER_NORM_EPSILON, MAX_POSITIONS, TOKEN_TYPES, BertConfig, Params
+from train.bert.model import (
+    LAYER_NORM_EPSILON,
+    MAX_POSITIONS,
+    TOKEN_TYPES,
+    BertConfig,
+    Params,
+    init_params,
+)
 from train.bert.tokenizer import WordPieceTokenizer, load_tokenizer
-
-Path = tuple[str | int, ...]
+from train.hugging_face import Place
 
 # Parts that a checkpoint has or has not, as wholes; it always has the others.
 OPTIONAL = ("pooler", "mlm_head", "nsp_head")
-_HEADS = {"mlm_head": "cls.predictions.", "nsp_head": "cls.seq_relationship."}
+_HEADS = ("mlm_head", "nsp_head")
 # A buffer that some versions saved, and the tied output matrix, which is the token embedding.
 _BUFFER = "embeddings.position_ids"
 _TIED = {
-    "cls.predictions.decoder.weight": ("embeddings", "token", "embedding"),
-    "cls.predictions.decoder.bias": ("mlm_head", "bias"),
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+# The parts of a layer, and their places in ours.
+_LAYER: dict[str, Place] = {
+    "attention.self.query": ("attention", "query"),
+    "attention.self.key": ("attention", "key"),
+    "attention.self.value": ("attention", "value"),
+    "attention.output.dense": ("attention", "output"),
+    "attention.output.LayerNorm": ("attention_norm",),
+    "intermediate.dense": ("expand",),
+    "output.dense": ("contract",),
+    "output.LayerNorm": ("feed_forward_norm",),
 }
 # What the architecture fixes, by its name in config.json, where the file says it.
 _FIXED = {
@@ -62,44 +78,27 @@ class Pretrained(NamedTuple):
     tokenizer: WordPieceTokenizer
 
 
-def _tensors(config: BertConfig) -> Iterator[tuple[Path, str, tuple[int, ...]]]:
-    """Each parameter's place in our tree, its name there, and its shape here.
-
-    A `kernel` there is the transpose of ours.
-    """
-    d, f, v = config.hidden, config.feed_forward, config.vocab_size
-
-    def linear(path: Path, name: str, inputs: int, outputs: int) -> Any:
-        yield (*path, "kernel"), f"{name}.weight", (inputs, outputs)
-        yield (*path, "bias"), f"{name}.bias", (outputs,)
-
-    def norm(path: Path, name: str) -> Any:
-        yield (*path, "scale"), f"{name}.weight", (d,)
-        yield (*path, "bias"), f"{name}.bias", (d,)
-
-    for ours, theirs, rows in (
-        ("token", "word", v),
-        ("position", "position", MAX_POSITIONS),
-        ("token_type", "token_type", TOKEN_TYPES),
-    ):
-        name = f"embeddings.{theirs}_embeddings.weight"
-        yield ("embeddings", ours, "embedding"), name, (rows, d)
-    yield from norm(("embeddings", "norm"), "embeddings.LayerNorm")
+def _places(config: BertConfig) -> dict[str, Place]:
+    """Where each tensor of a checkpoint is in our tree."""
+    modules: dict[str, Place] = {"embeddings.LayerNorm": ("embeddings", "norm")}
     for i in range(config.layers):
-        at, name = ("layers", i), f"encoder.layer.{i}"
-        for part in ("query", "key", "value"):
-            yield from linear((*at, "attention", part), f"{name}.attention.self.{part}", d, d)
-        yield from linear((*at, "attention", "output"), f"{name}.attention.output.dense", d, d)
-        yield from norm((*at, "attention_norm"), f"{name}.attention.output.LayerNorm")
-        yield from linear((*at, "expand"), f"{name}.intermediate.dense", d, f)
-        yield from linear((*at, "contract"), f"{name}.output.dense", f, d)
-        yield from norm((*at, "feed_forward_norm"), f"{name}.output.LayerNorm")
-    yield from linear(("pooler",), "pooler.dense", d, d)
-    head = _HEADS["mlm_head"]
-    yield from linear(("mlm_head", "transform"), f"{head}transform.dense", d, d)
-    yield from norm(("mlm_head", "norm"), f"{head}transform.LayerNorm")
-    yield ("mlm_head", "bias"), f"{head}bias", (v,)
-    yield from linear(("nsp_head",), _HEADS["nsp_head"].rstrip("."), d, 2)
+        for name, path in _LAYER.items():
+            modules[f"encoder.layer.{i}.{name}"] = ("layers", i, *path)
+    modules |= {
+        "pooler.dense": ("pooler",),
+        "cls.predictions.transform.dense": ("mlm_head", "transform"),
+        "cls.predictions.transform.LayerNorm": ("mlm_head", "norm"),
+        "cls.seq_relationship": ("nsp_head",),
+    }
+    places: dict[str, Place] = {
+        f"embeddings.{name}_embeddings.weight": ("embeddings", ours, "embedding")
+        for ours, name in (("token", "word"), ("position",) * 2, ("token_type",) * 2)
+    }
+    for name, path in modules.items():
+        norm = name.endswith("LayerNorm")
+        places[f"{name}.weight"] = (*path, "scale" if norm else "kernel")
+        places[f"{name}.bias"] = (*path, "bias")
+    return places | {"cls.predictions.bias": ("mlm_head", "bias")}
 
 
 def load(folder: str | os.PathLike[str]) -> Pretrained:
@@ -159,49 +158,24 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     return {name(key): np.asarray(value, np.float32) for key, value in tensors.items()}
 
 
-def _fit(config: BertConfig, tensors: Mapping[str, np.ndarray], path: pathlib.Path) -> Params:
+def _fit(config: BertConfig, tensors: dict[str, np.ndarray], path: pathlib.Path) -> Params:
     """The tensors as a tree of ours; a `ValueError` lists all that does not fit."""
-    left = dict(tensors)
-    left.pop(_BUFFER, None)
-    flat: dict[Path, np.ndarray] = {}
-    absent: dict[str | int, list[str]] = {}
-    wrong = []
-    for place, name, shape in _tensors(config):
-        if name not in left:
-            absent.setdefault(place[0], []).append(f"{name} is missing")
-            continue
-        value = left.pop(name)
-        value = value.T if place[-1] == "kernel" else value
-        if value.shape != shape:
-            wrong.append(f"{name} has shape {tensors[name].shape}, not {shape[:: _step(place)]}")
-        flat[place] = value
-    present = {place[0] for place in flat}
-    for part, complaints in absent.items():
-        if part not in OPTIONAL or part in present:
-            wrong += complaints
-    for name, place in _TIED.items():
-        if name in left and place in flat and np.array_equal(left[name], flat[place]):
-            del left[name]
-    wrong += [f"{name} is not a part of BERT" for name in sorted(left)]
-    hugging_face.refuse(path, wrong)
-    return traverse_util.unflatten_dict(flat)
-
-
-def _step(place: Path) -> int:
-    return -1 if place[-1] == "kernel" else 1
+    tensors.pop(_BUFFER, None)
+    for name, same in _TIED.items():
+        if name in tensors and np.array_equal(tensors[name], tensors.get(same, ())):
+            del tensors[name]
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    return hugging_face.to_params(tensors, _places(config), shapes, path, OPTIONAL)
 
 
 def save(folder: str | os.PathLike[str], pretrained: Pretrained) -> None:
     """Writes a folder that `load`, and Hugging Face's `transformers`, reads; it is made."""
     root, (config, params, tokenizer) = pathlib.Path(folder), pretrained
-    flat: Mapping[Any, Any] = traverse_util.flatten_dict(params)
     heads = any(part in params for part in _HEADS)
-    tensors = {}
-    for place, name, _ in _tensors(config):
-        if place in flat:
-            prefix = "bert." if heads and place[0] not in _HEADS else ""
-            value = np.asarray(flat[place])
-            tensors[prefix + name] = value.T if place[-1] == "kernel" else value
+    tensors = {
+        name if name.startswith("cls.") or not heads else f"bert.{name}": value
+        for name, value in hugging_face.to_tensors(params, _places(config)).items()
+    }
     values = {
         "architectures": ["BertForPreTraining" if heads else "BertModel"],
         **_FIXED,

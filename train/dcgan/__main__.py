@@ -8,32 +8,20 @@ The same command again goes on where it stopped. Of several processes, each runs
 `--coordinator`, `--processes` and its own `--process-id`.
 """
 
+import base64
 import functools
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-import jax
-
-from train import digest, images, program
+from train import digest, images
 from train.batch_norms import decay_mask
 from train.dcgan import data
 from train.dcgan.config import Config
 from train.dcgan.evaluation import Judge
-from train.dcgan.model import (
-    DCGANConfig,
-    adversarial_loss,
-    init_params,
-    init_statistics,
-)
-from train.dcgan.report import write_report
+from train.dcgan.model import DCGANConfig, adversarial_loss, init_params, init_statistics
+from train.program import Program
+from train.report import Metric, Run, Wording, loss_metric
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.dcgan", Config, make_task, write_report, arguments)
 
 
 def make_task(config: Config) -> Task:
@@ -42,25 +30,45 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a file of images is missing or unfit.
     """
-    folder = pathlib.Path(config.data)
-    train, test = (images.read_images(folder / name) for name in (images.TRAIN, images.TEST))
-    model = DCGANConfig.of_size(config.size, bfloat16=config.bfloat16, remat=config.remat)
-    share: Any = {
-        "batch_size": config.batch_size,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
+    train, test = images.read_folder(pathlib.Path(config.data))
+    model = DCGANConfig.of_size(config.size, **config.precision)
     return Task(
+        config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=adversarial_loss(model),
         mask=decay_mask,
-        batches=functools.partial(data.batches, train, **share, seed=config.seed),
-        heldout_batches=functools.partial(data.evaluation_batches, test, **share),
+        examples=data.examples(train),
+        heldout=images.heldout(test),
+        judged_whole=True,
         judge=Judge(model, config.seed),
         identity={"data_digest": digest.of_arrays(*train, *test)},
         init_model_state=functools.partial(init_statistics, model),
     )
 
+
+def _write_samples(run: Run) -> None:
+    (run.folder / "samples.png").write_bytes(base64.b64decode(run.result["samples"]))
+
+
+WORDING = Wording(
+    program="train.dcgan",
+    title=lambda config: f"DCGAN {config['size']}",
+    examples=lambda config: "images",
+    corpus=lambda config: "CIFAR-10.",
+    heldout_loss="sliced_wasserstein",
+    held_out=lambda result: f"{result['heldout_images']:,} images",
+    metrics=lambda _: {
+        "sliced Wasserstein distance to held-out images, x 1,000": loss_metric(
+            "sliced_wasserstein"
+        ),
+        "discriminator loss, nats": Metric(lambda run: run.last("discriminator_loss"), "{:.3f}"),
+        "generator loss, nats": Metric(lambda run: run.last("generator_loss"), "{:.3f}"),
+    },
+    measure="sliced Wasserstein distance",
+    write_files=_write_samples,
+)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -107,7 +107,7 @@ class Judge:
 
         Args:
             params: of both networks.
-            batches: from `data.evaluation_batches`.
+            batches: from `train.stream.in_order`.
             model_state: the batch norms' statistics.
         """
         real = np.concatenate(list(_real(batches)))[:IMAGES]

@@ -10,29 +10,19 @@ The same command again goes on where it stopped. Of several processes, each runs
 
 import functools
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 
-from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
 from train.bert.model import decay_mask
-from train.finetuning import identity
-from train.finetuning_report import write_report
+from train.finetuning import identity, wording
 from train.glue import data
 from train.glue.config import Config, task_folder
 from train.glue.evaluation import judge
 from train.glue.tasks import TASKS
+from train.program import Program
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    titles = {name: task.name for name, task in TASKS.items()}
-    report = functools.partial(write_report, program="train.glue", tasks=titles)
-    return program.run("train.glue", Config, make_task, report, arguments)
 
 
 def make_task(config: Config) -> Task:
@@ -41,28 +31,28 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: the weights, or a file of the task, are missing or unfit.
     """
-    [name] = config.task
+    [name] = config.tasks
     task = TASKS[name]
     pretrained = weights.load(config.weights)
     folder = task_folder(config.data, name)
     train, dev = data.load(task, folder, pretrained.tokenizer)
     model = FineTuned(functools.partial(SequenceClassifier, config.model(pretrained), task.outputs))
-    share: Any = {
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
     return Task(
+        config,
         init=functools.partial(model.init, pretrained, config.seed),
         loss_fn=classification_loss(model, len(task.classes)),
         mask=decay_mask,
-        batches=functools.partial(data.batches, train, **share, seed=config.seed),
-        heldout_batches=functools.partial(data.evaluation_batches, list(dev.values()), **share),
+        examples=data.examples([train], config.sequence_length),
+        heldout=data.examples(list(dev.values()), config.sequence_length),
+        judged_whole=True,
         judge=functools.partial(judge, task, list(dev), jax.jit(model.apply)),
         identity=identity(pretrained, [folder / file for file in ("train.tsv", *dev)]),
     )
 
+
+WORDING = wording("train.glue", lambda config: TASKS[config["tasks"][0]].name)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,11 +1,10 @@
-"""The options of fine-tuning on GLUE, and their checks."""
+"""The options of fine-tuning on GLUE."""
 
 import dataclasses
 import pathlib
 from typing import Annotated, ClassVar, Self
 
-import tyro
-
+from train.config import Range
 from train.finetuning import FineTuneConfig
 from train.glue.tasks import TASKS, read_examples
 
@@ -16,25 +15,21 @@ class Config(FineTuneConfig):
 
     The same command again goes on where it stopped. At the end `report.md` and `metrics.png` in the
     output folder compare the optimizers.
+
+    Attributes:
+        data: Folder of GLUE: a folder of official files for each task.
+        tasks: Tasks, one after another: cola, sst-2, mrpc, rte, qnli, qqp, sts-b, mnli.
     """
 
     MODEL: ClassVar[str] = "glue"
 
-    data: str = ""
-    """Folder of GLUE: a folder of official files for each task."""
-    task: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--tasks",))] = ("mrpc",)
-    """Tasks, one after another: cola, sst-2, mrpc, rte, qnli, qqp, sts-b, mnli."""
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all fine-tuning, and GLUE's own."""
-        return [
-            *super().requirements(),
-            (
-                "task",
-                0 < len(self.task) == len(set(self.task)) and TASKS.keys() >= set(self.task),
-                f"one or more, each once, of {', '.join(TASKS)}",
-            ),
-        ]
+    tasks: Annotated[
+        tuple[str, ...],
+        Range(
+            f"one or more, each once, of {', '.join(TASKS)}",
+            lambda x: 0 < len(x) == len(set(x)) and TASKS.keys() >= set(x),
+        ),
+    ] = ("mrpc",)
 
     def runs(self) -> list[Self]:
         """A run for each task and seed, of as many steps as the epochs have.
@@ -43,10 +38,10 @@ class Config(FineTuneConfig):
             ValueError: a task's training examples are missing or unfit.
         """
         found = []
-        for name in self.task:
+        for name in self.tasks:
             path = task_folder(self.data, name) / "train.tsv"
             examples = len(read_examples(TASKS[name], path)[0])
-            found += [self.run(name, examples, seed, task=(name,)) for seed in self.seeds]
+            found += self.of_seeds(name, examples, tasks=(name,))
         return found
 
 

@@ -1,16 +1,15 @@
-"""GLUE's examples as BERT reads them, and batches of them."""
+"""GLUE's examples as BERT reads them."""
 
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 
 from train.bert.inputs import join, shorten
 from train.bert.tokenizer import WordPieceTokenizer
 from train.glue.tasks import GlueTask, read_examples
-from train.stream import Arrays, Examples, check, stream
+from train.stream import Arrays, Examples, check
 
 
 class Encoded(NamedTuple):
@@ -63,55 +62,27 @@ def load(
     return encoded("train.tsv"), {name: encoded(name) for name in task.dev_files}
 
 
-def batches(
-    encoded: Encoded, *, batch_size: int, sequence_length: int, **options: Any
-) -> grain.DatasetIterator[Arrays]:
-    """Returns a Grain iterator over batches, without end; shuffled anew each epoch.
+def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
+    """The examples of all parts, one part after another.
 
     Args:
-        encoded: from `load`.
-        batch_size: the global batch's examples; each process yields its equal share of them, B.
+        parts: from `load`.
         sequence_length: positions, S.
-        **options: of `train.stream.stream`.
 
     Returns:
-        An iterator over dicts: `input_ids`, `token_type_ids`, `attention_mask`, int32 `[B, S]`;
-        `labels` `[B]`; and `example_seed`, uint32 `[B]`.
+        Dicts: `input_ids`, `token_type_ids`, `attention_mask`, int32 `[S]`; `labels`; `part`, the
+        number of the part, int32; and `example_seed`, uint32.
 
     Raises:
-        ValueError: an option is out of range, or the examples do not fill one batch.
+        ValueError: sequences are too short.
     """
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
+    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded))]
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
+        part, within = where[index]
         seed = np.array(rng.integers(2**32), np.uint32)
-        return encoded.example(index, sequence_length) | {"example_seed": seed}
+        example = parts[part].example(within, sequence_length)
+        return example | {"part": np.array(part, np.int32), "example_seed": seed}
 
-    examples = Examples(make, len(encoded), f"sequences of {sequence_length} tokens")
-    return stream(examples, batch_size=batch_size, **options)
-
-
-def evaluation_batches(
-    parts: Sequence[Encoded],
-    *,
-    batch_size: int,
-    sequence_length: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[Arrays]:
-    """Yields all examples of all parts once, in order.
-
-    What fills the last batch is marked: besides the entries of `batches` there are `part`, int32
-    `[B]`, the number of the part, and -1 for what does not count.
-    """
-    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded))]
-    for start in range(0, len(where), batch_size):
-        chosen = where[start : start + batch_size]
-        rows = [
-            parts[part].example(i, sequence_length) | {"part": np.int32(part)} for part, i in chosen
-        ]
-        rows += [rows[0] | {"part": np.int32(-1)}] * (batch_size - len(rows))
-        share = batch_size // process_count
-        mine = rows[process_index * share : (process_index + 1) * share]
-        batch = {name: np.stack([row[name] for row in mine]) for name in mine[0]}
-        yield batch | {"example_seed": np.zeros(share, np.uint32)}
+    return Examples(make, len(where), f"sequences of {sequence_length} tokens")

@@ -24,27 +24,24 @@ def judge(
         parts: the parts' names.
         apply: parameters and a batch to `[B, outputs]`, jitted.
         params: the model's parameters.
-        batches: from `data.evaluation_batches`.
+        batches: from `train.stream.in_order`.
 
     Returns:
         `metrics` in percent, by name and, where there are several parts, by part: `{"f1": 90.0}`,
         or `{"accuracy, dev_matched": 80.0, ...}`; and `heldout_examples`.
     """
-    outputs, labels, of_part = [], [], []
+    columns = [[], [], []]
     for batch in batches:
-        made = apply(params, batch)
-        columns = (made, batch["labels"], batch["part"])
-        made, label, part = (multihost_utils.process_allgather(x, tiled=True) for x in columns)
-        outputs.append(made)
-        labels.append(label)
-        of_part.append(part)
-    predictions = np.concatenate(outputs)
-    predictions = predictions.argmax(-1) if task.classes else predictions[:, 0]
-    label, part = np.concatenate(labels), np.concatenate(of_part)
+        found = (apply(params, batch), batch["labels"], batch["part"])
+        counts, *made = multihost_utils.process_allgather((batch["counts"], *found), tiled=True)
+        for column, values in zip(columns, made, strict=True):
+            column.append(values[counts])
+    outputs, label, part = map(np.concatenate, columns)
+    predictions = outputs.argmax(-1) if task.classes else outputs[:, 0]
     found = {}
     for number, name in enumerate(parts):
         chosen = part == number
         for metric, f in task.metrics.items():
             title = metric if len(parts) == 1 else f"{metric}, {name.removesuffix('.tsv')}"
             found[title] = 100 * f(label[chosen], predictions[chosen])
-    return {"metrics": found, "heldout_examples": int(np.sum(part >= 0))}
+    return {"metrics": found, "heldout_examples": len(part)}

@@ -1,12 +1,9 @@
-"""The options of a pre-training of a language model, and their checks."""
+"""The options of a pre-training of a language model."""
 
 import dataclasses
 from typing import Annotated, ClassVar, Literal
 
-import tyro
-
-from train.config import TextConfig
-from train.lm.model import SIZES
+from train.config import Count, Fraction, OptimizerNames, Positive, Range, TextConfig
 from train.lm.tokenizer import BYTES
 
 
@@ -16,41 +13,23 @@ class Config(TextConfig):
 
     All see the same batches. The same command again goes on where it stopped. At the end
     `report.md` and `loss.png` in the output folder compare the optimizers.
+
+    Attributes:
+        tokenizer: Tokens: bytes, or byte pairs as in GPT-2, which are trained on the corpus.
+        vocab_size: Tokens of bpe, the 256 bytes included.
     """
 
     MODEL: ClassVar[str] = "lm"
 
     size: Literal["nano", "micro", "small", "medium"] = "nano"
-    """Size of the model."""
-    optimizer: Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--optimizers",))] = (
-        "adam",
-        "onebit_adam_refresh",
-        "onebit_muon",
-    )
-    """Optimizers to train with, one after another: names of train/optimizers.py."""
-    sequence_length: int = 128
-    """Tokens in a sequence."""
-    dropout: float = 0.0
-    """Dropout rate."""
+    optimizers: OptimizerNames = ("adam", "onebit_adam_refresh", "onebit_muon")
+    sequence_length: Annotated[
+        int, Range("a whole number of at least 2, below 2**31", lambda x: 2 <= x < 2**31)
+    ] = 128
+    dropout: Fraction = 0.0
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """Tokens: bytes, or byte pairs as in GPT-2, which are trained on the corpus."""
-    vocab_size: int = 1024
-    """Tokens of bpe, the 256 bytes included."""
-    steps: int = 400
-    """Optimizer steps."""
-    learning_rate: float = 4e-3
-    """Peak learning rate."""
-    schedule_warmup: int = 40
-    """Steps over which the learning rate rises linearly to its peak."""
-    warmup: int | Literal["auto"] = "auto"
-    """Dense steps of the optimizers that begin with such; auto: until the variance is stable, but
-    no sooner than the learning rate's warm-up ends."""
-
-    def requirements(self) -> list[tuple[str, bool, str]]:
-        """As those of all runs, and the language model's own."""
-        return [
-            ("size", self.size in SIZES, f"one of {', '.join(SIZES)}"),
-            *super().requirements(),
-            ("sequence_length", self.sequence_length >= 2, "a whole number of at least 2"),
-            ("vocab_size", self.vocab_size > BYTES, f"more than the {BYTES} bytes"),
-        ]
+    vocab_size: Annotated[int, Range(f"more than the {BYTES} bytes", lambda x: x > BYTES)] = 1024
+    steps: Count = 400
+    learning_rate: Positive = 4e-3
+    schedule_warmup: int | float = 40
+    warmup: int | float | Literal["auto"] = "auto"

@@ -5,15 +5,14 @@ is cut from it as for BERT. Sequences are cut from its tokens one after another,
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import grain
 import numpy as np
 
 from train.corpus import read_texts
 from train.lm.tokenizer import ByteTokenizer, Tokenizer
-from train.stream import Arrays, Examples, check, first_batches, stream
+from train.stream import Arrays, Examples, check
 
 
 class Texts(NamedTuple):
@@ -64,40 +63,16 @@ def to_pieces(documents: Sequence[Sequence[str]]) -> list[str]:
     return pieces
 
 
-def batches(
-    text: np.ndarray, *, batch_size: int, sequence_length: int, **options: Any
-) -> grain.DatasetIterator[Arrays]:
-    """Returns a Grain iterator over batches, without end.
-
-    Args:
-        text: tokens from `load`.
-        batch_size: the global batch's sequences; each process yields its equal share of them, B.
-        sequence_length: tokens in a sequence, S.
-        **options: of `train.stream.stream`.
+def examples(text: np.ndarray, sequence_length: int) -> Examples:
+    """Sequences of S tokens of a text from `load`.
 
     Returns:
-        An iterator over dicts: `inputs`, and `targets`, the token after each, int32 `[B, S]`; and
-        `example_seed`, uint32 `[B]`.
+        Dicts: `inputs`, and `targets`, the token after each, int32 `[S]`; and `example_seed`,
+        uint32.
 
     Raises:
-        ValueError: an option is out of range, or the text does not fill one batch.
+        ValueError: sequences are too short.
     """
-    return stream(_examples(text, sequence_length), batch_size=batch_size, **options)
-
-
-def evaluation_batches(
-    text: np.ndarray, *, batch_size: int, sequence_length: int, max_batches: int, **options: Any
-) -> Iterator[Arrays]:
-    """Yields the first of what `batches` gives, at most `max_batches`, within one epoch.
-
-    Raises:
-        ValueError: as for `batches`, or `max_batches` is below 1.
-    """
-    examples = _examples(text, sequence_length)
-    return first_batches(examples, batch_size=batch_size, max_batches=max_batches, **options)
-
-
-def _examples(text: np.ndarray, sequence_length: int) -> Examples:
     check(sequence_length >= 2, "sequence_length", sequence_length, "at least 2")
 
     def make(index: int, rng: np.random.Generator) -> Arrays:

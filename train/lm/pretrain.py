@@ -11,25 +11,23 @@ The same command again goes on where it stopped. Of several processes, each runs
 """
 
 import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from train import digest, program
+from train import digest
 from train.lm import data
 from train.lm.config import Config
-from train.lm.evaluation import heldout_losses
 from train.lm.model import LMConfig, decay_mask, init_params, next_token_loss
-from train.lm.report import write_report
 from train.lm.tokenizer import FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
+from train.program import Program
+from train.report import Metric, Wording, corpus, loss_metric, sequences
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.lm.pretrain", Config, make_task, write_report, arguments)
 
 
 def make_task(config: Config) -> Task:
@@ -41,28 +39,15 @@ def make_task(config: Config) -> Task:
     text, heldout, tokenizer = data.load(
         config.corpus, config.heldout, functools.partial(make_tokenizer, config)
     )
-    model = LMConfig.of_size(
-        config.size,
-        len(tokenizer.token_bytes),
-        bfloat16=config.bfloat16,
-        remat=config.remat,
-        dropout=config.dropout,
-    )
-    shape: Any = {
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-        "seed": config.seed,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
+    shape = config.size, len(tokenizer.token_bytes)
+    model = LMConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
+        config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=next_token_loss(model),
         mask=decay_mask,
-        batches=functools.partial(data.batches, text, **shape),
-        heldout_batches=functools.partial(
-            data.evaluation_batches, heldout, **shape, max_batches=config.eval_batches
-        ),
+        examples=data.examples(text, config.sequence_length),
+        heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(
             heldout_losses, jax.jit(next_token_loss(model, train=False)), tokenizer.token_bytes
         ),
@@ -87,6 +72,55 @@ def make_tokenizer(config: Config, pieces: Sequence[str]) -> Tokenizer:
         return load_bpe(path, config.vocab_size)
     return train_bpe(pieces, config.vocab_size)
 
+
+def heldout_losses(
+    loss_fn: Callable[[Any, Any], tuple[Any, Any]],
+    token_bytes: np.ndarray,
+    params: Any,
+    batches: Iterable[Any],
+) -> dict[str, float]:
+    """The mean loss of a held-out token in nats, and of a byte in bits; and their numbers.
+
+    Losses of a byte can be compared between tokenizers, those of a token cannot.
+
+    Args:
+        loss_fn: from `next_token_loss`, without dropout, jitted.
+        token_bytes: how many bytes each token stands for.
+        params: the model's parameters.
+        batches: the held-out ones.
+    """
+    # In a program, as a batch may lie on the devices of several processes.
+    count_bytes = jax.jit(lambda targets: jnp.take(jnp.asarray(token_bytes), targets).sum())
+    nats, tokens, text_bytes = 0.0, 0, 0
+    for batch in batches:
+        size = batch["targets"].size
+        nats += size * float(loss_fn(params, batch)[0])
+        tokens += size
+        text_bytes += int(count_bytes(batch["targets"]))
+    return {
+        "heldout_loss": nats / tokens,
+        "heldout_bits_per_byte": nats / text_bytes / math.log(2),
+        "heldout_tokens": tokens,
+        "heldout_bytes": text_bytes,
+    }
+
+
+WORDING = Wording(
+    program="train.lm.pretrain",
+    title=lambda config: f"Language model {config['size']}",
+    examples=lambda config: sequences(
+        config, "tokens" if config["tokenizer"] == "bpe" else "bytes"
+    ),
+    corpus=corpus,
+    heldout_loss="heldout_loss",
+    held_out=lambda result: f"{result['heldout_bytes']:,} bytes",
+    metrics=lambda _: {
+        "held-out bits per byte": loss_metric("heldout_bits_per_byte"),
+        "held-out loss, nats per token": Metric(lambda run: run.result["heldout_loss"]),
+    },
+)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,14 +10,12 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from train.corpus import read_utf8
+from train.corpus import in_parts, read_utf8
 
 BYTES = 256
 FILE = "tokenizer.json"
 
 _MIN_FREQUENCY = 2
-# Encodings hold far more than the ids that are kept of them, so only this many texts at once.
-_TEXTS_AT_ONCE = 8192
 
 
 class Tokenizer(Protocol):
@@ -80,10 +78,8 @@ class BPETokenizer:
         dtype = np.min_scalar_type(len(self.token_bytes) - 1)
         ids = [
             np.array(encoding.ids, dtype)
-            for start in range(0, len(pieces), _TEXTS_AT_ONCE)
-            for encoding in self._tokenizer.encode_batch_fast(
-                list(pieces[start : start + _TEXTS_AT_ONCE])
-            )
+            for part in in_parts(pieces)
+            for encoding in self._tokenizer.encode_batch_fast(part)
         ]
         return np.concatenate([np.empty(0, dtype), *ids])
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from train import hugging_face
+from train.hugging_face import Place
 from train.lm.model import NORM_EPSILON, ROTARY_BASE, LMConfig, Params, init_params
 
-# Their places in a block, and whether they are transposed there.
-_PARTS = {
-    "input_layernorm": (("attention_norm", "scale"), False),
-    "self_attn.q_proj": (("attention", "query", "kernel"), True),
-    "self_attn.k_proj": (("attention", "key", "kernel"), True),
-    "self_attn.v_proj": (("attention", "value", "kernel"), True),
-    "self_attn.o_proj": (("attention", "output", "kernel"), True),
-    "post_attention_layernorm": (("feed_forward_norm", "scale"), False),
-    "mlp.gate_proj": (("feed_forward", "gate", "kernel"), True),
-    "mlp.up_proj": (("feed_forward", "expand", "kernel"), True),
-    "mlp.down_proj": (("feed_forward", "contract", "kernel"), True),
+# Their places in a block.
+_PARTS: dict[str, Place] = {
+    "input_layernorm": ("attention_norm", "scale"),
+    "self_attn.q_proj": ("attention", "query", "kernel"),
+    "self_attn.k_proj": ("attention", "key", "kernel"),
+    "self_attn.v_proj": ("attention", "value", "kernel"),
+    "self_attn.o_proj": ("attention", "output", "kernel"),
+    "post_attention_layernorm": ("feed_forward_norm", "scale"),
+    "mlp.gate_proj": ("feed_forward", "gate", "kernel"),
+    "mlp.up_proj": ("feed_forward", "expand", "kernel"),
+    "mlp.down_proj": ("feed_forward", "contract", "kernel"),
 }
 
 
@@ -49,15 +49,15 @@ def load(folder: str | os.PathLike[str], **options: bool) -> tuple[LMConfig, Par
     root = pathlib.Path(folder)
     hugging_face.check_files(root)
     config, path = _config(root / hugging_face.CONFIG, options), root / hugging_face.TENSORS
-    return config, _params(config, hugging_face.read_tensors(path), path)
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    tensors = hugging_face.read_tensors(path)
+    params = hugging_face.to_params(tensors, _places(config), shapes, path)
+    return config, jax.tree.map(jnp.asarray, params)
 
 
 def save(folder: str | os.PathLike[str], config: LMConfig, params: Params) -> None:
     """Writes a model as `load`, and Hugging Face's `LlamaForCausalLM`, read it: in float32."""
-    tensors = {}
-    for name, (path, transposed) in _places(config).items():
-        array = np.asarray(_at(params, path))
-        tensors[name] = array.T if transposed else array
+    tensors = hugging_face.to_tensors(params, _places(config))
     hugging_face.write(pathlib.Path(folder), _described(config), tensors)
 
 
@@ -133,41 +133,14 @@ def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
     return config
 
 
-def _places(config: LMConfig) -> dict[str, tuple[tuple[Any, ...], bool]]:
-    """Where the tensors of a checkpoint are in the parameters, and whether transposed."""
+def _places(config: LMConfig) -> dict[str, Place]:
+    """Where the tensors of a checkpoint are in the parameters."""
     return {
-        "model.embed_tokens.weight": (("token", "embedding"), False),
+        "model.embed_tokens.weight": ("token", "embedding"),
         **{
-            f"model.layers.{number}.{name}.weight": (("blocks", number, *path), transposed)
+            f"model.layers.{number}.{name}.weight": ("blocks", number, *path)
             for number in range(config.layers)
-            for name, (path, transposed) in _PARTS.items()
+            for name, path in _PARTS.items()
         },
-        "model.norm.weight": (("norm", "scale"), False),
+        "model.norm.weight": ("norm", "scale"),
     }
-
-
-def _params(config: LMConfig, tensors: dict[str, np.ndarray], path: pathlib.Path) -> Params:
-    places = _places(config)
-    params = jax.eval_shape(lambda: init_params(config, 0))
-    shapes = {
-        name: _at(params, place).shape[::-1] if transposed else _at(params, place).shape
-        for name, (place, transposed) in places.items()
-    }
-    faults = [f"{name} is missing" for name in places if name not in tensors]
-    faults += [f"{name} is not of this model" for name in tensors if name not in places]
-    faults += [
-        f"{name} has shape {tensors[name].shape}, not {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    hugging_face.refuse(path, faults)
-    for name, (place, transposed) in places.items():
-        array = tensors[name].astype(np.float32)
-        _at(params, place[:-1])[place[-1]] = jnp.asarray(array.T if transposed else array)
-    return params
-
-
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree

@@ -12,29 +12,16 @@ The same command again goes on where it stopped. Of several processes, each runs
 import functools
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-import jax
-
-from train import digest, images, program
+from train import digest, images
 from train.batch_norms import decay_mask
+from train.program import Program
+from train.report import Metric, Wording, loss_metric
 from train.resnet import data
 from train.resnet.config import Config
 from train.resnet.evaluation import Judge
-from train.resnet.model import (
-    ResNetConfig,
-    classification_loss,
-    init_params,
-    init_statistics,
-)
-from train.resnet.report import write_report
+from train.resnet.model import ResNetConfig, classification_loss, init_params, init_statistics
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.resnet", Config, make_task, write_report, arguments)
 
 
 def make_task(config: Config) -> Task:
@@ -43,25 +30,40 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a file of images is missing or unfit.
     """
-    folder = pathlib.Path(config.data)
-    train, test = (images.read_images(folder / name) for name in (images.TRAIN, images.TEST))
-    model = ResNetConfig.of_size(config.size, bfloat16=config.bfloat16, remat=config.remat)
-    share: Any = {
-        "batch_size": config.batch_size,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
+    train, test = images.read_folder(pathlib.Path(config.data))
+    model = ResNetConfig.of_size(config.size, **config.precision)
     return Task(
+        config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=classification_loss(model),
         mask=decay_mask,
-        batches=functools.partial(data.batches, train, **share, seed=config.seed),
-        heldout_batches=functools.partial(images.evaluation_batches, test, **share),
+        examples=data.examples(train),
+        heldout=images.heldout(test),
+        judged_whole=True,
         judge=Judge(model),
         identity={"data_digest": digest.of_arrays(*train, *test)},
         init_model_state=functools.partial(init_statistics, model),
     )
 
+
+WORDING = Wording(
+    program="train.resnet",
+    title=lambda config: f"ResNet-{config['size']}",
+    examples=lambda config: "images",
+    corpus=lambda config: "CIFAR-10.",
+    heldout_loss="heldout_loss",
+    held_out=lambda result: f"{result['heldout_images']:,} images",
+    metrics=lambda _: {
+        "held-out accuracy": Metric(
+            lambda run: 100 * run.result["heldout_accuracy"],
+            "{:.2f} %",
+            lambda own, first: f"{own - first:+.2f} points",
+        ),
+        "held-out loss, nats": loss_metric("heldout_loss"),
+    },
+)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,9 @@
-"""Batches of augmented images."""
+"""Augmented images."""
 
-from typing import Any
-
-import grain
 import numpy as np
 
 from train.images import SIDE, Images
-from train.stream import Arrays, Examples, stream
+from train.stream import Arrays, Examples
 
 # Black pixels at each side of an image, of which a crop may have some.
 PADDING = 4
@@ -27,24 +24,12 @@ def cropped(image: np.ndarray, top: int, left: int, mirrored: bool) -> np.ndarra
     return crop[:, ::-1] if mirrored else crop
 
 
-def batches(images: Images, *, batch_size: int, **options: Any) -> grain.DatasetIterator[Arrays]:
-    """Returns a Grain iterator over batches, without end; shuffled and augmented anew each epoch.
-
-    Args:
-        images: from `read_images`.
-        batch_size: the global batch's images; each process yields its equal share of them, B.
-        **options: of `train.stream.stream`.
-
-    Returns:
-        An iterator over dicts: `image`, uint8 `[B, 32, 32, 3]`, and `label`, int32 `[B]`.
-
-    Raises:
-        ValueError: an option is out of range, or the images do not fill one batch.
-    """
+def examples(images: Images) -> Examples:
+    """Images from `read_images`, cropped and mirrored anew each time: `image` and `label`."""
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
         top, left = rng.integers(2 * PADDING + 1, size=2)
         image = cropped(images.pixels[index], top, left, rng.random() < 0.5)
         return {"image": image, "label": images.labels[index]}
 
-    return stream(Examples(make, len(images.labels), "images"), batch_size=batch_size, **options)
+    return Examples(make, len(images.labels), "images")

@@ -32,7 +32,7 @@ class Judge:
 
         Args:
             params: the model's parameters.
-            batches: from `data.evaluation_batches`.
+            batches: from `train.stream.in_order`.
             model_state: the batch norms' statistics.
         """
         loss, right, count = 0.0, 0, 0

@@ -12,38 +12,24 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train import program
 from train.bert import weights
 from train.bert.heads import FineTuned, SpanFinder, span_loss
 from train.bert.model import decay_mask
-from train.finetuning import identity
-from train.finetuning_report import write_report
+from train.finetuning import identity, wording
+from train.program import Program
+from train.report import Run
 from train.squad import data
 from train.squad.config import DEV, TRAIN, Config
 from train.squad.decoding import answers
 from train.squad.scoring import score
 from train.training import Task
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the program and returns its exit code: 0, 2 for bad input, 128 + n for signal n."""
-    return program.run("train.squad", Config, make_task, report, arguments)
-
-
-def report(folder: pathlib.Path) -> tuple[str, pathlib.Path]:
-    """Writes the report, and beside each result its answers as the official script reads them."""
-    for path in folder.glob("*/*/result.json"):
-        predictions = json.loads(path.read_text(encoding="utf-8"))["predictions"]
-        text = json.dumps(predictions, ensure_ascii=False, indent=1) + "\n"
-        (path.parent / "predictions.json").write_text(text, encoding="utf-8")
-    return write_report(folder, "train.squad", {"squad": "SQuAD 1.1"})
 
 
 def make_task(config: Config) -> Task:
@@ -59,23 +45,16 @@ def make_task(config: Config) -> Task:
     questions = data.read_questions(root / DEV)
     dev = data.windows(questions, tokenizer, **cut)
     model = FineTuned(functools.partial(SpanFinder, config.model(pretrained)))
-    share: Any = {
-        "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
     apply = jax.jit(model.apply)
 
     def judge(params: Any, batches: Iterable[Any]) -> dict[str, Any]:
-        of_window: dict[int, np.ndarray] = {}
+        logits = []
         for batch in batches:
-            made = (apply(params, batch), batch["window"])
-            logits, numbers = (multihost_utils.process_allgather(x, tiled=True) for x in made)
-            of_window |= {int(n): own for n, own in zip(numbers, logits, strict=True) if n >= 0}
-        logits = np.stack([of_window[number] for number in range(len(dev))])
+            made = apply(params, batch), batch["counts"]
+            of_batch, counts = multihost_utils.process_allgather(made, tiled=True)
+            logits.append(of_batch[counts])
         limits: Any = {"best": config.best, "longest": config.longest_answer}
-        predictions = answers(questions, dev, logits, **limits)
+        predictions = answers(questions, dev, np.concatenate(logits), **limits)
         return {
             "metrics": score(predictions, {q.name: q.answers for q in questions}),
             "heldout_examples": len(questions),
@@ -83,15 +62,27 @@ def make_task(config: Config) -> Task:
         }
 
     return Task(
+        config,
         init=functools.partial(model.init, pretrained, config.seed),
         loss_fn=span_loss(model),
         mask=decay_mask,
-        batches=functools.partial(data.batches, train, tokenizer, **share, seed=config.seed),
-        heldout_batches=functools.partial(data.evaluation_batches, dev, tokenizer, **share),
+        examples=data.examples(train, tokenizer, config.sequence_length),
+        heldout=data.examples(dev, tokenizer, config.sequence_length),
+        judged_whole=True,
         judge=judge,
         identity=identity(pretrained, [root / TRAIN, root / DEV]),
     )
 
+
+def _write_answers(run: Run) -> None:
+    """As the official script reads them."""
+    text = json.dumps(run.result["predictions"], ensure_ascii=False, indent=1) + "\n"
+    (run.folder / "predictions.json").write_text(text, encoding="utf-8")
+
+
+WORDING = wording("train.squad", lambda config: "SQuAD 1.1", write_files=_write_answers)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
 
 if __name__ == "__main__":
     sys.exit(main())

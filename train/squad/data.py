@@ -6,15 +6,14 @@ them, and of characters in the context, exactly.
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import grain
 import numpy as np
 
 from train.bert.inputs import join
 from train.bert.tokenizer import WordPieceTokenizer
-from train.stream import Arrays, Examples, check, stream
+from train.stream import Arrays, Examples, check
 
 
 class Question(NamedTuple):
@@ -145,71 +144,32 @@ def _answer_tokens(question: Question, offsets: np.ndarray) -> tuple[int, int]:
     return int(inside[0]), int(inside[-1])
 
 
-def batches(
-    found: Sequence[Window],
-    tokenizer: WordPieceTokenizer,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    **options: Any,
-) -> grain.DatasetIterator[Arrays]:
-    """Returns a Grain iterator over batches, without end; shuffled anew each epoch.
+def examples(
+    found: Sequence[Window], tokenizer: WordPieceTokenizer, sequence_length: int
+) -> Examples:
+    """Windows as sequences of S positions.
 
     Args:
         found: from `windows`.
         tokenizer: of the model.
-        batch_size: the global batch's windows; each process yields its equal share of them, B.
-        sequence_length: positions, S.
-        **options: of `train.stream.stream`.
+        sequence_length: S.
 
     Returns:
-        An iterator over dicts: `input_ids`, `token_type_ids`, `attention_mask`, int32 `[B, S]`;
-        `starts` and `ends`, int32 `[B]`; and `example_seed`, uint32 `[B]`.
+        Dicts: `input_ids`, `token_type_ids`, `attention_mask`, int32 `[S]`; `starts` and `ends`,
+        int32; and `example_seed`, uint32.
 
     Raises:
-        ValueError: an option is out of range, or the windows do not fill one batch.
+        ValueError: sequences are too short.
     """
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
-        seed = np.array(rng.integers(2**32), np.uint32)
-        return _example(found[index], tokenizer, sequence_length) | {"example_seed": seed}
-
-    return stream(
-        Examples(make, len(found), f"sequences of {sequence_length} tokens"),
-        batch_size=batch_size,
-        **options,
-    )
-
-
-def evaluation_batches(
-    found: Sequence[Window],
-    tokenizer: WordPieceTokenizer,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[Arrays]:
-    """Yields all windows once, in order.
-
-    Besides the entries of `batches` there is `window`, int32 `[B]`, its number, and -1 for what
-    fills the last batch.
-    """
-    share = batch_size // process_count
-    for start in range(0, len(found), batch_size):
-        numbers = np.arange(start, start + batch_size, dtype=np.int32)
-        mine = numbers[process_index * share : (process_index + 1) * share]
-        rows = [_example(found[min(i, len(found) - 1)], tokenizer, sequence_length) for i in mine]
-        yield {
-            **{name: np.stack([row[name] for row in rows]) for name in rows[0]},
-            "window": np.where(mine < len(found), mine, -1),
-            "example_seed": np.zeros(share, np.uint32),
+        window = found[index]
+        return {
+            **join(tokenizer, window.question, window.context, sequence_length),
+            "starts": np.array(window.start, np.int32),
+            "ends": np.array(window.end, np.int32),
+            "example_seed": np.array(rng.integers(2**32), np.uint32),
         }
 
-
-def _example(window: Window, tokenizer: WordPieceTokenizer, length: int) -> Arrays:
-    ends = {"starts": np.int32(window.start), "ends": np.int32(window.end)}
-    return join(tokenizer, window.question, window.context, length) | {
-        name: np.asarray(value) for name, value in ends.items()
-    }
+    return Examples(make, len(found), f"sequences of {sequence_length} tokens")

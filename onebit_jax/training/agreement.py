@@ -1,0 +1,52 @@
+"""Whether all processes of a run make the same training step."""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.extend.core import Jaxpr, Literal
+
+from onebit_jax.programs.collective_check import equations
+
+# Settings of JAX that decide what numbers a step computes.
+_SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
+
+
+def settings() -> dict[str, Any]:
+    """The settings of JAX that must be the same on all processes."""
+    return {name: getattr(jax.config, name) for name in _SETTINGS}
+
+
+def outline(program: Jaxpr) -> int:
+    """A checksum of a program's operations, their numbers and their shapes."""
+    lines = (
+        (
+            eqn.primitive.name,
+            *(str(x.val if isinstance(x, Literal) else x.aval) for x in eqn.invars),
+        )
+        for eqn in equations([program])
+    )
+    return zlib.crc32(repr(list(lines)).encode())
+
+
+def check_agreement(facts: Mapping[str, Any]) -> None:
+    """Compares facts over the processes; waits for all of them.
+
+    Args:
+      facts: by name, in the same order on all.
+
+    Raises:
+      ValueError: on all processes, for facts that are not the same on all.
+    """
+    own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], np.uint32)
+    columns = np.asarray(multihost_utils.process_allgather(own)).T
+    differing = [name for name, column in zip(facts, columns, strict=True) if np.ptp(column)]
+    if differing:
+        raise ValueError(
+            f"processes make different training steps: they differ in {', '.join(differing)}. "
+            f"This is process {jax.process_index()}, with {differing[0]} = {facts[differing[0]]}. "
+            f"Start all processes with the same code, options and environment."
+        )

@@ -1,0 +1,268 @@
+"""Every optimizer by name, for programs, plans, benchmarks and tests that hold for all of them.
+
+A new one is a file and an entry here, or a call of :func:`register`: nothing else knows an
+optimizer by its name.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.transforms.birder import birder
+from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax.transforms.distributed_lion import distributed_lion
+from onebit_jax.transforms.ef_signsgd import ef_signsgd
+from onebit_jax.transforms.local_steps import local_steps
+from onebit_jax.transforms.onebit_adam import onebit_adam
+from onebit_jax.transforms.onebit_lamb import onebit_lamb
+from onebit_jax.transforms.onebit_muon import onebit_muon
+from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.signum import signum
+from onebit_jax.transforms.warmup import Warmup
+from onebit_jax.transforms.zero_one_adam import zero_one_adam
+
+# Updates from one exchange to the next of an optimizer that takes local steps.
+LOCAL_STEPS = 16
+# What a run may say of its exchange, by the names that constructors and `ExchangeOptions` have.
+_IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
+EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", *_IN_ONE_ARGUMENT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the optimizers of a run have in common, each as far as it has such a thing.
+
+    Attributes:
+      learning_rate: a number, or a function of the number of updates made.
+      axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
+      steps: number of updates of the run.
+      mask: which tensors are decayed, as in :func:`optax.adamw`.
+      warmup: when the optimizers with a dense warm-up end it.
+      b1: decay of the momentum.
+      b2: decay of the variance.
+      eps: added to the variance's root.
+      weight_decay: decoupled weight decay.
+      exchange: options of the exchange, some of :data:`EXCHANGE`, in place of an optimizer's own.
+    """
+
+    learning_rate: optax.ScalarOrSchedule
+    axis_name: Any
+    steps: int = 1000
+    mask: Any = None
+    warmup: Warmup = 100
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def call(self, function: Callable[..., Any], **own: Any) -> Any:
+        """Calls a constructor with what it takes of a setting; ``own`` arguments go before it.
+
+        Options of the exchange that the setting has go before those.
+        """
+        taken = inspect.signature(function).parameters
+        offered = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        offered |= {"momentum": self.b1} | own | dict(self.exchange)
+        if "exchange" in taken:
+            default = own.get("exchange", taken["exchange"].default)
+            chosen = {x: y for x, y in self.exchange.items() if x in _IN_ONE_ARGUMENT}
+            offered["exchange"] = dataclasses.replace(default, **chosen)
+        return function(**{name: value for name, value in offered.items() if name in taken})
+
+
+class Entry(NamedTuple):
+    """An optimizer as those need it that hold for all.
+
+    Attributes:
+      label: its name in tables and pictures.
+      learning_rate: the peak that a sweep begins from.
+      make: the transformation for a setting; a ``ValueError`` names what is out of range.
+      first_phase: the phase of the first update. One that averages gradients at full precision is
+        in "warmup" all the time.
+      exchange: the constructor that it exchanges by, whose options it has; None for a dense one.
+      feedback: whether it has error feedback at one bit, with a scale and residuals.
+      warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
+      freezes_by_number: whether its variance freezes after a number of updates only.
+      local_steps: whether the workers' parameters differ between exchanges; its state then has
+        ``synced_parameters``.
+      rate_of: the optimizer whose best learning rate it takes, where it is a variant of one.
+      bits: per parameter, each way, in a compressed update.
+      rounds: share of the updates after a warm-up in which it exchanges anything.
+      encoding_bytes: bytes per element that encoding and decoding read and write beyond what Adam's
+        own update does; docs/plan.md says how they are counted.
+      benchmark: the kind of ``benchmarks.step`` that times it, if that has another name.
+      planned: whether a plan has a row for it.
+      advised: whether a plan's advice may be to use it: for a dense run's loss, with nothing else
+        to choose.
+    """
+
+    label: str
+    learning_rate: float
+    make: Callable[[Setting], optax.GradientTransformation]
+    first_phase: Phase = "warmup"
+    exchange: Callable[..., Any] | None = None
+    feedback: bool = True
+    warms_up: bool = False
+    freezes_by_number: bool = False
+    local_steps: bool = False
+    rate_of: str | None = None
+    bits: int = 1
+    rounds: float = 1.0
+    encoding_bytes: float = 13.0
+    benchmark: str | None = None
+    planned: bool = True
+    advised: bool = False
+
+    @property
+    def options(self) -> set[str]:
+        """The options of the exchange that it has."""
+        taken = inspect.signature(self.exchange).parameters if self.exchange else {}
+        of_exchange = _IN_ONE_ARGUMENT if self.feedback else ("local_dtype", "bucket_bytes")
+        in_one = set(of_exchange) if "exchange" in taken else set()
+        return {x for x in EXCHANGE if x in taken} | in_one
+
+
+def made_by(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """The entry of an optimizer that one constructor makes, with these arguments."""
+    return Entry(label, learning_rate, lambda s: s.call(function, **own), exchange=function)
+
+
+def warming_up(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """One that begins densely and compresses once its variance is frozen."""
+    return made_by(label, learning_rate, function, **own)._replace(warms_up=True)
+
+
+def compressed(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
+    """One that compresses from the first update on."""
+    return made_by(label, learning_rate, function, **own)._replace(first_phase="compression")
+
+
+def zero_one(label: str, learning_rate: float, **policy: int) -> Entry:
+    """0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        # In the paper every 32,768 of 152,000 updates.
+        doubling = {"local_step_scaler": max(1, round(setting.steps * 32768 / 152000))}
+        # Refreshed in every update until it freezes.
+        always = {"var_update_scaler": setting.warmup}
+        own = {"variance_freeze": setting.warmup} | doubling | always | policy
+        return setting.call(zero_one_adam, **own)
+
+    made = Entry(label, learning_rate, make, exchange=zero_one_adam)
+    return made._replace(local_steps=True, freezes_by_number=True)
+
+
+def muon(label: str, bits: int, adam_bits: int) -> Entry:
+    """Muon on matrices, Adam at the same learning rate on embeddings, norms and biases."""
+
+    def matrices(params: Any) -> Any:
+        def is_matrix(path: Any, p: Any) -> bool:
+            name = jax.tree_util.keystr(path[-1:], simple=True)
+            return jnp.ndim(p) == 2 and p.size > 0 and name != "embedding"
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        own = {"adam_b1": setting.b1, "adam_b2": setting.b2, "adam_bits": adam_bits}
+        # Steps about as long as AdamW's.
+        own |= {"bits": bits, "matrices": matrices, "consistent_rms": 0.2}
+        return setting.call(onebit_muon, **own)
+
+    return Entry(label, 8e-3, make, "compression", onebit_muon)
+
+
+def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
+    """AdamW on every worker for itself; averages at so many bits every few steps."""
+
+    def make(setting: Setting) -> optax.GradientTransformation:
+        optimizers = {"inner": setting.call(optax.adamw), "outer": optax.sgd(1.0)}
+        return setting.call(local_steps, **optimizers, every=every, bits=bits, **own)
+
+    made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, bits=bits)
+    # A plan has rows for any interval and bits.
+    return made._replace(rounds=1 / every, encoding_bytes=28, planned=False)
+
+
+def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
+    """One of Optax's, on gradients averaged with one bit per element."""
+
+    def chained(setting: Setting) -> optax.GradientTransformation:
+        return optax.chain(setting.call(compressed_mean), make(setting))
+
+    return Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
+
+
+def sgd(setting: Setting) -> optax.GradientTransformation:
+    """As ``optax.sgd`` with momentum, and decoupled weight decay."""
+    return optax.chain(
+        optax.trace(setting.b1),
+        optax.add_decayed_weights(setting.weight_decay, setting.mask),
+        optax.scale_by_learning_rate(setting.learning_rate),
+    )
+
+
+REGISTRY: dict[str, Entry] = {
+    # Encoding: passes over memory less Adam's 28 bytes: the worker reads g and c, writes c and
+    # reads it for the scale and for the signs (20); the server does so with its chunk (16 / n, at
+    # most 8); decoding reads the reciprocal root and the parameter and writes it (12); bits are
+    # under 1.
+    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(advised=True),
+    # It also brings the gradients together as one tensor (8) and goes twice over the fresh
+    # variance, the reciprocal root and the parameters (8 + 4 + 4 + 4).
+    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),
+    # Its variance begins at 0 and is not corrected for that, so that steps are larger than Adam's
+    # at the same learning rate: the more so, the fewer refreshes there are. The published step sets
+    # exchange in this share of the paper's 152,000 updates, of which 12,500 come before the freeze.
+    # A sync reads B and y and writes them, less m's decoding (14).
+    "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(
+        rounds=0.49, encoding_bytes=27, benchmark="0/1 Adam, sync"
+    ),
+    # In the first update workers also tell each other where they have gradients. No scales or
+    # residuals: it reads both averages once more to draw signs.
+    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False, encoding_bytes=8),
+    # The next two read and write less than Adam does.
+    "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False, encoding_bytes=0),
+    # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
+    "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
+        feedback=False, encoding_bytes=0
+    ),
+    "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
+    # Orthogonalizing is Muon's own compute, so that its exchange is timed before Adam.
+    "onebit_muon": muon("1-bit Muon", 1, 2)._replace(
+        rate_of="muon", benchmark="compressed_mean, Adam"
+    ),
+    "local_steps": local("Local steps, float32", 32),
+    "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
+}
+
+
+def register(name: str, entry: Entry) -> None:
+    """Adds an optimizer: to plans, ``train.compare``, benchmarks and the tests of all.
+
+    It is tried on a small tree: made, and updated in each of its phases.
+
+    Args:
+      name: by which it is chosen.
+      entry: the optimizer.
+
+    Raises:
+      ValueError: for a name that is taken, and for an algorithm that breaks the contract of
+        :mod:`onebit_jax.transforms.algorithm`, which it names.
+    """
+    if name in REGISTRY:
+        raise ValueError(f"name={name!r} is taken by {REGISTRY[name].label}: choose another.")
+    params = {"matrix": jnp.ones((2, 3)), "vector": jnp.ones(2)}
+
+    def updated(params: Any) -> Any:
+        tx = optax.with_extra_args_support(entry.make(Setting(1e-3, "workers", warmup=1)))
+        return tx.update(params, tx.init(params), params)
+
+    jax.eval_shape(jax.vmap(updated, axis_name="workers", axis_size=1, in_axes=None), params)
+    REGISTRY[name] = entry

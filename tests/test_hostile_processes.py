@@ -1,0 +1,77 @@
+"""Two processes that do not make the same step: told so at its first call, before they could wait.
+
+Run as `python -m tests.test_hostile_processes FOLDER PROCESSES RANK PORT` it is one of them.
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from tests.processes import run_processes
+
+# What the second process has otherwise, and what it is told.
+CASES = {
+    "max_skipped": "differ in max_skipped",
+    "program": "differ in max_skipped, the loss, the optimizer or the shapes",
+    "accumulation": "differ in accumulation, the loss",
+    "warmup": "differ in the loss, the optimizer or the shapes of the arguments",
+    "rows": "jax.make_array_from_process_local_data",
+    "x64": "differ in jax_enable_x64",
+    "nothing": "",
+}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((params["w"] - batch) ** 2)
+
+
+def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+    mesh = jax.make_mesh((processes,), ("data",))
+    told = {}
+    for case in CASES:
+        second = rank == 1
+        options = {
+            "max_skipped": {"max_skipped": 3},
+            "program": {"max_skipped": None},
+            "accumulation": {"accumulation": 2},
+        }.get(case, {})
+        warmup = 5 if second and case == "warmup" else 3
+        tx = onebit_jax.onebit_adam(1e-2, warmup=warmup, axis_name="data")
+        step = onebit_jax.train_step(loss_fn, tx, mesh, **(options if second else {}))
+        params = {"w": np.zeros(5, np.float32)}
+        state = onebit_jax.init(tx, params, mesh)
+        batch = np.full((8, 5), 1.0 + rank * (case == "rows"), np.float32)
+        try:
+            with jax.enable_x64(second and case == "x64"):
+                params, state, _ = step(params, state, batch)
+            told[case] = np.array("")
+        except ValueError as error:
+            told[case] = np.array(str(error))
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), batch[:4])
+    *_, metrics = step(params, state, rows)
+    told["skipped"] = np.asarray(metrics["skipped"])
+    np.savez(folder / f"{processes}-{rank}.npz", **{f"{rank} {k}": v for k, v in told.items()})
+
+
+@pytest.mark.slow
+def test_processes_that_make_different_steps_are_told_what_differs(tmp_path):
+    told = run_processes(tmp_path, 2, "tests.test_hostile_processes")
+    for case, message in CASES.items():
+        for rank in (0, 1):
+            text = str(told[f"{rank} {case}"])
+            assert message in text if message else not text, (case, rank, text)
+    assert told["0 skipped"] == 0
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,62 @@
+"""What tests of whole runs have in common."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+
+import pytest
+
+from train.stop import StopRequest
+
+_REQUESTED = StopRequest.requested
+
+
+def rows(folder):
+    """The lines of a training's metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def metrics(folder):
+    """As `rows`, without what differs from run to run."""
+    return [{key: x for key, x in row.items() if key != "seconds"} for row in rows(folder)]
+
+
+def result(folder):
+    """A training's `result.json`."""
+    return json.loads((folder / "result.json").read_text())
+
+
+def printed(main, command):
+    """What a program prints, which must succeed."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(command) == 0
+    return text.getvalue()
+
+
+class CrashError(Exception):
+    """What no program catches."""
+
+
+def crash():
+    raise CrashError
+
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def at_step(step, act):
+    """Until the end of the context, a run acts so once so many steps are made."""
+
+    def requested(self, done):
+        if done + 1 == step:
+            act()
+        return _REQUESTED(self, done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopRequest, "requested", requested)
+        yield

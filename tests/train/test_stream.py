@@ -1,0 +1,110 @@
+"""Batches of all programs: their order, the processes' shares, resuming, and bad input."""
+
+import itertools
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from train.stream import Examples, first_batches, in_order, stream
+
+COUNT, BATCH = 40, 8
+
+
+def make(index, rng):
+    """An example that says which it is, and what was drawn for it."""
+    return {"index": np.int32(index), "drawn": np.uint32(rng.integers(2**32))}
+
+
+EXAMPLES = Examples(make, COUNT, "numbers")
+
+
+def take(count, batch_size=BATCH, **options):
+    return joined(itertools.islice(stream(EXAMPLES, batch_size=batch_size, **options), count))
+
+
+def joined(batches):
+    batches = list(batches)
+    return {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+def test_an_epoch_has_every_example_once_and_the_next_one_in_another_order():
+    epochs = take(2 * COUNT // BATCH)["index"].reshape(2, COUNT)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), np.tile(np.arange(COUNT), (2, 1)))
+    assert (epochs[0] != epochs[1]).any()
+
+
+def test_the_seed_alone_decides():
+    assert_same(take(9, seed=3), take(9, seed=3))
+    assert_same(take(6, 4, seed=3), take(3, 8, seed=3))
+    whole, other = take(5, seed=3), take(5, seed=4)
+    assert (whole["index"] != other["index"]).any()
+    assert len(set(take(10)["drawn"].tolist())) == 80
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_share_the_global_batch(processes):
+    # More batches than an epoch has, so that some reach from one epoch into the next.
+    streams = [
+        stream(EXAMPLES, batch_size=12, seed=5, process_index=i, process_count=processes)
+        for i in range(processes)
+    ]
+    whole = stream(EXAMPLES, batch_size=12, seed=5)
+    for _ in range(7):
+        assert_same(joined([next(own) for own in streams]), next(whole))
+
+
+def test_resumed_from_a_checkpoint(tmp_path):
+    before, after = (stream(EXAMPLES, batch_size=BATCH) for _ in range(2))
+    for _ in range(7):
+        next(before)
+    ocp.save_checkpointables(tmp_path / "checkpoint", {"data": before})
+    expected = next(before)
+    restored = ocp.load_checkpointables(tmp_path / "checkpoint", {"data": after})["data"]
+    assert_same(next(restored), expected)
+
+
+def test_the_first_batches_are_fixed_and_end_with_the_epoch():
+    every = list(first_batches(EXAMPLES, batch_size=12, seed=1, max_batches=1000))
+    assert len(every) == COUNT // 12
+    assert_same(joined(every), take(3, 12, seed=1))
+    assert len(list(first_batches(EXAMPLES, batch_size=12, max_batches=2))) == 2
+
+
+def test_in_order_every_example_comes_once():
+    batches = list(in_order(EXAMPLES, batch_size=12))
+    assert {len(batch["index"]) for batch in batches} == {12}
+    found = joined(batches)
+    assert found["counts"].tolist() == [True] * COUNT + [False] * 8
+    assert found["index"][found["counts"]].tolist() == list(range(COUNT))
+    halves = [
+        list(in_order(EXAMPLES, batch_size=12, process_index=i, process_count=2)) for i in range(2)
+    ]
+    for batch, *shares in zip(batches, *halves, strict=True):
+        np.testing.assert_array_equal(batch["index"], joined(shares)["index"])
+        np.testing.assert_array_equal(batch["counts"], joined(shares)["counts"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, r"seed is -1; it must be 0 to 2\*\*32 - 1"),
+        ({"seed": 2**32}, "seed is 4294967296"),
+        ({"batch_size": 0}, "batch_size is 0; it must be a positive multiple"),
+        ({"batch_size": 10, "process_count": 4}, "batch_size is 10.* process_count, which is 4"),
+        ({"process_count": 0}, "process_count is 0; it must be at least 1"),
+        ({"process_index": 2, "process_count": 2}, "process_index is 2; it must be below 2"),
+        ({"batch_size": 100}, "there are 40 numbers, less than one batch: batch_size is 100"),
+        ({"max_batches": 0}, "max_batches is 0"),
+    ],
+)
+def test_bad_options(options, message):
+    options = {"batch_size": BATCH, "max_batches": 1} | options
+    with pytest.raises(ValueError, match=message):
+        first_batches(EXAMPLES, **options)

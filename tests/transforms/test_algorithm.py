@@ -1,0 +1,339 @@
+"""The driver of all algorithms, by small ones; what it asks of them."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import onebit_jax
+from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.transforms import algorithm, phases
+from onebit_jax.transforms.algorithm import Algorithm, PhasedAlgorithm, transformation
+from onebit_jax.transforms.phases import PHASES, Progress
+from onebit_jax.transforms.when import When
+from tests.optimizers import OPTIMIZERS
+from tests.small_task import assert_equal
+from tests.workers import AXIS, draw, on_workers, replicate
+
+WORKERS, FREEZE = 2, 2
+OTHERS = ("onebit_adam", "zero_one_adam", "birder", "signum", "ef_signsgd")
+ONE_BIT = onebit_jax.ExchangeOptions().one_bit(AXIS)
+PARAMS = {"w": np.zeros((3,), np.float32)}
+GRADS = draw(0, 5, WORKERS, shapes={"w": (3,)})
+
+
+class State(NamedTuple):
+    progress: Progress
+    total: Any
+    frozen: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Algorithm):
+    """Moves by the sum of all mean gradients; `spoil` is done to its state in every step."""
+
+    exchange: Exchange = ONE_BIT
+    spoil: Any = lambda state: state
+
+    def init(self, params):
+        total = [jnp.zeros(x.shape, jnp.float32) for x in jax.tree.leaves(params)]
+        return State(phases.begin(), total)
+
+    def step(self, state, update):
+        factor = update.extra_args.get("factor", 1.0)
+        mean = lax.pmean([x.astype(jnp.float32) for x in update.grads], AXIS)
+        total = [x + update.when * factor * y for x, y in zip(state.total, mean, strict=True)]
+        return self.spoil(state._replace(total=total)), mean
+
+    def direction(self, state, received, update):
+        assert len(received) == len(update.grads)
+        return state.total
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(PhasedAlgorithm):
+    """Adds mean gradients, from the freeze on half of them, and keeps what it was then."""
+
+    exchange: Exchange = ONE_BIT
+    needs_params = "they are its point"
+
+    def before(self):
+        return {"warmup": functools.partial(self.add, 1.0)}
+
+    def after(self):
+        return {"compression": functools.partial(self.add, 0.5)}
+
+    def init(self, params):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return State(phases.begin(jnp.int32([0, 0])), zeros, zeros)
+
+    def tree(self, state):
+        return state.total
+
+    def add(self, factor, state, update):
+        tree = jax.tree.structure(state.total)
+        mean = tree.unflatten(lax.pmean(update.grads, AXIS))
+        add = lambda x, y: x + update.when * factor * y  # noqa: E731
+        return state._replace(total=jax.tree.map(add, state.total, mean))
+
+    def ends(self, state):
+        return state.progress.count + 1 >= FREEZE
+
+    def freeze(self, state, params):
+        return state._replace(frozen=state.total)
+
+    def upcoming(self, state):
+        coming = state.progress.count + jnp.arange(phases.OUTLOOK)
+        return jnp.where(coming < FREEZE, 0, 1).astype(jnp.int32)
+
+    def direction(self, state, received, update):
+        return jax.tree.leaves(state.total)
+
+
+def updated(tx, grads, state, **extra):
+    update = functools.partial(tx.update, **extra)
+    params = replicate(PARAMS, WORKERS)
+    return jax.device_get(on_workers(update, WORKERS)(grads, state, params))
+
+
+def begun(tx) -> Any:
+    return jax.device_get(on_workers(tx.init, WORKERS)(replicate(PARAMS, WORKERS)))
+
+
+def grads_of(t):
+    return {"w": GRADS["w"][t]}
+
+
+def progress_of(state):
+    """Of worker 0: the updates made, where it froze, the last phase, and the next ones."""
+    first = jax.tree.map(lambda x: np.asarray(x)[0].tolist(), state.progress)
+    return (*first[:3], first.upcoming)
+
+
+# What the driver does.
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_updates_are_counted_and_cast_and_one_phase_is_any(dtype):
+    tx = transformation(Sum())
+    state, total = begun(tx), np.zeros(3)
+    for t, phase in enumerate((None, "warmup", "compression")):
+        grads = jax.tree.map(lambda g: g.astype(dtype), grads_of(t))
+        updates, state = updated(tx, grads, state, phase=phase, value=3.0)
+        total = total + grads["w"].astype(np.float32).mean(0)
+        assert updates["w"].dtype == dtype
+        unit = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(updates["w"][0].astype(np.float32), total, rtol=2 * unit)
+        assert progress_of(state) == (t + 1, -1, PHASES.index("compression"), ())
+
+
+def test_extra_arguments_reach_the_step():
+    tx = transformation(Sum())
+    plain, doubled = (updated(tx, grads_of(0), begun(tx), factor=x)[0] for x in (1.0, 2.0))
+    np.testing.assert_array_equal(doubled["w"], 2 * plain["w"])
+
+
+def test_told_a_phase_or_not_it_freezes_and_foretells_and_refuses_the_other_side():
+    tx = transformation(Halving())
+    state, total = begun(tx), np.zeros((WORKERS, 3), np.float32)
+    coming = [[0, 0], [0, 1], [1, 1], [1, 1], [1, 1]]
+    for t in range(4):
+        right, wrong = ("warmup", "compression") if t < FREEZE else ("compression", "warmup")
+        none, refused = updated(tx, grads_of(t), state, phase=wrong)
+        assert not np.any(none["w"])
+        assert progress_of(refused)[2] == -1
+        phase = state.progress.phase
+        back = refused._replace(progress=refused.progress._replace(phase=phase))
+        assert_equal(back, state)
+        by_itself = updated(tx, grads_of(t), refused)
+        updates, state = updated(tx, grads_of(t), refused, phase=right)
+        assert_equal((updates, state), by_itself)
+        total += GRADS["w"][t].mean(0) * (1.0 if t < FREEZE else 0.5)
+        np.testing.assert_allclose(updates["w"], total, rtol=1e-6)
+        frozen_at = -1 if t + 1 < FREEZE else FREEZE
+        assert progress_of(state) == (t + 1, frozen_at, PHASES.index(right), coming[t + 1])
+        at_freeze = GRADS["w"][:FREEZE].mean(1).sum(0) * (t + 1 >= FREEZE)
+        np.testing.assert_allclose(state.frozen["w"][0], at_freeze, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [Sum, Halving])
+@pytest.mark.parametrize("phase", [None, "warmup"])
+def test_a_skipped_update_changes_nothing(make, phase):
+    tx = transformation(make())
+
+    def update(made, grads, state, params):
+        when = When(made)
+        updates, new = tx.update(grads, state, params, phase=phase, when=when)
+        assert not when.selects(new)
+        return updates, new
+
+    start, params = begun(tx), replicate(PARAMS, WORKERS)
+    skipped, made = (
+        on_workers(functools.partial(update, jnp.bool(made)), WORKERS)(grads_of(0), start, params)
+        for made in (False, True)
+    )
+    assert_equal(skipped[1], start)
+    assert not np.any(skipped[0]["w"])
+    assert_equal(made, updated(tx, grads_of(0), start, phase=phase))
+
+
+def test_of_a_chain_a_refused_update_leaves_all_states():
+    tx = algorithm.chain(transformation(Halving()), optax.trace(0.5))
+    _, state = updated(tx, grads_of(0), begun(tx))
+    refused, after = updated(tx, grads_of(1), state, phase="compression")
+    assert not np.any(refused["w"])
+    assert_equal(after[1], state[1])
+    assert_equal(updated(tx, grads_of(1), after), updated(tx, grads_of(1), state))
+
+
+# What it refuses.
+
+
+def test_an_unknown_phase_and_missing_parameters_are_named():
+    tx = transformation(Halving())
+    state = begun(tx)
+    with pytest.raises(ValueError, match=r"^phase='sync' must be one of 'warmup', 'compression'"):
+        updated(tx, grads_of(0), state, phase="sync")
+    update = on_workers(tx.update, WORKERS)
+    with pytest.raises(ValueError, match=r"^params=None, but they are its point: call update\("):
+        update(grads_of(0), state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"b": (4,)}, r"\['a'\]: \(3,\) at init, absent now"),
+        ({"a": (3,), "b": (5,)}, r"\['b'\]: \(4,\) at init, \(5,\) now"),
+        ({"a": (3,), "b": (4,), "c": (1,)}, r"\['c'\]: absent at init, \(1,\) now"),
+    ],
+)
+def test_a_tree_that_changed_since_init_is_named(changed, message):
+    tx, before = transformation(Halving()), draw(0, WORKERS, shapes={"a": (3,), "b": (4,)})
+    state, now = on_workers(tx.init, WORKERS)(before), draw(0, WORKERS, shapes=changed)
+    for given in ((now, state, before), (before, state, now)):
+        with pytest.raises(ValueError, match=f"changed since init.*{message}"):
+            on_workers(tx.update, WORKERS)(*given)
+
+
+@pytest.mark.parametrize(
+    "state", [optax.TraceState(jnp.zeros(3)), {"progress": phases.begin()}, (phases.begin(), 0.0)]
+)
+def test_a_state_without_progress_is_refused_by_name(state):
+    class Nameless(Sum):
+        def init(self, params):
+            return state
+
+    kind = type(state).__name__
+    with pytest.raises(ValueError, match=rf"^Nameless.init returned a {kind}, .* 'progress' that"):
+        begun(transformation(Nameless()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda s: s._replace(total=[s.total[0].astype(jnp.bfloat16)]),
+            r"^Sum.step returned state.total\[0\] of shape \(3,\) and dtype bfloat16, but was "
+            r"given \(3,\) and float32: a step must keep both",
+        ),
+        (
+            lambda s: s._replace(total=[s.total[0][:2]]),
+            r"^Sum.step returned state.total\[0\] of shape \(2,\) and dtype float32",
+        ),
+        (
+            lambda s: s._replace(frozen=s.total[0]),
+            r"^Sum.step returned a state of another structure .* they differ in .frozen\. ",
+        ),
+    ],
+)
+def test_a_step_that_changes_the_state_is_refused_by_name(spoil, message):
+    tx = transformation(Sum(spoil=spoil))
+    with pytest.raises(ValueError, match=message):
+        updated(tx, grads_of(0), begun(tx))
+
+
+# What others ask.
+
+
+def test_states_are_found_and_asked_by_method_or_default():
+    state = begun(optax.chain(optax.trace(0.5), transformation(Sum())))
+    [found] = algorithm.states_of(state)
+    assert isinstance(found, State)
+    assert_equal(algorithm.ask(found, "metrics"), {"phase": found.progress.phase})
+    assert algorithm.ask(found, "diagnostics") == {}
+    assert algorithm.ask(found, "synced_parameters", PARAMS) is None
+    assert algorithm.states_that(state, "metrics") == [found]
+    assert algorithm.states_that(state, "synced_parameters") == []
+
+
+def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
+    tx = optax.chain(transformation(Sum()), transformation(Halving()))
+
+    def algorithms(init):
+        found = []
+
+        def worker(params):
+            found.extend(algorithm.algorithms_of(init, params))
+            return jnp.zeros(())
+
+        jax.eval_shape(on_workers(worker, WORKERS), replicate(PARAMS, WORKERS))
+        return found
+
+    noted = algorithms(tx.init)
+    assert [type(x.algorithm) for x in noted] == [Sum, Halving]
+    assert [jax.tree.map(jnp.shape, x.like) for x in noted] == [{"w": (3,)}] * 2
+    with pytest.raises(ValueError, match=r"not made by an algorithm of onebit_jax, or was copied"):
+        algorithms(lambda params: jax.tree.map(lambda x: x + 0, tx.init(params)))
+
+
+# What is so for every optimizer.
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "local_steps"])
+def test_init_takes_shapes_in_place_of_parameters(name):
+    init = OPTIMIZERS[name].make(AXIS).init
+    params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})
+    shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+
+    def both(params):
+        return init(shapes), init(params)
+
+    assert_equal(*on_workers(both, WORKERS)(params))
+
+
+@pytest.mark.parametrize(
+    "name", ["onebit_lamb", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
+)
+@pytest.mark.usefixtures("quick_compilation")
+def test_only_empty_tensors_and_none_at_all(name):
+    tx = OPTIMIZERS[name].make(AXIS)
+    step = on_workers(lambda params, state, _: tx.update(params, state, params), WORKERS)
+    for params in ({"empty": jnp.zeros((WORKERS, 0, 3))}, {}):
+        state = on_workers(lambda params, _: tx.init(params), WORKERS)(params, jnp.zeros(WORKERS))
+        for _ in range(6):
+            updates, state = step(params, state, jnp.zeros(WORKERS))
+        assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+        [own] = algorithm.states_of(state)
+        metrics = jax.vmap(lambda own: algorithm.ask(own, "metrics"))(own)
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(metrics))
+
+
+# A state over no tensors has empty lists, which Optax takes for another structure.
+@pytest.mark.xfail(strict=True, raises=ValueError)
+@pytest.mark.parametrize("name", OTHERS)
+def test_optax_finds_what_is_like_the_parameters(name):
+    tx = OPTIMIZERS[name].make(AXIS)
+
+    def doubled(params):
+        ones = jax.tree.map(jnp.ones_like, tx.init(params))
+        return optax.tree.map_params(tx, lambda x: 2 * x, ones)
+
+    [state] = algorithm.states_of(on_workers(doubled, WORKERS)(replicate(PARAMS, WORKERS)))
+    assert {float(np.max(x)) for x in jax.tree.leaves(state)} == {1.0, 2.0}
+    assert all(np.all(x == 1) for x in jax.tree.leaves(state.progress))

@@ -1,0 +1,200 @@
+"""`compressed_mean` before Optax's optimizers, and error-feedback sign SGD: against NumPy."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import onebit_jax
+from onebit_jax import ExchangeOptions, compressed_mean, ef_signsgd
+from onebit_jax.transforms.compressed_mean import CompressedMeanState
+from onebit_jax.transforms.ef_signsgd import EfSignsgdState
+from tests import reference
+from tests.residuals import total_residual
+from tests.runs import axis_of, mesh_of
+from tests.workers import AXIS, PAIR, assert_workers_agree, draw, find_state, train
+
+WORKERS, STEPS = 4, 4
+SHAPES = {"matrix": (24, 11), "others": [(), (0,), (5,), (9,)]}
+MEAN_ABS = ExchangeOptions(scale="mean_abs")
+RMS = ExchangeOptions()
+
+
+def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:
+    """What EC1 in NumPy makes of gradients `[workers, updates, ...]`: `[updates, ...]`."""
+
+    def of_tensor(g):
+        workers, steps = g.shape[:2]
+        size, means = math.prod(g.shape[2:]), []
+        flat = g.reshape(workers, steps, size)
+        residuals = reference.zero_residuals(size, workers)
+        hierarchy = per_node and reference.Hierarchy(size, workers // per_node, per_node)
+        for t in range(steps):
+            if hierarchy:
+                mean = hierarchy.all_reduce(list(flat[:, t]), kind=kind)
+            else:
+                decayed = reference.Residuals(*([decay * x for x in own] for own in residuals))
+                mean, residuals = reference.ec1(list(flat[:, t]), decayed, kind=kind)
+            means.append(mean.reshape(g.shape[2:]))
+        return np.stack(means)
+
+    return jax.tree.map(of_tensor, gradients)
+
+
+# The mean.
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1, 0.9),
+        optax.adamw(1e-2),
+        optax.lion(1e-2),
+        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
+    ],
+    ids=["sgd", "adamw", "lion", "muon"],
+)
+def test_an_optimizer_behind_it_sees_the_compressed_mean(optimizer):
+    """On a mesh: the updates of Optax's own on what NumPy's EC1 makes of the gradients."""
+    params, gradients = draw(0, shapes=SHAPES), draw(1, WORKERS, STEPS, shapes=SHAPES)
+    tx = optax.chain(compressed_mean(AXIS), optimizer)
+    run = train(tx, WORKERS, params, gradients, binding="shard_map")
+    assert_workers_agree(run)
+
+    def step(carry, mean):
+        params, state = carry
+        updates, state = optimizer.update(mean, state, params)
+        return (optax.apply_updates(params, updates), state), updates
+
+    begin = jax.tree.map(jnp.asarray, params), optimizer.init(params)
+    _, theirs = jax.lax.scan(step, begin, numpy_means(gradients))
+    for x, y in zip(*map(jax.tree.leaves, (run.updates, theirs)), strict=True):
+        np.testing.assert_allclose(x[0], y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "decay"),
+    [
+        pytest.param((2, 2), MEAN_ABS, 1.0, id="nodes"),
+        pytest.param(4, ExchangeOptions(scale="mean_abs", bucket_bytes=128), 1.0, id="buckets"),
+        pytest.param((1, 2), RMS, 1.0, id="one node"),
+        pytest.param(4, RMS, 0.5, id="decay"),
+    ],
+)
+def test_its_forms_agree_with_numpy(sizes, how, decay):
+    gradients = draw(1, mesh_of(sizes).size, STEPS, shapes=SHAPES)
+    tx = compressed_mean(axis_of(sizes), exchange=how, residual_decay=decay)
+    run = train(tx, sizes, draw(0, shapes=SHAPES), gradients)
+    assert_workers_agree(run)
+    per_node = None if isinstance(sizes, int) else sizes[1]
+    theirs = numpy_means(gradients, how.scale, per_node, decay)
+    for x, y in zip(*map(jax.tree.leaves, (run.updates, theirs)), strict=True):
+        np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bits", "dtype", "rounding"),
+    [(1, "float32", 5e-6), (1, "bfloat16", STEPS * 2**-6), (2, "float32", 5e-6)],
+)
+def test_what_was_left_out_is_in_the_residuals(bits, dtype, rounding):
+    """All updates and the residuals add up to the sum of the exact means."""
+    params, gradients = draw(0, shapes=SHAPES), draw(1, WORKERS, STEPS, shapes=SHAPES)
+    options = ExchangeOptions(residual_dtype=dtype)
+    run = train(compressed_mean(AXIS, bits, exchange=options), WORKERS, params, gradients)
+    kept = find_state(CompressedMeanState, run.state).exchange
+    floats = kept.worker.value.values, kept.server.value.values
+    assert {x.dtype for x in jax.tree.leaves(floats)} == {jnp.dtype(dtype)}
+    left_out = total_residual(options.at_bits(AXIS, bits), kept, params, WORKERS)
+    for u, g, R in zip(*map(jax.tree.leaves, (run.updates, gradients, left_out)), strict=True):
+        exact = g.mean(0).sum(0)
+        np.testing.assert_allclose(u[0].sum(0) + R, exact, rtol=0, atol=rounding)
+        # Of a tensor of one element, one bit and a scale leave nothing out.
+        alone = R.size <= 1 and bits == 1
+        assert np.all(R == 0) if alone or not R.size else np.abs(R).max() > 1e-3
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_more_bits_are_closer_to_the_mean(bits):
+    """At 32 it is the mean; at fewer every value is within half a level of each stage."""
+    gradients = draw(5, WORKERS, 1, shapes=SHAPES)
+    run = train(compressed_mean(AXIS, bits), WORKERS, draw(6, shapes=SHAPES), gradients)
+    for got, g in zip(*map(jax.tree.leaves, (run.updates, gradients)), strict=True):
+        error = np.abs(got[0] - g.astype(np.float64).mean(0)).max(initial=0)
+        steps = 2 * 0.5 * np.abs(g).max(initial=0) / (2 ** (bits - 1) - 1)
+        assert error <= (1e-6 if bits == 32 else steps + 1e-6)
+
+
+# Error-feedback sign SGD.
+
+
+def falling(count):
+    return 0.05 / (1 + count)
+
+
+def test_ef_signsgd_agrees_with_numpy():
+    """Residuals are of steps here, of gradients there; with a schedule, and decay of one tensor."""
+    gradients = draw(1, WORKERS, 12, shapes=SHAPES)
+    mask = jax.tree.map(lambda g: g.ndim == 4, gradients)
+    zeros = jax.tree.map(lambda g: np.zeros(g.shape[2:], np.float32), gradients)
+    tx = ef_signsgd(falling, weight_decay=0.1, mask=mask, axis_name=AXIS)
+    run = train(tx, WORKERS, zeros, gradients)
+    trees = gradients, run.params, zeros, mask
+    for g, history, p, decayed in zip(*map(jax.tree.leaves, trees), strict=True):
+        theirs = reference.EfSignsgd(p, WORKERS, falling, 0.9, 0.1 if decayed else 0.0)
+        for t in range(12):
+            expected = theirs.update(list(g[:, t])).reshape(p.shape)
+            np.testing.assert_allclose(history[0, t], expected, rtol=1e-5, atol=2e-6)
+
+
+def test_between_nodes_every_device_has_a_momentum_of_its_own_gradients():
+    gradients = draw(1, 4, STEPS, shapes=SHAPES)
+    run = train(ef_signsgd(0.1, axis_name=PAIR), (2, 2), draw(0, shapes=SHAPES), gradients)
+    kept = find_state(EfSignsgdState, run.state).momentum.value
+    for g, u, m in zip(*map(jax.tree.leaves, (gradients, run.updates, kept)), strict=True):
+        size = math.prod(g.shape[2:])
+        hierarchy, m_i = reference.Hierarchy(size, 2, 2), np.zeros((4, size), np.float32)
+        for t in range(STEPS):
+            g_i = g[:, t].reshape(4, size)
+            m_i = 0.9 * m_i + g_i
+            step = hierarchy.all_reduce(list(0.1 * (0.9 * m_i + g_i)), kind="mean_abs")
+            np.testing.assert_allclose(u[0, t].ravel(), -step, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(m.reshape(4, size), m_i, rtol=1e-5, atol=1e-6)
+
+
+@functools.cache
+def followed() -> tuple[Any, Any, Any, Any]:
+    """Error-feedback sign SGD and SGD by the same gradients, of which two rows have none."""
+    gradients = np.random.default_rng(0).standard_normal((4, 400, 8, 16)) ** 3 + 0.2
+    gradients = gradients.astype(np.float32)
+    gradients[:, :, [1, 5]] = 0
+    sgd = optax.chain(onebit_jax.mean_gradients(AXIS), optax.sgd(1e-3, 0.9, nesterov=True))
+    zeros, tx = np.zeros((8, 16), np.float32), ef_signsgd(1e-3, axis_name=AXIS)
+    ours, exact = (train(x, WORKERS, zeros, gradients) for x in (tx, sgd))
+    kept = find_state(EfSignsgdState, ours.state).exchange
+    residual = total_residual(MEAN_ABS.one_bit(AXIS), kept, zeros, WORKERS)
+    return gradients, ours.params[0], exact.params[0], residual
+
+
+def test_it_follows_sgd():
+    """Nesterov's, on the mean gradient: it is behind by its residuals, no more and no less."""
+    _, ours, exact, residual = followed()
+    np.testing.assert_allclose(ours[-1] - residual, exact[-1], rtol=0, atol=2e-6)
+    assert np.abs(ours - exact).max() < 0.35 * np.abs(exact[-1]).mean()
+
+
+def test_a_parameter_without_any_gradient_stays_within_its_residuals_of_where_it_began():
+    """Its steps, of one scale, are taken back: where it is, is what residuals hold of it."""
+    gradients, ours, _, residual = followed()
+    still = ours[:, [1, 5]]
+    np.testing.assert_allclose(still[-1], residual[[1, 5]], rtol=0, atol=2e-6)
+    # At no time above a worker's scale and a server's, each the mean size of a step at most.
+    m, step = np.zeros((4, 8, 16)), 0.0
+    for g in gradients.swapaxes(0, 1):
+        m = 0.9 * m + g
+        step = max(step, 1e-3 * np.abs(0.9 * m + g).mean((1, 2)).max())
+    assert 0.5 * step < np.abs(still).max() <= 2 * step

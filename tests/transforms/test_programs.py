@@ -1,0 +1,352 @@
+"""What updates send, read off their programs; what they copy; what states take."""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import ExchangeOptions, wire
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.phases import PHASES
+from tests.optimizers import OPTIMIZERS, WITH_NODES
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.small_task import assert_close
+from tests.workers import AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicate
+
+# One that is padded in its chunks.
+SHAPES = {"matrix": (2048, 96), "odd": (64, 1031)}
+ELEMENTS = 2048 * 96 + 64 * 1031
+FLAT, NODES = 4, (2, 4)
+
+
+MAKE: dict[str, Any] = {
+    "onebit_adam": functools.partial(onebit_jax.onebit_adam, 0.1, warmup=3),
+    "onebit_lamb": functools.partial(onebit_jax.onebit_lamb, 0.1, warmup=3),
+    "zero_one_adam": functools.partial(onebit_jax.zero_one_adam, 0.1, variance_freeze=4),
+    "birder": functools.partial(onebit_jax.birder, 0.1, seed=0),
+    "signum": functools.partial(onebit_jax.signum, 0.1),
+    "distributed_lion": functools.partial(onebit_jax.distributed_lion, 0.1, weight_decay=0.1),
+    "ef_signsgd": functools.partial(onebit_jax.ef_signsgd, 0.1, weight_decay=0.1),
+    "compressed_mean": onebit_jax.compressed_mean,
+    "local_steps": functools.partial(
+        onebit_jax.local_steps, optax.sgd(0.1), optax.sgd(0.5), every=4
+    ),
+}
+DENSE, BITS = {("all-reduce", "f32")}, {("all-gather", "u8"), ("all-to-all", "u8")}
+# Asked for as such; XLA for CPUs makes float32 of it.
+HALVES = {("all-reduce", "bf16")}
+VOTES = {"transport": "votes", "requantize": False}
+
+
+def update_of(tx: Any, sizes: Sizes, phase: Any = None, shapes: Any = SHAPES) -> Any:
+    """The lowered update on the devices of a mesh."""
+    workers = mesh_of(sizes).size
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct((workers, *shape), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    tx = optax.with_extra_args_support(tx)
+    state = jax.eval_shape(on_workers(tx.init, sizes), params)
+    update = on_workers(functools.partial(tx.update, phase=phase), sizes, "shard_map")
+    return update.lower(params, state, params)
+
+
+def across(sent: Any, sizes: Sizes) -> Any:
+    """The collectives between nodes."""
+    return [c for c in sent if mesh_of(sizes).axis_names[0] in c.axis]
+
+
+def sent_by(tx: Any, sizes: Sizes, phase: Any = None) -> Any:
+    return wire.collectives(update_of(tx, sizes, phase), mesh_of(sizes))
+
+
+# Of an optimizer with options, on so many workers, in a phase: the operations between nodes, and
+# the bits of a value there and back. With a scale for each 256 values it is 1/8 of a bit more.
+SENT = [
+    ("onebit_adam", {}, FLAT, "warmup", DENSE, 64),
+    ("onebit_adam", {}, FLAT, "compression", BITS, 2),
+    ("onebit_adam", {}, NODES, "compression", BITS, 2),
+    ("onebit_adam", {}, (1, 3), "compression", DENSE, 64),
+    ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
+    (
+        "onebit_adam",
+        {"warmup_bits": 8, "variance_refreshes": 4},
+        FLAT,
+        "refresh",
+        BITS,
+        2 + 2 * 8.125,
+    ),
+    ("onebit_adam", {"warmup_bits": 8, "variance_refreshes": 4}, FLAT, "compression", BITS, 2),
+    ("onebit_lamb", {}, FLAT, "warmup", DENSE, 64),
+    ("onebit_lamb", {}, FLAT, "compression", BITS, 2),
+    ("onebit_lamb", {}, NODES, "compression", BITS, 2),
+    ("onebit_lamb", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_lamb", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
+    ("zero_one_adam", {}, FLAT, "warmup", DENSE, 64),
+    ("zero_one_adam", {}, FLAT, "compression", BITS, 2),
+    ("zero_one_adam", {}, FLAT, "sync", BITS, 2),
+    ("zero_one_adam", {}, FLAT, "local", set(), 0),
+    ("zero_one_adam", {}, NODES, "sync", BITS, 2),
+    ("zero_one_adam", {}, NODES, "local", set(), 0),
+    ("zero_one_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("zero_one_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
+    ("birder", {}, FLAT, "compression", BITS, 2),
+    ("birder", {}, FLAT, "warmup", BITS, 4),
+    ("birder", {"requantize": False}, FLAT, "compression", BITS, 1 + 3),
+    ("birder", VOTES, FLAT, "compression", {("all-reduce", "u8")}, 8),
+    ("birder", VOTES, FLAT, "warmup", {("all-reduce", "u8")}, 16),
+    ("birder", {}, NODES, "compression", BITS, 2),
+    ("birder", VOTES, (4, 2), "compression", {("all-reduce", "u8")}, 8),
+    ("birder", {}, (1, 4), None, DENSE, 64),
+    ("signum", {}, 3, None, BITS, 2),
+    ("signum", {}, NODES, None, BITS, 2),
+    ("distributed_lion", {}, 3, None, BITS, 2),
+    ("distributed_lion", {"aggregation": "mean"}, 3, None, BITS, 1 + 2),
+    ("distributed_lion", {}, (1, 4), None, DENSE, 64),
+    ("ef_signsgd", {}, FLAT, None, BITS, 2),
+    ("compressed_mean", {}, FLAT, "compression", BITS, 2),
+    ("compressed_mean", {"bits": 32}, FLAT, None, DENSE, 64),
+    # MuLoCo gathers what all workers compressed, so that its bytes grow with their number.
+    *[("local_steps", {"bits": 1}, n, "sync", BITS, 2) for n in (2, 8)],
+    *[("local_steps", {"bits": 4}, n, "sync", BITS, 2 * 4.125) for n in (2, 8)],
+    ("local_steps", {"bits": 2}, 4, "sync", BITS, 2 * 2.125),
+    ("local_steps", {"bits": 4}, FLAT, "local", set(), 0),
+    ("local_steps", {"bits": 32}, FLAT, "sync", DENSE, 64),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes", "phase", "kinds", "bits"),
+    SENT,
+    ids=lambda x: "" if isinstance(x, set | float) else str(x),
+)
+def test_what_an_update_sends(name, options, sizes, phase, kinds, bits):
+    sent = sent_by(MAKE[name](axis_name=axis_of(sizes), **options), sizes, phase)
+    nodes, per_node = (sizes, 1) if isinstance(sizes, int) else sizes
+    if nodes == 1:
+        # A single node's devices are what it has for nodes.
+        nodes, per_node, found = per_node, 1, sent
+    else:
+        found = across(sent, sizes)
+        within = {c.dtype for c in sent if c not in found}
+        assert within == {"f32", *(["u8"] if bits else [])} if per_node > 1 else not within
+    assert {(c.op, c.dtype) for c in found} == kinds
+    floor = bits * (nodes - 1) / nodes * ELEMENTS / (8 * per_node)
+    assert floor <= wire.bytes_sent(found) <= 1.03 * floor + 4096
+    if kinds == BITS:
+        assert len(found) == 4 if bits in (4, 2 + 2 * 8.125) and phase != "compression" else 2
+
+
+def test_birders_first_update_alone_sends_more_than_signs_where_the_host_does_not_say():
+    sent = sent_by(MAKE["birder"](axis_name=AXIS), FLAT)
+    assert {(c.op, c.dtype) for c in sent} == BITS
+    assert [bool(c.where) for c in sent].count(True) == 2
+    once = wire.bytes_sent([c for c in sent if not c.where])
+    assert once == wire.bytes_sent(sent_by(MAKE["birder"](axis_name=AXIS), FLAT, "compression"))
+
+
+def test_a_turn_of_local_steps_sends_its_share():
+    shapes = {str(i): (256, 256) for i in range(4)}
+
+    def sent(fragments, phase):
+        tx = MAKE["local_steps"](axis_name=AXIS, bits=1, fragments=fragments)
+        return wire.bytes_sent(wire.collectives(update_of(tx, FLAT, phase, shapes), mesh_of(FLAT)))
+
+    assert sent(4, "sync") == pytest.approx(sent(1, "sync") / 4, rel=0.05)
+    assert sent(4, None) == sent(4, "sync")
+    assert sent(4, "local") == 0
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_options_of_the_exchange_reach_it(name):
+    """Between nodes: bfloat16 within them, and buckets."""
+    sizes, bits = (2, 2), {"bits": 1} if name == "local_steps" else {}
+    phase = "sync" if name in ("local_steps", "zero_one_adam") else "compression"
+    plain, options = (
+        update_of(MAKE[name](axis_name=PAIR, exchange=how, **bits), sizes, phase)
+        for how in (
+            ExchangeOptions(bucket_bytes=None),
+            ExchangeOptions(bucket_bytes=4096, local_dtype="bfloat16"),
+        )
+    )
+    assert "bf16" not in plain.as_text()
+    assert "bf16" in options.as_text()
+    one, many = (across(wire.collectives(x, mesh_of(sizes)), sizes) for x in (plain, options))
+    assert len(one) == 2
+    assert len(many) > 2
+    assert wire.bytes_sent(one) == wire.bytes_sent(many)
+    row = max(c.operand_bytes for c in many)
+    assert row <= 2 * 4096
+
+
+@pytest.mark.parametrize("name", WITH_NODES)
+def test_one_device_a_node_is_the_flat_program(name):
+    flat, pair = (
+        update_of(
+            OPTIMIZERS[name].make(axis), (4, 1), shapes={"rows": (64, 3), "odd": (13,)}
+        ).as_text()
+        for axis in (NODE, PAIR)
+    )
+    assert flat == pair
+
+
+# What is copied.
+
+
+def compiled(tx: Any, shapes: Any, phase: Any = None) -> Any:
+    """The update and its application on two devices, all donated."""
+    mesh = jax.make_mesh((2,), (AXIS,), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), params)
+    specs = onebit_jax.state_specs(state, (AXIS,))
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape), p.dtype), params)
+
+    def update(params, state, grads):
+        grads = jax.tree.map(lambda g: g[0], grads)
+        updates, state = tx.update(grads, state, params, **({"phase": phase} if phase else {}))
+        return optax.apply_updates(params, updates), state
+
+    in_specs = P(), specs, P(AXIS)
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+
+
+def test_1bit_adam_copies_nothing_of_full_size_in_any_phase_nor_without_one():
+    """Temporaries: the mean gradients of part of the tensors; bits; and of both phases the larger.
+
+    Of parameters and state nothing is left that is not written in its own place. The program
+    without a phase sends what both do.
+    """
+    shapes = {"a": (1024, 512), "b": (512, 1001), "c": (77,)}
+    elements = 1024 * 512 + 512 * 1001 + 77
+    tx = onebit_jax.onebit_adam(0.1, warmup=3, axis_name=AXIS)
+    programs = {phase: compiled(tx, shapes, phase) for phase in (None, "warmup", "compression")}
+    sizes = {phase: program.memory_analysis() for phase, program in programs.items()}
+    assert all(s.output_size_in_bytes - s.alias_size_in_bytes < 1024 for s in sizes.values())
+    temporary = {phase: size.temp_size_in_bytes / elements for phase, size in sizes.items()}
+    assert temporary["warmup"] <= 2.2
+    assert temporary["compression"] <= 0.4
+    assert temporary[None] <= temporary["warmup"] + 0.02
+    sent = {phase: wire.collectives(program) for phase, program in programs.items()}
+    kinds = {phase: {(c.op, c.dtype) for c in own} for phase, own in sent.items()}
+    assert kinds == {"warmup": DENSE, "compression": BITS, None: DENSE | BITS}
+    assert sum(c.operand_bytes for c in sent["warmup"]) == 4 * elements
+    assert len(sent["compression"]) == 2
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        onebit_jax.ef_signsgd(1e-3, weight_decay=0.1, axis_name=AXIS),
+        optax.chain(onebit_jax.compressed_mean(AXIS), optax.sgd(0.1, 0.9)),
+    ],
+    ids=["ef_signsgd", "compressed_mean"],
+)
+def test_an_update_copies_nothing_of_full_size(tx):
+    program = compiled(tx, {"w": (512, 512)})
+    assert program.memory_analysis().temp_size_in_bytes < 512 * 512 * 4 / 3
+    assert {(c.op, c.dtype) for c in wire.collectives(program)} == BITS
+
+
+# What a state takes.
+
+HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes", "expected"),
+    [
+        ("onebit_adam", {}, 4, 8.3 + 4 / 4),
+        ("onebit_adam", {}, NODES, 8.3 + 4 / 8),
+        ("onebit_adam", {"warmup_bits": 8}, 4, 8.3 + 4 / 4 + 4 + 4 / 4),
+        ("onebit_lamb", {}, 4, 12.4 + 4 / 4),
+        ("zero_one_adam", {}, 4, 20.3 + 4 / 4),
+        ("birder", {}, 4, 8),
+        ("birder", {}, NODES, 8 / 4),
+        ("signum", {}, 4, 4),
+        ("distributed_lion", {}, 4, 4),
+        ("distributed_lion", {}, NODES, 4 / 4),
+        ("ef_signsgd", {}, 4, 8.1 + 4 / 4),
+        ("ef_signsgd", HALF, 4, 4 + 2.1 + 2 / 4),
+        ("compressed_mean", {}, 4, 4.1 + 4 / 4),
+        ("compressed_mean", {"bits": 8}, 4, 4.1 + 4.1 / 4),
+    ],
+    ids=lambda x: str(x) if isinstance(x, str | int) else "",
+)
+def test_a_state_takes_the_bytes_a_parameter_that_its_page_says(name, options, sizes, expected):
+    size = 2**20
+    init = MAKE[name](axis_name=axis_of(sizes), **options).init
+    shape = jax.ShapeDtypeStruct((mesh_of(sizes).size, size), jnp.float32)
+    state = jax.eval_shape(on_workers(init, sizes), shape)
+    taken = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / mesh_of(sizes).size
+    assert 0.95 * expected * size < taken <= 1.01 * expected * size
+
+
+# How an axis is bound, by whom the phase is chosen, and half precision.
+
+
+def program_of(name: str, binding: Any = "vmap", phase: Any = None) -> Any:
+    tx = optax.with_extra_args_support(OPTIMIZERS[name].make(AXIS))
+    return on_workers(functools.partial(tx.update, phase=phase), 4, binding)
+
+
+def starts(name: str, steps: int) -> Any:
+    """Gradients, state and parameters before each update, on the host."""
+    shapes, update = {"matrix": (16, 16), "vector": (13,)}, program_of(name)
+    params = replicate(draw(0, shapes=shapes), 4)
+    state = on_workers(OPTIMIZERS[name].make(AXIS).init, 4)(params)
+    for t in range(steps):
+        start = draw(1 + t, 4, shapes=shapes), state, params
+        yield jax.device_get(start)
+        updates, state = update(*start)
+        params = jax.tree.map(jnp.add, params, updates)
+
+
+def slow_but(fast: str, others: Any) -> Any:
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
+    return pytest.mark.parametrize("name", [fast, *slow])
+
+
+@slow_but("signum", [name for name in OPTIMIZERS if name != "mean_gradients"])
+@pytest.mark.usefixtures("quick_compilation")
+def test_every_program_makes_the_same_update(name):
+    """Simulated workers and devices; told the phase, bit for bit as the program that chooses.
+
+    By way of the host, since every binding places the same numbers elsewhere. On a mesh XLA
+    contracts other sums and products, and adds norms up in another order.
+    """
+    program = functools.cache(program_of)
+    for start in starts(name, 6):
+        _, state = chosen = jax.device_get(program(name)(*start))
+        for binding in BINDINGS[1:]:
+            assert_close(jax.device_get(program(name, binding)(*start)), chosen)
+        made = {PHASES[int(x.progress.phase[0])] for x in algorithm.states_of(state)}
+        if len(made) == 1:
+            told = program(name, "vmap", made.pop())(*start)
+            chex.assert_trees_all_equal(told, chosen, strict=True)
+
+
+@slow_but("zero_one_adam", ("onebit_adam", "onebit_lamb"))
+@pytest.mark.usefixtures("quick_compilation")
+def test_half_precision_is_computed_with_in_float32(name):
+    update = program_of(name)
+    for grads, state, params in starts(name, 5):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (grads, params))
+        single = jax.tree.map(lambda x: x.astype(np.float32), half)
+        (rounded, _), (exact, _) = (update(g, state, p) for g, p in (half, single))
+        for x, y in zip(*map(jax.tree.leaves, (rounded, exact)), strict=True):
+            assert x.dtype == jnp.bfloat16
+            unit = float(jnp.finfo(jnp.bfloat16).eps)
+            np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=unit)

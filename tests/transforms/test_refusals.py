@@ -1,0 +1,206 @@
+"""Hyperparameters out of range: every constructor names what it was given, and how to mend it."""
+
+import inspect
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import onebit_jax
+from onebit_jax import ExchangeOptions
+from tests.workers import AXIS, PAIR
+
+NAN, INF = math.nan, math.inf
+DECAYS = (1.0, -0.1, 1.5, NAN)
+COUNTS = (-1, 0, 1.5, True, "10", None, jnp.float32(10))
+RATED: dict[str, Any] = {"learning_rate": 0.1, "axis_name": AXIS}
+ONEBIT: dict[str, Any] = RATED | {"warmup": 1}
+SEEDED: dict[str, Any] = RATED | {"seed": 0}
+INNER: dict[str, Any] = {"inner": optax.sgd(1.0), "axis_name": AXIS}
+LOCAL: dict[str, Any] = INNER | {"outer": optax.sgd(1.0), "every": 6}
+
+# What no constructor takes that has such an option.
+COMMON: dict[str, tuple[Any, ...]] = {
+    "learning_rate": (NAN, INF, jnp.float32(NAN), "0.1"),
+    **dict.fromkeys(("b1", "b2", "b", "beta", "momentum", "coeff_beta"), DECAYS),
+    **dict.fromkeys(("residual_decay", "error_decay"), (1.5, -0.1, NAN)),
+    "eps": (0, -1, NAN, INF),
+    "eps_root": (-1, NAN),
+    "weight_decay": (-0.1, NAN, "0.1"),
+    **dict.fromkeys(("warmup", "variance_freeze"), COUNTS),
+    "warmup_bits": (1, 2, 12, 8.0, "8"),
+    "bits": (3, 16, True, 8.0),
+}
+# What a constructor takes, and of its other options what it does not.
+OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    onebit_jax.onebit_adam: (
+        ONEBIT,
+        {"variance_refreshes": (0, 2.5, True, "auto", lambda count: count)},
+    ),
+    onebit_jax.onebit_lamb: (
+        ONEBIT,
+        {
+            "min_coeff": (0, NAN, 11.0),
+            "max_coeff": (0, INF),
+            "min_ratio": (0, 1.1, NAN),
+            "max_ratio": (0.9, INF),
+            "ratio_threshold": (0, 1, NAN),
+        },
+    ),
+    onebit_jax.zero_one_adam: (
+        RATED | {"variance_freeze": 1},
+        {
+            "var_update_scaler": (0, 2.0),
+            "local_step_scaler": (-1, True),
+            "local_step_clipper": (0, None),
+            "variance_steps": (3, [0, 1], True),
+            "sync_steps": (3, [0, 1]),
+        },
+    ),
+    onebit_jax.birder: (
+        SEEDED,
+        {
+            "seed": ("0", 1.5, True, -1, 2**32, None, *map(jnp.float32, ([0, 0, 0], 1, [0, 0]))),
+            "transport": ("hierarchical",),
+            "requantize": (None, 1),
+            "amsgrad": (None,),
+        },
+    ),
+    onebit_jax.signum: (RATED, {}),
+    onebit_jax.distributed_lion: (RATED, {"aggregation": ("vote", None)}),
+    onebit_jax.ef_signsgd: (RATED, {}),
+    onebit_jax.onebit_muon: (RATED, {"adam_bits": (1,), "ns_steps": (0,)}),
+    onebit_jax.compressed_mean: ({"axis_name": AXIS}, {}),
+    onebit_jax.local_steps: (LOCAL, {"every": (0, 2.5), "fragments": (0, 1.5)}),
+    onebit_jax.clip_by_common_norm: (
+        {"max_norm": 1.0, "axis_name": AXIS},
+        {"max_norm": (0, -1.0, INF, None)},
+    ),
+    onebit_jax.variance_stable: (
+        {},
+        {"threshold": (0, 1, -1, NAN, INF), "min_steps": (-1, 1.5, True, "10")},
+    ),
+    ExchangeOptions: (
+        {},
+        {
+            "scale": ("max", None),
+            "residual_dtype": ("float16",),
+            "bucket_bytes": (0, -128, 100, 1e5, True, "all"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OUT_OF_RANGE, ids=lambda make: make.__name__)
+def test_a_value_out_of_range_is_named(make):
+    usual, fields = OUT_OF_RANGE[make]
+    make(**usual)
+    options = inspect.signature(make).parameters
+    fields = {name: values for name, values in COMMON.items() if name in options} | fields
+    for field, values in fields.items():
+        for value in values:
+            shown = "|".join(re.escape(show(value)) for show in (str, repr))
+            with pytest.raises(ValueError, match=rf"^{field}=['\"]?({shown})"):
+                make(**usual | {field: value})
+
+
+ONE_BITS = r"are options of one bit with error feedback, but KBits.*: leave them out"
+MULTIPLE = r"must be a number, and a multiple of fragments=4"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (onebit_jax.onebit_adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
+        (onebit_jax.onebit_adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
+        (
+            onebit_jax.onebit_adam,
+            ONEBIT | {"variance_refreshes": lambda count: count},
+            "returns .* where one boolean is expected",
+        ),
+        (onebit_jax.birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
+        (
+            onebit_jax.birder,
+            SEEDED | {"transport": "votes", "exchange": ExchangeOptions(bucket_bytes=128)},
+            "^bucket_bytes=128 must be None for transport='votes'",
+        ),
+        (
+            onebit_jax.compressed_mean,
+            {"axis_name": AXIS, "bits": 4, "exchange": ExchangeOptions(scale="mean_abs")},
+            ONE_BITS,
+        ),
+        (
+            onebit_jax.local_steps,
+            LOCAL | {"bits": 4, "exchange": ExchangeOptions(residual_dtype="bfloat16")},
+            ONE_BITS,
+        ),
+        (onebit_jax.local_steps, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
+        (onebit_jax.local_steps, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
+        (
+            onebit_jax.local_steps,
+            LOCAL | {"fragments": 2, "every": lambda _: 4},
+            "^every=<function .* must be a number",
+        ),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_what_does_not_go_together_says_why(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+# Constructors whose exchange has nodes.
+NODES = [make for make, (usual, _) in OUT_OF_RANGE.items() if "axis_name" in usual]
+NODES.remove(onebit_jax.clip_by_common_norm)
+
+
+@pytest.mark.parametrize("make", NODES, ids=lambda make: make.__name__)
+def test_options_of_an_exchange_between_nodes_are_named(make):
+    usual, _ = OUT_OF_RANGE[make]
+    half: Any = "float16"
+    message = r"^local_dtype='float16' must be 'float32' or 'bfloat16'"
+    with pytest.raises(ValueError, match=message):
+        make(**usual | {"axis_name": PAIR, "exchange": ExchangeOptions(local_dtype=half)})
+    message = r"^local_dtype='bfloat16' .*axis_name='workers' is one axis"
+    with pytest.raises(ValueError, match=message):
+        make(**usual | {"exchange": ExchangeOptions(local_dtype="bfloat16")})
+
+
+@pytest.mark.parametrize(
+    "axis_name",
+    ["elsewhere", None, 3, (AXIS,), (AXIS, "elsewhere"), (AXIS, AXIS)],
+    ids=str,
+)
+def test_axes_that_are_not_bound_are_named_by_init_and_by_update(axis_name):
+    def update(init, tx, params):
+        return jax.vmap(lambda p: tx.update(p, init(p), p), axis_name=AXIS)(params)
+
+    params, message = jnp.zeros((2, 3)), rf"^axis_name={re.escape(repr(axis_name))}"
+    for make, needed in (
+        (onebit_jax.onebit_adam, ONEBIT),
+        (onebit_jax.birder, SEEDED),
+    ):
+        bound, other = make(**needed), make(**needed | {"axis_name": axis_name})
+        for init in (other.init, bound.init):
+            with pytest.raises(ValueError, match=message):
+                jax.eval_shape(lambda p, init=init, tx=other: update(init, tx, p), params)
+    with pytest.raises(ValueError, match=r"axis_name='workers' is not bound.*onebit_jax.init"):
+        onebit_jax.onebit_adam(**ONEBIT).init(params)
+    clip = onebit_jax.clip_by_common_norm(1.0, axis_name)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda p: update(clip.init, clip, p), params)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
+def test_parameters_that_are_not_real_are_named(dtype):
+    params = {"weights": jnp.ones((2, 3)), "other": jnp.ones((2, 3), dtype)}
+    for make, needed in (
+        (onebit_jax.onebit_adam, ONEBIT),
+        (onebit_jax.birder, SEEDED),
+    ):
+        with pytest.raises(ValueError, match=rf"\['other'\] has dtype {dtype}"):
+            jax.eval_shape(jax.vmap(make(**needed).init, axis_name=AXIS), params)
