@@ -285,17 +285,7 @@ def test_a_rate_that_is_injected_is_the_rate_and_what_is_masked_stays(name):
     assert all(np.any(np.asarray(x) != 0) for x in some["layer"].values())
 
 
-# Their exchange at several bits a value makes float64 of its scales there.
-FLOAT32_ALONE = "onebit_adam, refreshed", "onebit_muon", "compressed_mean, 4 bits", "local_steps"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True)) if name in FLOAT32_ALONE else name
-        for name in OPTIMIZERS
-    ],
-)
+@by_name
 def test_beside_float64_a_state_keeps_its_dtypes_and_updates_have_their_parameters(name):
     with jax.enable_x64(True):
         params = {"w": np.zeros((WORKERS, 8, 3)), "v": np.zeros((WORKERS, 4), np.float16)}

@@ -310,7 +310,9 @@ class BoundExchange:
         if not self.compresses:
             return jnp.zeros((*leading, 1), jnp.uint8)
         sections = [jnp.zeros((*leading, self.layout.payload), jnp.uint8)]
-        return self.layout.row(sections, jnp.zeros((*leading, *self.layout.scale_shape)))
+        return self.layout.row(
+            sections, jnp.zeros((*leading, *self.layout.scale_shape), jnp.float32)
+        )
 
     def average(
         self, tree: Any, state: ExchangeState, call: Call = Call()
@@ -393,7 +395,7 @@ class BoundExchange:
     def total_residual(self, state: ExchangeState) -> Any:
         """The residuals of all workers and servers together, a tree; the same on all workers."""
         if not self.compresses:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape), self.layout.of_shapes())
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self.layout.of_shapes())
         return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
 
     def encode(self, tree: Any, state: ExchangeState) -> jax.Array:

@@ -76,4 +76,4 @@ class GradientMean:
             return ()
         leaves = jax.tree.leaves(like)
         begun = self.exchange().over(leaves)
-        return begun.resumed(carried or [jnp.zeros(x.shape) for x in leaves], leaves)
+        return begun.resumed(carried or [jnp.zeros(x.shape, jnp.float32) for x in leaves], leaves)

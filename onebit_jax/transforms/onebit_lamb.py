@@ -323,7 +323,7 @@ def _shape(exchange: BoundExchange) -> tuple[int, ...]:
 def _fused(exchange: BoundExchange, pieces: Arrays) -> jax.Array:
     """The one piece, of all shards, as ``[n, 8, B]``."""
     shape = _shape(exchange)
-    return pieces[0].reshape(shape) if pieces else jnp.zeros(shape)
+    return pieces[0].reshape(shape) if pieces else jnp.zeros(shape, jnp.float32)
 
 
 def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
@@ -334,7 +334,7 @@ def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
 def _joined(exchange: BoundExchange, tensors: Arrays, onto: jax.Array | None = None) -> jax.Array:
     """Tensors end to end, ``[n, 8, B]``, over an array whose padding stays, or over zeros."""
     shape = _shape(exchange)
-    onto = jnp.zeros(shape) if onto is None else onto
+    onto = jnp.zeros(shape, jnp.float32) if onto is None else onto
     return end_to_end(tensors, onto.reshape(-1)).reshape(shape)
 
 
