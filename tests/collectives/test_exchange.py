@@ -309,7 +309,7 @@ MEAN_ABS, HALF = ExchangeOptions(scale="mean_abs"), ExchangeOptions(residual_dty
             {"axis_name": AXIS, "bits": 4},
             r"^scale='mean_abs'.*of one bit",
         ),
-        (HALF.at_bits, {"axis_name": AXIS, "bits": 2}, r"'bfloat16' are options.*bits=2: leave"),
+        (HALF.at_bits, {"axis_name": AXIS, "bits": 2}, r"'bfloat16' .*of one bit.*bits=2"),
         (Exchange(AXIS, OneBit()).over, {"tree": [jnp.ones(3)]}, "is not bound"),
     ],
     ids=str,
