@@ -25,7 +25,7 @@ def checksums(x: Any) -> dict[str, int]:
     >>> checksums(np.arange(3, dtype=np.int32))
     {'0:3': 494276218}
     """
-    return {_name(box): _crc(part) for box, part, first in _parts(x) if first}
+    return {_name(box): _crc(part) for box, part, replica in _parts(x) if replica == 0}
 
 
 def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
@@ -34,11 +34,11 @@ def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
     Parts that other processes hold are theirs to look at. An array may be split otherwise than it
     was: what counts is that a part lies within one of its own.
     """
-    held = [(box, part) for box, part, _ in _parts(x)]
+    held = {box: part for box, part, _ in _parts(x)}
     wrong = []
     for name, crc in expected.items():
         box = _box(name)
-        for own, part in held:
+        for own, part in held.items():
             if all(a <= c and d <= b for (a, b), (c, d) in zip(own, box, strict=True)):
                 inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(own, box, strict=True))
                 if _crc(part[inner]) != crc:
@@ -47,34 +47,17 @@ def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
     return wrong
 
 
-def _parts(x: Any) -> Iterator[tuple[Box, Any, bool]]:
-    """Parts that this process has, each once: where it lies, and whether it is the first of it."""
+def _parts(x: Any) -> Iterator[tuple[Box, Any, int]]:
+    """The parts that this process has: where each lies, its values, and the number of this copy."""
     if is_key(x):
         x = jax.random.key_data(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-        yield _whole(x.shape), x, jax.process_index() == 0
+        yield tuple((0, n) for n in x.shape), x, jax.process_index()
         return
-    seen = set()
     for shard in x.addressable_shards:
-        box = tuple(
-            (s.start or 0, n if s.stop is None else s.stop)
-            for s, n in zip(shard.index, x.shape, strict=True)
-        )
-        if box not in seen:
-            seen.add(box)
-            yield (
-                box,
-                shard.data,
-                any(
-                    other.index == shard.index and other.replica_id == 0
-                    for other in x.addressable_shards
-                ),
-            )
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
+        places = zip(shard.index, x.shape, strict=True)
+        yield tuple(s.indices(n)[:2] for s, n in places), shard.data, shard.replica_id
 
 
 def _crc(x: Any) -> int:

@@ -5,7 +5,6 @@ import json
 import math
 import pathlib
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from onebit_jax.markers import is_per_worker
+from onebit_jax.markers import is_per_worker, nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
@@ -132,7 +131,7 @@ def types(tree: Any) -> dict[str, str]:
     """The types of the nodes that are neither dicts, lists nor plain tuples."""
     return {
         _name(path): type(node).__name__
-        for path, node in _nodes(tree, ())
+        for path, node in nodes(tree)
         if type(node) not in (dict, list, tuple)
     }
 
@@ -145,7 +144,7 @@ def plans(tree: Any) -> dict[str, dict[str, int]]:
             "fragments": int(node.plan.fragments),
             "since_sync": int(node.since_sync),
         }
-        for path, node in _nodes(tree, ())
+        for path, node in nodes(tree)
         if hasattr(node, "check_plan")
     }
 
@@ -224,7 +223,7 @@ def check(manifest: Any, tree: Any, where: str) -> None:
                 f"model or other options of the optimizer: go on with those, or begin in another "
                 f"folder."
             )
-    for path, node in _nodes(tree, ()):
+    for path, node in nodes(tree):
         plan = manifest["plans"].get(_name(path))
         if plan and not isinstance(node.since_sync, jax.ShapeDtypeStruct):
             every, fragments = jnp.int32(plan["every"]), jnp.int32(plan["fragments"])
@@ -241,16 +240,6 @@ def _workers(axes: list[list[Any]]) -> str:
 
 def _in_words(dtype: str | None, shape: list[int] | None) -> str:
     return "is absent" if shape is None else f"has shape {tuple(shape)} and dtype {dtype}"
-
-
-def _nodes(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All nodes that are no leaves, with their paths."""
-    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    if len(children) == 1 and not children[0][0]:
-        return
-    yield path, tree
-    for key, child in children:
-        yield from _nodes(child, (*path, *key))
 
 
 def _name(path: Any) -> str:

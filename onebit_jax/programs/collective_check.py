@@ -8,6 +8,7 @@ true on some workers and false on others never ends, and is refused.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, Literal
 
 Axes = frozenset[str]
@@ -48,6 +49,11 @@ def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
       ValueError: for a collective under a condition that workers need not share.
     """
     return _flow(jaxpr, [Axes()] * len(jaxpr.invars))
+
+
+def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
+    """The paths of a tree's leaves, and the axes that each varies over."""
+    return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
 
 
 def _flow(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:

@@ -16,7 +16,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.programs.collective_check import check_collectives
+from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 
 # What to do in place of some wrappers of Optax, by the name of their state.
 _ADVICE = {
@@ -68,7 +69,8 @@ def check_replicas(
         called as a step does.
     """
     axes = mesh.axis_names
-    local = _takes_local_steps(opt_state)
+    # Parameters then differ between exchanges.
+    local = bool(nodes_with("synced_parameters", opt_state))
     update = _update_of_own_gradients(tx, axes, local)
 
     def traced(extra_args: dict[str, Any]) -> Any:
@@ -87,7 +89,7 @@ def check_replicas(
             if extra_args is not None:
                 raise
         except (AttributeError, ValueError) as error:
-            for name in _states(opt_state) & _NEEDS.keys():
+            for name in _NEEDS.keys() & _owners(opt_state):
                 raise ValueError(_NEEDS[name]) from error
             raise
     else:
@@ -97,15 +99,6 @@ def check_replicas(
     _check_state(state, specs, axes)
     if not local:
         _check_updates(updates, axes)
-
-
-def _takes_local_steps(opt_state: Any) -> bool:
-    """Whether an optimizer in the state lets parameters differ between its exchanges."""
-
-    def is_local(node: Any) -> bool:
-        return hasattr(node, "synced_parameters")
-
-    return any(map(is_local, jax.tree.leaves(opt_state, is_leaf=is_local)))
 
 
 def _update_of_own_gradients(
@@ -151,11 +144,9 @@ def _check_same_structure(new: Any, given: Any) -> None:
 
 
 def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
-    is_leaf = lambda x: isinstance(x, frozenset)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=is_leaf)
-    for (path, over), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+    for (path, over), spec in zip(leaves_with_axes(varies), jax.tree.leaves(specs), strict=True):
         if over and spec == P():
-            owner = _owner(varies, path)
+            owner = [type(varies).__name__, *_owners(varies, path)][-1]
             advice = _ADVICE.get(
                 owner,
                 "If it is to see each worker's own gradients, wrap it, "
@@ -170,8 +161,7 @@ def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
 
 
 def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
-    differing = [path for path, over in leaves if over]
+    differing = [path for path, over in leaves_with_axes(varies) if over]
     if differing:
         raise ValueError(
             f"the updates of {len(differing)} parameters, the first of them "
@@ -183,35 +173,14 @@ def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
         )
 
 
-def _states(opt_state: Any) -> set[str]:
-    """The names of all states in a state that are of a type of their own."""
-    names = set()
-
-    def note(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names.add(type(node).__name__)
-        return False
-
-    jax.tree.leaves(opt_state, is_leaf=note)
-    return names
-
-
 def _argument(axes: tuple[str, ...]) -> str:
     return repr(axes[0] if len(axes) == 1 else axes)
 
 
-def _owner(tree: Any, path: Any) -> str:
-    """The name of the innermost state, of a type of its own, that holds a leaf."""
-    owner = type(tree).__name__
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            tree = getattr(tree, key.name)
-        elif isinstance(key, jax.tree_util.SequenceKey):
-            tree = tree[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey):
-            tree = tree[key.key]
-        else:
-            break
-        if hasattr(tree, "_fields"):
-            owner = type(tree).__name__
-    return owner
+def _owners(tree: Any, path: Any = None) -> list[str]:
+    """The names of the states in a tree, or of those that hold a leaf; inner ones last."""
+    return [
+        type(node).__name__
+        for place, node in nodes(tree)
+        if hasattr(node, "_fields") and (path is None or place == path[: len(place)])
+    ]

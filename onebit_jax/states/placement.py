@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.markers import is_key, is_per_worker, nodes_with
 from onebit_jax.programs import replica_check
 
 
@@ -196,27 +196,26 @@ def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] 
         ``id``, and takes longer.
     """
 
-    def known(x: Any) -> bool:
-        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    # In every step: only those that are told of are given names, which takes long.
+    def name(index: int) -> str:
+        path, _ = jax.tree_util.tree_leaves_with_path(donated)[index]
+        return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
 
-    arrays = list(filter(known, jax.tree.leaves(donated)))
-    deleted = [x.is_deleted() for x in arrays]
-    if not any(deleted) and len(set(map(identity, arrays))) == len(arrays):
-        return
-    names: dict[int, str] = {}
-    for (key, *path), x in jax.tree_util.tree_leaves_with_path(donated):
-        name = f"{key.key}{jax.tree_util.keystr(tuple(path))}"
-        if known(x) and x.is_deleted():
+    seen: dict[int, int] = {}
+    for index, x in enumerate(jax.tree.leaves(donated)):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            continue
+        if x.is_deleted():
             raise ValueError(
-                f"{name} is an array that has been deleted: an earlier call took it, since a step "
-                f"donates its arguments. Go on with what that call returned, or copy a tree before "
-                f"the call by jax.tree.map(jnp.copy, tree)."
+                f"{name(index)} is an array that has been deleted: an earlier call took it, since "
+                f"a step donates its arguments. Go on with what that call returned, or copy a tree "
+                f"before the call by jax.tree.map(jnp.copy, tree)."
             )
-        if known(x) and (other := names.setdefault(identity(x), name)) != name:
+        if (other := seen.setdefault(identity(x), index)) != index:
             raise ValueError(
-                f"{name} and {other} are one array, but a step donates each of its arguments once. "
-                f"Copy one, jnp.copy(x); for tied weights, hold one array and use it twice in "
-                f"loss_fn."
+                f"{name(index)} and {name(other)} are one array, but a step donates each of its "
+                f"arguments once. Copy one, jnp.copy(x); for tied weights, hold one array and use "
+                f"it twice in loss_fn."
             )
 
 
@@ -298,21 +297,14 @@ def check_plans(
       ValueError: from a state with a ``plan``, such as that of :func:`onebit_jax.local_steps`, for
         another than the optimizer's.
     """
-
-    def has_plan(node: Any) -> bool:
-        return hasattr(node, "check_plan")
-
-    def nodes(state: Any) -> list[Any]:
-        return list(filter(has_plan, jax.tree.leaves(state, is_leaf=has_plan)))
-
-    saved, shapes = nodes(opt_state), jax.eval_shape(lambda x: x, params)
+    saved, shapes = nodes_with("check_plan", opt_state), jax.eval_shape(lambda x: x, params)
     unknown = jax.ShapeDtypeStruct, jax.core.Tracer
     if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
         return
 
     def plans() -> list[Any]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return [node.plan for node in nodes(_on_mesh(tx, mesh)(P())(zeros))]
+        return [node.plan for node in nodes_with("check_plan", _on_mesh(tx, mesh)(P())(zeros))]
 
     # Of the whole state, only the numbers are computed.
     for node, plan in zip(saved, jax.device_get(jax.jit(plans)()), strict=False):

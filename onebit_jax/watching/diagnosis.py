@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import nodes_with
 from onebit_jax.states import placement
 from onebit_jax.watching import healthy_ranges, metrics
 from onebit_jax.watching.replica_checksums import ReplicaDivergenceError, checksum, find_divergences
@@ -132,13 +133,9 @@ def _shared_names(state: dict[str, Any], specs: Any) -> dict[str, int]:
 
 
 def _own_parameters(opt_state: optax.OptState) -> set[str]:
-    """The names of the parameters of which workers may have different ones."""
-
-    def has_own(node: Any) -> bool:
-        return hasattr(node, "own_parameters")
-
-    nodes = filter(has_own, jax.tree.leaves(opt_state, is_leaf=has_own))
-    trees = ({"params": node.own_parameters()} for node in nodes)
+    """The names of the parameters that may differ between workers."""
+    states = nodes_with("own_parameters", opt_state)
+    trees = ({"params": state.own_parameters()} for state in states)
     return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 

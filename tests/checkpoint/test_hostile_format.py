@@ -14,7 +14,6 @@ from onebit_jax.states import placement
 from tests.small_task import MESH, NODES_MESH, make_params
 from tests.workers import PAIR
 
-
 # These have no form for nodes of several devices.
 FLAT = {
     "signum": onebit_jax.signum(1e-2, axis_name="data"),
