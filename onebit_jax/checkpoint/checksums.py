@@ -1,7 +1,7 @@
-"""Checksums of arrays, one for each part that a device has of them.
+"""Checksums of arrays, one for each part that a device holds.
 
-A part is named by where it lies: ``"0:1,0:3"`` is the first worker's row of an array ``[4, 3]``.
-Of arrays that all devices hold there is one part. Every process knows those of its own devices.
+A part is named by its place: ``"0:1,0:3"`` is the first worker's row of an array ``[4, 3]``. An
+array that all devices hold has one part. Every process computes those of its devices.
 """
 
 import zlib
@@ -29,18 +29,19 @@ def checksums(x: Any) -> dict[str, int]:
 
 
 def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
-    """Names the parts of an array that are not those whose checksums are given.
+    """Names the parts of an array whose checksums are not the given ones.
 
-    Parts that other processes hold are theirs to look at. An array may be split otherwise than it
-    was: what counts is that a part lies within one of its own.
+    Each process checks the parts that it holds. The array may be split otherwise than it was when
+    it was saved, as long as each saved part lies within one part now.
     """
     held = {box: part for box, part, _ in _parts(x)}
     wrong = []
     for name, crc in expected.items():
         box = _box(name)
-        for own, part in held.items():
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(own, box, strict=True)):
-                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(own, box, strict=True))
+        for outer, part in held.items():
+            places = list(zip(outer, box, strict=True))
+            if all(a <= c and d <= b for (a, b), (c, d) in places):
+                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in places)
                 if _crc(part[inner]) != crc:
                     wrong.append(name)
                 break

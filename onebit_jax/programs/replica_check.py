@@ -1,8 +1,8 @@
 """Refuses optimizers under which the workers' replicas would silently diverge.
 
-An update is traced, not run, with gradients that differ between workers. What it makes of them must
-be the same on all, but for state in a :class:`~onebit_jax.PerWorker`; whether it is, is read from
-the program (:mod:`onebit_jax.programs.collective_check`).
+An update is traced, not run, with gradients that differ between workers. Its results must be the
+same on all workers, except for state in a :class:`~onebit_jax.PerWorker`. The traced program tells
+whether they are (:mod:`onebit_jax.programs.collective_check`).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 
-# What to do in place of some wrappers of Optax, by the name of their state.
+# What to use instead of some wrappers of Optax, by the name of their state.
 _ADVICE = {
     "MultiStepsState": (
         "optax.MultiSteps would keep each worker's own sum, and exchange in every micro-step "
@@ -27,12 +27,12 @@ _ADVICE = {
         "behind the mean: optax.chain(onebit_jax.mean_gradients(axis), optax.MultiSteps(...))."
     ),
     "ApplyIfFiniteState": (
-        "train_step leaves such steps out by itself; in a loop of your own take "
+        "train_step skips such steps by itself; in a loop of your own take "
         "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike."
     ),
 }
 
-# What wrappers need that they are not given, by the name of their state.
+# What some wrappers need and a step does not give them, by the name of their state.
 _NEEDS = {
     "LookaheadState": (
         "optax.lookahead takes the gradients of params.fast alone, where a step has those of all "
@@ -59,14 +59,14 @@ def check_replicas(
       opt_state: its state.
       specs: of the state, as from :func:`onebit_jax.state_specs`.
       mesh: all its devices are workers.
-      extra_args: what its update takes besides, equal on all workers; None where that is not known
-        yet, and an optimizer that needs more than ``value`` is not checked.
+      extra_args: further arguments of its update, equal on all workers; None if these are not
+        known yet: an optimizer that needs more than ``value`` is then not checked.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
-        that does without being in a ``PerWorker``; for a collective under a condition that workers
-        do not share; for a state whose structure an update changes; for an optimizer that cannot be
-        called as a step does.
+        outside a ``PerWorker`` that does; for a collective under a condition that workers do not
+        share; for a state whose structure an update changes; for an optimizer that cannot be called
+        as a step does.
     """
     axes = mesh.axis_names
     # Parameters then differ between exchanges.
@@ -106,13 +106,12 @@ def _update_of_own_gradients(
 ) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
     """An update, in the worker view, with gradients that differ between workers."""
     with_extra_args = optax.with_extra_args_support(tx)
-    # One phase is traced sooner than all, and every optimizer takes this one but those that have
-    # local steps.
+    # Tracing one phase is faster than tracing all; optimizers without local steps have this one.
     phase = None if local else "compression"
 
     def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        own = lax.axis_index(axes)
-        grads = jax.tree.map(lambda p: p + jnp.asarray(own, p.dtype), params)
+        index = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
         updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
         _check_same_structure(new_state, state)
         return updates, new_state
@@ -149,9 +148,9 @@ def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
             owner = [type(varies).__name__, *_owners(varies, path)][-1]
             advice = _ADVICE.get(
                 owner,
-                "If it is to see each worker's own gradients, wrap it, "
-                "onebit_jax.per_worker(optax.trace(0.9)) say; else let it stand behind the "
-                f"exchange, or put onebit_jax.mean_gradients({_argument(axes)}) before it.",
+                "If it is to see each worker's own gradients, wrap it, as in "
+                "onebit_jax.per_worker(optax.trace(0.9)); else place it after the exchange, or put "
+                f"onebit_jax.mean_gradients({_argument(axes)}) before it.",
             )
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)}, of {owner}, would differ between workers "

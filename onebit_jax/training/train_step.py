@@ -357,9 +357,8 @@ class TrainStep:
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics, model_state, finite = mean_over_workers(
-            (metrics | own, model_state, finite.astype(jnp.float32)), axes
-        )
+        finite = None if health is None else finite.astype(jnp.float32)
+        metrics, model_state, finite = mean_over_workers((metrics | own, model_state, finite), axes)
         if self._options.grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
@@ -407,8 +406,9 @@ def train_step(
         loss, gradient or new model state is not finite, or its gradient's norm is above ``2**48``.
         Parameters, states and random keys stay as they were, bit for bit. After ``max_skipped``
         skipped steps in a row a call raises. Workers tell each other two float32 before the
-        exchange; the norm takes a pass over the gradients, which clipping takes anyway. None turns
-        this off: one worker's NaN is then in all parameters and residuals, for good.
+        exchange, and one with the metrics; the norm takes a pass over the gradients, which clipping
+        takes anyway. None turns this off: one worker's NaN is then in all parameters and residuals,
+        for good.
 
         An update that is not finite, as a schedule of the learning rate or of the decay may make
         it, is seen only once it is made: parameters stay as they were, the step counts as skipped,
