@@ -1,5 +1,6 @@
 """What leaves of a state are: one worker's alone, or random keys."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -50,3 +51,18 @@ def is_per_worker(node: Any) -> bool:
 def is_key(x: Any) -> bool:
     """True for an array of typed random keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All nodes of a tree that are no leaves, with their paths; outer ones first."""
+    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    if len(children) == 1 and not children[0][0]:
+        return
+    yield path, tree
+    for key, child in children:
+        yield from nodes(child, (*path, *key))
+
+
+def nodes_with(method: str, tree: Any) -> list[Any]:
+    """The nodes of a tree that have a method, such as an optimizer's state may have."""
+    return [node for _, node in nodes(tree) if hasattr(node, method)]

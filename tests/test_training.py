@@ -225,9 +225,9 @@ def test_metrics_by_hand():
 # What travels
 
 
-@pytest.mark.parametrize(("clip", "scalars"), [(None, 4), ("common", 5)])
+@pytest.mark.parametrize(("clip", "scalars"), [(None, 5), ("common", 6)])
 def test_compression_sends_bytes_and_a_few_scalars(clip, scalars):
-    """Four scalars are loss and the optimizer's three; besides two for each worker's health."""
+    """Loss, the optimizer's three, and whether the update is finite; two for a worker's health."""
     clipping = {} if clip is None else {"clip": clip, "max_grad_norm": 1.0}
     step, state = start(onebit(), **clipping)
     compiled = step.lower(*state, make_batches(1)[0], phase="compression").compile()
@@ -244,7 +244,7 @@ def test_between_nodes_only_bytes_and_a_few_scalars_cross():
     everywhere = ",".join(PAIR)
     gradients = 4 * sum(x.size for x in jax.tree.leaves(params))
     assert {(c.op, c.dtype, c.axis) for c in sent["warmup"]} == {("all-reduce", "f32", everywhere)}
-    assert sum(c.operand_bytes for c in sent["warmup"]) == gradients + 4 * (4 + 2 * WORKERS)
+    assert sum(c.operand_bytes for c in sent["warmup"]) == gradients + 4 * (5 + 2 * WORKERS)
     across = [(c.op, c.dtype, c.axis) for c in sent["compression"] if "node" in c.axis]
     assert sorted(across) == [
         ("all-gather", "u8", "node"),
@@ -253,7 +253,7 @@ def test_between_nodes_only_bytes_and_a_few_scalars_cross():
         ("all-to-all", "u8", "node"),
     ]
     scalars = [c.operand_bytes for c in sent["compression"] if c.axis == everywhere]
-    assert scalars == [4 * 2 * WORKERS, 4 * 4]
+    assert scalars == [4 * 2 * WORKERS, 4 * 5]
 
 
 # How it is called

@@ -36,13 +36,7 @@ from onebit_jax.states.resizing import resize
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"
 # What a complete one holds.
-_CONTENTS = {
-    "_CHECKPOINT_METADATA",
-    "commit_success.txt",
-    "manifest",
-    "orbax.checkpoint",
-    "state",
-}
+_CONTENTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "manifest", "orbax.checkpoint", "state"}
 
 # Those whose last save may still be under way.
 _saving: set["Checkpoints"] = set()
@@ -59,14 +53,14 @@ cast(Any, threading)._register_atexit(_finish_all)
 
 
 class Restored(NamedTuple):
-    """What :meth:`Checkpoints.restore` gives back.
+    """What :meth:`Checkpoints.restore` returns.
 
     Attributes:
-      step: updates made; 0 where there was no checkpoint.
+      step: updates made; 0 if there was no checkpoint.
       params: the parameters.
       opt_state: the optimizer state.
       others: what else was given.
-      extra: what was saved as ``extra``; None where there was no checkpoint.
+      extra: what was saved as ``extra``; None if there was no checkpoint.
     """
 
     step: int
@@ -82,12 +76,15 @@ class Checkpoints:
     A checkpoint is whole or not there: it is written beside the others, in the background, and
     moved to its place once it is complete. It holds every worker's residuals, a manifest that is
     checked before anything is restored, and a checksum of every worker's part of every array, which
-    is checked after it. Nothing in it is executed, and its contents name no file.
+    is checked afterwards. Nothing in it is executed, and its contents name no file.
+
+    Only whole checkpoints are ever deleted. Other files and folders stay as they are, and so do
+    links. A save that is under way when Python ends is finished first.
 
     Args:
-      folder: where they are, or will be; all processes must reach it.
-      keep_last: how many of the latest are kept.
-      keep_best: how many are kept besides, those with the smallest ``metric``.
+      folder: the folder of the checkpoints; all processes must reach it.
+      keep_last: how many of the latest checkpoints are kept.
+      keep_best: how many more are kept, those with the smallest ``metric``.
 
     Raises:
       ValueError: for a number below 1, or ``keep_best`` below 0.
@@ -143,7 +140,7 @@ class Checkpoints:
             error.add_note(str(failed))
 
     def close(self) -> None:
-        """Waits until all is saved; raises ``OSError`` where that failed."""
+        """Waits until everything is saved; raises ``OSError`` if that failed."""
         self._wait()
 
     def steps(self) -> list[int]:
@@ -169,7 +166,7 @@ class Checkpoints:
         extra: Any = None,
         metric: float | None = None,
     ) -> None:
-        """Saves a run; returns once all is copied, while it is still being written.
+        """Saves a run; returns once everything is copied, while it is still being written.
 
         Args:
           step: updates made, more than at any checkpoint that is there.
@@ -230,10 +227,10 @@ class Checkpoints:
         tx: optax.GradientTransformation | None = None,
         saved_tx: optax.GradientTransformation | None = None,
     ) -> Restored:
-        """Goes back to the latest checkpoint; where there is none, returns the arguments.
+        """Restores the latest checkpoint; returns the arguments if there is none.
 
-        A damaged checkpoint is named in a warning, and the one before it restored, on all processes
-        alike; the next save sets it aside, as ``STEP.damaged``.
+        A damaged checkpoint is named in a warning, and the one before it is restored, on all
+        processes alike. The next save renames the damaged one to ``STEP.damaged``.
 
         Args:
           params: parameters of the run's shapes and shardings.
@@ -241,12 +238,12 @@ class Checkpoints:
             :func:`onebit_jax.init`.
           others: what else was saved, of its shapes and shardings.
           tx: the optimizer, for a state that was saved by another number of workers:
-            :func:`onebit_jax.resize` takes it to this one.
-          saved_tx: the optimizer that it was saved with, where options of its exchange differ.
+            :func:`onebit_jax.resize` converts it to this number.
+          saved_tx: the optimizer that it was saved with, if options of its exchange differ.
 
         Raises:
-          ValueError: the checkpoint is of another model, another optimizer or another number of
-            workers; or all of them are damaged. The message says what to do.
+          ValueError: the checkpoint is of another version, another model, another optimizer or
+            another number of workers; or all checkpoints are damaged. The message says what to do.
         """
         tree = {"params": params, "opt_state": opt_state, "others": others}
         manifest.check_leaves(tree)
@@ -298,7 +295,7 @@ class Checkpoints:
         )
 
     def _wait(self) -> None:
-        """Waits for the save that is under way, then drops what it makes superfluous."""
+        """Waits for the save that is under way, then deletes superfluous checkpoints."""
         if not self._finish():
             return
         if jax.process_index() == 0:
@@ -318,7 +315,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _failing_as_os_error(self) -> Iterator[None]:
-        """Says in one line what Orbax and its libraries say in many ways."""
+        """Turns the many errors of Orbax and its libraries into one line."""
         try:
             yield
         except Exception as error:
@@ -329,7 +326,7 @@ class Checkpoints:
             ) from error
 
     def _superfluous(self) -> list[pathlib.Path]:
-        """What is neither among the latest nor the best; of what is damaged or a link, nothing."""
+        """Whole checkpoints, links excluded, that are neither among the latest nor the best."""
         metrics = {}
         for step in self.steps():
             path = self.folder / str(step)
@@ -342,7 +339,7 @@ class Checkpoints:
         return [path for path in paths if not path.is_symlink()]
 
     def _tidy_up(self) -> None:
-        """Sets damaged checkpoints aside, and drops what earlier starts left half-written."""
+        """Renames damaged checkpoints, and deletes incomplete ones of earlier starts."""
         if self._begun and not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder} is gone; put it back, or begin in another one")
         self._begun = True
@@ -365,7 +362,7 @@ def _meet(where: str) -> None:
 
 
 class _Files:
-    """JSON files in a checkpoint, as Orbax writes what is no array."""
+    """JSON files in a checkpoint, in the form in which Orbax takes what is no array."""
 
     def __init__(self, files: Mapping[str, str]):
         self._files = files

@@ -1,7 +1,7 @@
-"""Checksums of arrays, one for each part that a device has of them.
+"""Checksums of arrays, one for each part that a device holds.
 
-A part is named by where it lies: ``"0:1,0:3"`` is the first worker's row of an array ``[4, 3]``.
-Of arrays that all devices hold there is one part. Every process knows those of its own devices.
+A part is named by its place: ``"0:1,0:3"`` is the first worker's row of an array ``[4, 3]``. An
+array that all devices hold has one part. Every process computes those of its devices.
 """
 
 import zlib
@@ -25,56 +25,40 @@ def checksums(x: Any) -> dict[str, int]:
     >>> checksums(np.arange(3, dtype=np.int32))
     {'0:3': 494276218}
     """
-    return {_name(box): _crc(part) for box, part, first in _parts(x) if first}
+    return {_name(box): _crc(part) for box, part, replica in _parts(x) if replica == 0}
 
 
 def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
-    """Names the parts of an array that are not those whose checksums are given.
+    """Names the parts of an array whose checksums are not the given ones.
 
-    Parts that other processes hold are theirs to look at. An array may be split otherwise than it
-    was: what counts is that a part lies within one of its own.
+    Each process checks the parts that it holds. The array may be split otherwise than it was when
+    it was saved, as long as each saved part lies within one part now.
     """
-    held = [(box, part) for box, part, _ in _parts(x)]
+    held = {box: part for box, part, _ in _parts(x)}
     wrong = []
     for name, crc in expected.items():
         box = _box(name)
-        for own, part in held:
-            if all(a <= c and d <= b for (a, b), (c, d) in zip(own, box, strict=True)):
-                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in zip(own, box, strict=True))
+        for outer, part in held.items():
+            places = list(zip(outer, box, strict=True))
+            if all(a <= c and d <= b for (a, b), (c, d) in places):
+                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in places)
                 if _crc(part[inner]) != crc:
                     wrong.append(name)
                 break
     return wrong
 
 
-def _parts(x: Any) -> Iterator[tuple[Box, Any, bool]]:
-    """Parts that this process has, each once: where it lies, and whether it is the first of it."""
+def _parts(x: Any) -> Iterator[tuple[Box, Any, int]]:
+    """The parts that this process has: where each lies, its values, and the number of this copy."""
     if is_key(x):
         x = jax.random.key_data(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
-        yield _whole(x.shape), x, jax.process_index() == 0
+        yield tuple((0, n) for n in x.shape), x, jax.process_index()
         return
-    seen = set()
     for shard in x.addressable_shards:
-        box = tuple(
-            (s.start or 0, n if s.stop is None else s.stop)
-            for s, n in zip(shard.index, x.shape, strict=True)
-        )
-        if box not in seen:
-            seen.add(box)
-            yield (
-                box,
-                shard.data,
-                any(
-                    other.index == shard.index and other.replica_id == 0
-                    for other in x.addressable_shards
-                ),
-            )
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
+        places = zip(shard.index, x.shape, strict=True)
+        yield tuple(s.indices(n)[:2] for s, n in places), shard.data, shard.replica_id
 
 
 def _crc(x: Any) -> int:

@@ -1,4 +1,4 @@
-"""Reading checkpoints, by all processes alike."""
+"""Reads checkpoints, with the same outcome on all processes."""
 
 import contextlib
 import gc
@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 
 
 def own_file(process: int) -> str:
-    """The file of what a process alone knows of a checkpoint."""
+    """The file that one process writes into a checkpoint."""
     return f"process-{process}.json"
 
 
@@ -56,11 +56,11 @@ def read(path: pathlib.Path) -> tuple[Any, Any, dict[str, dict[str, int]]]:
                 sums.setdefault(name, {}).update(parts)
         return written, files[jax.process_index() % count]["extra"], sums
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedError(f"a process's file is none of onebit_jax: {error!r}") from error
+        raise DamagedError(f"a process's file is not one of onebit_jax's: {error!r}") from error
 
 
 def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -> Any:
-    """The arrays of a checkpoint, like the tree, each as the tree's lies.
+    """The arrays of a checkpoint, in the tree's structure and with its shardings.
 
     Raises:
       DamagedError: they cannot be read, or are not what was written.
@@ -78,7 +78,7 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
                 loaded = ocp.load_checkpointables(
                     str(path), {"state": filled(jax.tree.map(_abstract, tree))}
                 )["state"]
-        # Orbax raises whatever its libraries do: of a damaged file nearly anything.
+        # Orbax passes on its libraries' errors, which for a damaged file may be of any type.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if problem:
@@ -95,7 +95,7 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what Orbax leaves unfinished, of a file that it could not read, from being logged."""
+    """Keeps Orbax from logging the tasks that it leaves unfinished after a failed read."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
     sys.unraisablehook = lambda _: None
@@ -134,7 +134,7 @@ def _abstract(x: Any) -> Any:
 
 
 def on_all_processes(f: Callable[[], Any]) -> Any:
-    """What ``f`` returns, or the error where it raised one on any process, on all alike."""
+    """What ``f`` returns; on all processes the error, if it raised one on any of them."""
     try:
         result = f()
     except DamagedError as error:
@@ -148,7 +148,7 @@ def on_all_processes(f: Callable[[], Any]) -> Any:
 
 
 def as_saved(tx: Any, params: Any, axes: Any) -> Any:
-    """Shapes of a state that was saved by other workers, each whole in this process's memory."""
+    """Shapes of a state that another number of workers saved, whole in this process's memory."""
     types = (AxisType.Auto,) * len(axes)
     names, sizes = (tuple(x) for x in zip(*axes, strict=True))
     shapes = state_shapes(

@@ -1,11 +1,10 @@
-"""What a checkpoint says of itself, so that it is checked before anything is restored."""
+"""The manifest of a checkpoint, which is checked before anything is restored."""
 
 import importlib.metadata
 import json
 import math
 import pathlib
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from onebit_jax.markers import is_per_worker
+from onebit_jax.markers import is_per_worker, nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
@@ -26,7 +25,7 @@ class DamagedError(Exception):
 
 
 def encoded(content: Any) -> str:
-    """JSON with a checksum of its own.
+    """JSON text that contains a checksum of its content.
 
     Raises:
       TypeError: for what JSON cannot hold, and for keys that would come back as strings.
@@ -39,10 +38,10 @@ def encoded(content: Any) -> str:
 
 
 def read(path: pathlib.Path) -> Any:
-    """The content of a file that holds what :func:`encoded` gave.
+    """The content of a file that :func:`encoded` made.
 
     Raises:
-      DamagedError: the file is missing, no JSON, or another than was written.
+      DamagedError: the file is missing, is no JSON, or is not what was written.
     """
     try:
         held = json.loads(path.read_bytes())
@@ -105,21 +104,21 @@ def arrays(tree: Any) -> dict[str, list[Any]]:
 
 
 def axes(tree: Any) -> list[list[Any]]:
-    """The axes that workers run along, ``[name, size]`` each; none if that is not to be seen.
+    """The axes that workers run along, ``[name, size]`` each; none if the tree does not show them.
 
-    Read from where each worker's own state lies.
+    Read from the sharding of state in a ``PerWorker``.
     """
     mesh = mesh_of(tree)
     return [[name, size] for name, size in mesh.shape.items()] if mesh else []
 
 
 def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
-    """Whether axes, where both are known, are of other sizes; what they are called is no matter."""
+    """Whether axes that are both known have different sizes; their names do not matter."""
     return bool(before and now) and [size for _, size in before] != [size for _, size in now]
 
 
 def mesh_of(tree: Any) -> Any:
-    """The mesh that each worker's own state lies on; None if that is not to be seen."""
+    """The mesh of state in a ``PerWorker``; None if the tree does not show it."""
     for node in filter(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)):
         for x in jax.tree.leaves(node):
             sharding = getattr(x, "sharding", None)
@@ -132,20 +131,20 @@ def types(tree: Any) -> dict[str, str]:
     """The types of the nodes that are neither dicts, lists nor plain tuples."""
     return {
         _name(path): type(node).__name__
-        for path, node in _nodes(tree, ())
+        for path, node in nodes(tree)
         if type(node) not in (dict, list, tuple)
     }
 
 
 def plans(tree: Any) -> dict[str, dict[str, int]]:
-    """What states say of when they exchange, as those of :func:`onebit_jax.local_steps`."""
+    """When states exchange, for those that say so, as of :func:`onebit_jax.local_steps`."""
     return {
         _name(path): {
             "every": int(node.plan.every),
             "fragments": int(node.plan.fragments),
             "since_sync": int(node.since_sync),
         }
-        for path, node in _nodes(tree, ())
+        for path, node in nodes(tree)
         if hasattr(node, "check_plan")
     }
 
@@ -159,7 +158,7 @@ def check_format(manifest: Any, where: str) -> None:
 
     Raises:
       ValueError: it is of another version.
-      DamagedError: it is none.
+      DamagedError: it is not a manifest.
     """
     known = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(known, int) and known != FORMAT:
@@ -185,11 +184,11 @@ def check_format(manifest: Any, where: str) -> None:
             and all(isinstance(plan, dict) for plan in plans.values())
         ):
             return
-    raise DamagedError("the manifest is none of onebit_jax")
+    raise DamagedError("the manifest is not one of onebit_jax's")
 
 
 def check(manifest: Any, tree: Any, where: str) -> None:
-    """Checks that a checkpoint is of a tree like this one, but for the number of workers.
+    """Checks that a checkpoint fits a tree and its number of workers.
 
     Args:
       manifest: the checkpoint's.
@@ -197,14 +196,14 @@ def check(manifest: Any, tree: Any, where: str) -> None:
       where: the checkpoint, for messages.
 
     Raises:
-      ValueError: it is not. It names what differs, and says what to do.
+      ValueError: it does not. The message names what differs, and says what to do.
     """
     before, now = manifest["axes"], axes(tree)
     if differ(before, now):
         raise ValueError(
             f"{where} was saved by {_workers(before)}, this run has {_workers(now)}: what each "
-            f"worker has for itself belongs to their number. Go on with as many, or give restore "
-            f"tx=, the optimizer, to take the state to these."
+            f"worker has for itself depends on their number. Go on with as many, or give restore "
+            f"tx=, the optimizer, to convert the state."
         )
     saved, here = manifest["types"], types(tree)
     for name in sorted(saved.keys() | here.keys()):
@@ -224,7 +223,7 @@ def check(manifest: Any, tree: Any, where: str) -> None:
                 f"model or other options of the optimizer: go on with those, or begin in another "
                 f"folder."
             )
-    for path, node in _nodes(tree, ()):
+    for path, node in nodes(tree):
         plan = manifest["plans"].get(_name(path))
         if plan and not isinstance(node.since_sync, jax.ShapeDtypeStruct):
             every, fragments = jnp.int32(plan["every"]), jnp.int32(plan["fragments"])
@@ -241,16 +240,6 @@ def _workers(axes: list[list[Any]]) -> str:
 
 def _in_words(dtype: str | None, shape: list[int] | None) -> str:
     return "is absent" if shape is None else f"has shape {tuple(shape)} and dtype {dtype}"
-
-
-def _nodes(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """All nodes that are no leaves, with their paths."""
-    children = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
-    if len(children) == 1 and not children[0][0]:
-        return
-    yield path, tree
-    for key, child in children:
-        yield from _nodes(child, (*path, *key))
 
 
 def _name(path: Any) -> str:

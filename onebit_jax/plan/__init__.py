@@ -1,4 +1,4 @@
-"""Whether one bit pays: predicts a run's time and volume before any code is changed.
+"""Predicts whether one bit pays: a run's time and volume, before any code is changed.
 
     print(table(plan(Setting(...))))
 

@@ -8,20 +8,20 @@ from onebit_jax.plan.model import Prediction, Setting, check, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows
 from onebit_jax.plan.quantities import format_rate
 
-# A gain below the first is within what the model leaves out; below the second it is none.
+# A gain below the first is within the model's error; below the second there is no gain.
 _WORTHWHILE, _NONE = 1.1, 1.02
 
 
 class Plan(NamedTuple):
-    """A table of predictions and what follows from it.
+    """A table of predictions, and the advice that follows from it.
 
     Attributes:
-      setting: what was asked.
+      setting: the run and the machines.
       dense: predictions for float32 and bfloat16, in this order.
-      onebit: predictions for each of :func:`rows` and for local steps, but those left out.
-      left_out: those of them whose kinds the setting's calibration does not have.
-      thresholds: for each name of theirs, the bandwidths in bit/s below which a run ends
-        faster than with dense float32 and bfloat16; ``inf`` if at any, 0 if below none.
+      onebit: predictions for each of :func:`rows` and for local steps, except ``left_out``.
+      left_out: the optimizers whose kinds the setting's calibration lacks.
+      thresholds: for each name in ``onebit``, the bandwidths in bit/s below which a run is faster
+        than with dense float32 and bfloat16; ``inf`` if it always is, 0 if it never is.
       advice: one or more sentences.
     """
 
@@ -34,14 +34,14 @@ class Plan(NamedTuple):
 
 
 def plan(setting: Setting) -> Plan:
-    """Predicts what each optimizer would make of a run.
+    """Predicts a run with each optimizer.
 
     Args:
       setting: the run and the machines.
 
     Raises:
-      ValueError: for a field outside its range, or a calibration without dense Adam or 1-bit Adam,
-        which the advice compares.
+      ValueError: for a field outside its range, or a calibration that lacks dense Adam or 1-bit
+        Adam, which the advice compares.
 
     >>> setting = Setting(
     ...     parameters=340_000_000,
@@ -79,8 +79,8 @@ def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> floa
         at = setting._replace(bandwidth=10**exponent)
         return predict(optimizer, at).run < predict(dense, at).run
 
-    # A search, not a bisection from end to end: where the local links come to limit the dense
-    # exchange first, one bit may lose in between and win again. From a bit to an exabit a second.
+    # A scan from 1 bit/s to 1 Ebit/s, then a bisection: if the local links limit the dense exchange
+    # first, one bit may lose at some bandwidths and win again above them.
     steps_a_decade = 20
     exponents = (i / steps_a_decade for i in range(18 * steps_a_decade + 1))
     high = next((exponent for exponent in exponents if not faster(exponent)), math.inf)
@@ -107,7 +107,7 @@ def _advice(
     else:
         verdict = "Hardly worth it" if gain > _NONE else "Do not use it"
         change = f"{abs(1 - 1 / gain):.1%} {'less' if gain > 1 else 'more'} time"
-        # A calibration's noise can make an exchange's work seem to take less than nothing.
+        # Noise in a calibration can make the work of an exchange negative.
         most = max(1.0, dense.step / setting.step_time)
         sentences = [
             f"{verdict}: {name}, would take {change} than {against}.",

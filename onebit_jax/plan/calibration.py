@@ -1,4 +1,4 @@
-"""How long each kind of step takes on a machine, as `benchmarks.step` has measured it."""
+"""Measured times of each kind of step on a machine, from `benchmarks.step`."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
       Median seconds an element of each kind of step.
 
     Raises:
-      ValueError: for a file that is missing or is not one of that program's.
+      ValueError: for a file that is missing or was not written by that program.
     """
     mend = "Make one with: python -m benchmarks.step --json FILE"
     if not isinstance(path, (str, pathlib.Path)):
@@ -55,12 +55,12 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
 
 
 def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer, warmup_bits: int) -> bool:
-    """Whether a calibration has an optimizer's kinds; None, which is no calibration, covers all."""
+    """Whether a calibration has an optimizer's kinds; None, no calibration, covers all."""
     return calibration is None or calibration.keys() >= set(optimizer.kinds(warmup_bits))
 
 
 def check(calibration: Mapping[str, float], warmup_bits: int) -> None:
-    """Raises ``ValueError`` where a kind that the advice needs is missing, or one takes no time."""
+    """Raises ``ValueError`` if a kind that the advice needs is missing, or takes no time."""
     compared = (FLOAT32, BFLOAT16, *(row for row in rows() if row.advised))
     if missing := sorted(_kinds(compared, warmup_bits) - calibration.keys()):
         raise ValueError(

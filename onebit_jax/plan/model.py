@@ -24,13 +24,13 @@ local all-gather                                   :math:`(L-1)/L \; b d`
 
 The last three are the hierarchical exchange, which with one device a node is the flat one, and on
 one node the dense one in float32. Inside one node nothing crosses a card and latency is left out.
-The dense all-reduce is given the least that any all-reduce can send between nodes, and the one-bit
-exchange what the collectives of XLA send, so that in doubt dense comes out ahead.
+The dense all-reduce is assumed to send the least that any all-reduce can send between nodes, the
+one-bit exchange what XLA's collectives send: in doubt the model favours dense.
 
-A step is its own compute, the exchange, and the work that the exchange makes on each device; none
-of them overlap. A run is its warm-up, whose gradients travel in ``warmup_bits``, and the steps
-after it: 32 and 16 are dense all-reduces, 8 and 4 the optimizer's own exchange at so many bits.
-Where only some steps exchange, their time and bytes are shared out over all of them.
+The time of a step is the sum of its compute, the exchange, and the work that the exchange causes on
+each device; nothing overlaps. A run is its warm-up, whose gradients travel in ``warmup_bits``, and
+the steps after it: 32 and 16 are dense all-reduces, 8 and 4 the optimizer's exchange at that many
+bits. If only some steps exchange, their time and bytes are averaged over all steps.
 """
 
 import math
@@ -48,8 +48,8 @@ from onebit_jax.plan.optimizers import (
     encoding_bytes_at,
 )
 
-# What no number of a run or a machine is above; nor a rate or a time below its reciprocal. Products
-# of all of them are still finite.
+# No number of a run or a machine is larger, and no rate or time is below its reciprocal, so that
+# products of them are finite.
 _MOST = 1e24
 
 
@@ -129,7 +129,7 @@ class _Collective(NamedTuple):
 
 
 def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
-    """Predicts a run with one optimizer; :func:`plan` checks the setting, this does not."""
+    """Predicts a run with one optimizer, for a setting that :func:`check` has checked."""
     collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     exchange = _seconds(collectives, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
@@ -168,8 +168,8 @@ def _collectives(
             between,
             _Collective(0.0, (L - 1) / L * size, 0),
         ]
-    # An all-to-all fuses nothing: each device sends through the card for itself. A ring goes
-    # through it once, whatever the number of devices behind it.
+    # In an all-to-all each device of a node sends through the card. A ring passes it once, however
+    # many devices share it.
     ring = (n - 1) / n * size
     return [
         _Collective(L * (n - L) / n * size, (L - 1) / n * size, n - L),

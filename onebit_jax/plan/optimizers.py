@@ -1,4 +1,4 @@
-"""The optimizers that a plan is made for."""
+"""The optimizers that a plan compares."""
 
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ LOCAL_BITS = (32, 8, 4, 2, 1)
 
 
 def bytes_at(bits: int) -> float:
-    """Bytes per parameter each way on the wire; below 16 bits, but for one, with the scales."""
+    """Bytes per parameter each way on the wire, with the scales of 2 to 8 bits."""
     return bits / 8 + (4 / 256 if 1 < bits < 16 else 0.0)
 
 
@@ -104,9 +104,8 @@ def rows() -> tuple[Optimizer, ...]:
 def local_steps(every: int, bits: int) -> Optimizer:
     """Local steps that exchange every so many updates; with 32 bits DiLoCo.
 
-    The worker's own parameters, the outer gradient and the outer momentum are read and written
-    besides what the exchange does: ``x``, ``x_i``, the mean and ``u`` are read, the momentum, ``x``
-    and ``x_i`` written (28).
+    In addition to the exchange's work, ``x``, ``x_i``, the mean and the outer momentum ``u`` are
+    read, and ``u``, ``x`` and ``x_i`` written (28).
 
     Raises:
       ValueError: unless ``every`` is an int of at least 1, and ``bits`` one of ``LOCAL_BITS``.

@@ -1,10 +1,10 @@
-"""Rates, sizes and durations, written for people and read from them."""
+"""Formats and parses rates, sizes and durations."""
 
 import re
 
 
 def _scaled(value: float, prefixes: str) -> tuple[float, str]:
-    """The value by the largest power of 1000 that leaves at least 1, and that power's prefix."""
+    """The value over the largest power of 1000 that leaves at least 1, and the power's prefix."""
     power = 0
     while value >= 1000 and power < len(prefixes):
         value, power = value / 1000, power + 1
@@ -37,7 +37,7 @@ def format_time(seconds: float) -> str:
 _BITS = {"": 1, "bit": 1, "B": 8}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-# Below it a number without a unit is one whose unit was forgotten: no card or memory is so slow.
+# A smaller number without a unit lacks its unit by mistake: no card or memory is so slow.
 _LEAST_BARE_RATE = 1e6
 _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)"
 
@@ -45,7 +45,7 @@ _NUMBER = r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)"
 def _matched(field: str, text: str, pattern: str) -> re.Match[str] | None:
     if not isinstance(text, str):
         raise ValueError(f"{field}={text!r} must be text, with its unit, such as 10Gbit or 50us.")
-    # A digit is one of 0 to 9 here: what others mean by it, the message would not show.
+    # Only the digits 0 to 9: a message would not show the difference to other scripts' digits.
     return re.fullmatch(pattern, text.strip(), re.ASCII)
 
 

@@ -14,8 +14,8 @@ _LOSS = (
 def table(plan: Plan) -> str:
     """Plain text: the predictions, the bandwidths from which one bit pays, and the advice.
 
-    With a calibration each row says from which of its kinds the work is, and a line below names the
-    optimizers that it does not have.
+    With a calibration each row names the kind that its work was measured as, and a line below the
+    table names the optimizers that the calibration lacks.
     """
     setting = plan.setting
     calibrated = setting.calibration is not None

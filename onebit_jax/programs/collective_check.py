@@ -1,18 +1,19 @@
-"""What each value of a program varies over, and what workers must therefore not do.
+"""Finds which values of a program differ between workers, and refuses programs that would hang.
 
-It is followed from the inputs on: those that are sharded, and a worker's own index, vary over the
-mesh axes; what ``psum`` or ``all_gather`` return does not. A collective under a condition that is
-true on some workers and false on others never ends, and is refused.
+The check follows values from the inputs on. Sharded inputs and a worker's index vary over mesh
+axes; results of ``psum`` and ``all_gather`` do not. A collective under a condition that holds on
+some workers only never ends, and is refused.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Jaxpr, Literal
 
 Axes = frozenset[str]
 
-# Their results are the same on all workers along their axes; those of the others are not.
+# Their results are the same on all workers along their axes; results of other collectives are not.
 _EQUALIZING = frozenset(
     {
         "psum",
@@ -39,19 +40,24 @@ def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
     """Checks a program that maps over workers by ``jax.shard_map``.
 
     Args:
-      jaxpr: the program outside of the map, of a ``jax.stages.Traced`` say.
+      jaxpr: the program around the map, such as that of a ``jax.stages.Traced``.
 
     Returns:
-      The mesh axes that each of its results may vary over.
+      The mesh axes that each of its results may vary over, axes of size 1 excluded.
 
     Raises:
-      ValueError: for a collective under a condition that workers need not share.
+      ValueError: for a collective under a condition that may differ between workers.
     """
     return _flow(jaxpr, [Axes()] * len(jaxpr.invars))
 
 
+def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
+    """The paths of a tree's leaves, and the axes that each varies over."""
+    return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
+
+
 def _flow(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
-    """What the results of a program vary over, of what its arguments do."""
+    """The axes that a program's results vary over, given those of its arguments."""
     varies: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Axes:
@@ -101,7 +107,7 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
 
 
 def _of_scan(params: dict[str, Any], given: list[Axes]) -> list[list[Axes]]:
-    """The inputs of a scan: its constants, what it carries, what it goes through."""
+    """The inputs of a scan: constants, the carry, and the arrays that it scans over."""
     if "ft_in" in params:  # since JAX 0.12
         return [list(part) for part in params["ft_in"].update(given).unpack()]
     constants, end = params["num_consts"], params["num_consts"] + params["num_carry"]
@@ -115,15 +121,15 @@ def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
     carried = _carried(body, given[of_condition:start], given[start:], [])
     [predicate] = _flow(condition, [*given[:of_condition], *carried])
     _check_condition(predicate, condition, body)
-    # Results do not count as varying with the number of turns: in_place.materialize passes arrays
-    # through loops that no worker takes, of which the program must not know that.
+    # Results do not count as varying with the number of iterations: in_place.materialize passes
+    # arrays through zero-iteration loops, and hides from XLA that they are such.
     return carried
 
 
 def _carried(
     body: Jaxpr, constants: list[Axes], carried: list[Axes], others: list[Axes]
 ) -> list[Axes]:
-    """What the values that a loop carries vary over after any number of turns."""
+    """The axes that a loop's carry varies over after any number of iterations."""
     while True:
         results = _flow(body, [*constants, *carried, *others])
         after = [x | y for x, y in zip(carried, results, strict=False)]
@@ -137,10 +143,10 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
         if shared := predicate & _axes(eqn):
             raise ValueError(
                 f"the {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
-                f"that workers along {sorted(shared)} need not share, such as one on a worker's "
-                f"own gradients (optax.apply_if_finite around an optimizer that averages over "
-                f"workers has one): they would wait for each other for ever. Make the condition "
-                f"of values that are equal on all workers, by jax.lax.pmin of a flag, say; for "
+                f"that workers along {sorted(shared)} need not share, such as a condition on one "
+                f"worker's gradients (optax.apply_if_finite around an optimizer that averages over "
+                f"workers has one): they would wait for each other for ever. Base the condition on "
+                f"values that are equal on all workers, for example by jax.lax.pmin of a flag; for "
                 f"gradients that are not finite take onebit_jax.skip_nonfinite(tx, axis), which "
                 f"train_step has built in."
             )
@@ -161,7 +167,7 @@ def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
 
 
 def _open(jaxpr: Any) -> Jaxpr:
-    """A program without the constants that may be bound to it."""
+    """A program without its constants, if it has any."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

@@ -1,4 +1,4 @@
-"""The text of an HLO module, as far as it says what devices exchange."""
+"""Parses the text of HLO modules: computations, loops, and which devices exchange what."""
 
 import collections
 import math
@@ -32,10 +32,10 @@ class Instruction(NamedTuple):
     """A line of a computation.
 
     Attributes:
-        type: of its result: an array's, or a tuple's.
+        type: of its result, an array or a tuple.
         op: such as "all-reduce" or "while".
-        operands: the names of what it takes, of the same computation.
-        attributes: what follows them.
+        operands: the names of its operands, which are in the same computation.
+        attributes: the text after them.
     """
 
     type: str
@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
         return [name.strip().lstrip("%") for name in names]
 
     def alternative(self) -> tuple[int, str] | None:
-        """Which of several that exclude one another it is, and of which, where the program says.
+        """Its number among several loops of which at most one runs, and the name of that choice.
 
         By the scope that :func:`.collectives.xla_workarounds.overwrite_one` sets.
         """
@@ -62,18 +62,18 @@ class Instruction(NamedTuple):
         return (int(named[1]), named[2]) if named else None
 
     def trip_count(self) -> int | None:
-        """How often a loop's body runs, where the program states it."""
+        """How often a loop's body runs, if the program states it."""
         stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
         return int(stated[1]) if stated else None
 
 
 class Module:
-    """A module, taken apart into computations.
+    """A module, split into computations.
 
     Attributes:
         entry: the name of the computation that runs; "" if the text is no module.
-        computations: their instructions, each by its name.
-        devices: how many the program runs on; None if it does not say.
+        computations: the instructions of each, by name.
+        devices: how many devices the program runs on; None if it does not say.
     """
 
     def __init__(self, text: str):
@@ -100,7 +100,7 @@ class Module:
         self.devices = math.prod(map(int, counts)) if counts else None
 
     def at_most_one_turn(self, loop: Instruction) -> bool:
-        """Whether the body leaves false where the condition looks: a choice, in a loop's form."""
+        """Whether the body always makes the condition false: a choice in the form of a loop."""
         [condition], [body] = loop.callees("condition"), loop.callees("body")
         tested, left = self._roots[condition], self._roots[body]
         place = re.match(r", index=(\d+)", tested.attributes)
@@ -112,7 +112,7 @@ class Module:
         return value.op == "constant" and value.operands == ["false"]
 
     def operand_bytes(self, computation: str, instruction: Instruction) -> dict[str, int]:
-        """The size of what an instruction takes, by HLO's names for its dtypes."""
+        """The size of an instruction's operands, by HLO's names for their dtypes."""
         sizes: dict[str, int] = collections.defaultdict(int)
         for name in instruction.operands:
             for array in _ARRAY.finditer(self.computations[computation][name].type):
@@ -121,7 +121,7 @@ class Module:
 
 
 def _array_bytes(array: re.Match[str]) -> int:
-    """Bytes of an array; elements below a byte take a whole one unless the layout packs them."""
+    """Bytes of an array; elements below a byte take one byte unless the layout packs them."""
     packed = re.search(r"E\((\d+)\)", array["layout"] or "")
     width = re.search(r"\d+", array["dtype"])
     bits = int(packed[1]) if packed else max(8, int(width[0]) if width else 8)
@@ -130,15 +130,15 @@ def _array_bytes(array: re.Match[str]) -> int:
 
 
 def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
-    """Who takes part together in a collective, by position in the program's device assignment.
+    """The groups of devices that exchange, by position in the program's device assignment.
 
     Args:
         op: the collective, without "-start".
         attributes: its attributes.
-        devices: how many the program runs on; None if that is not known.
+        devices: how many devices the program runs on; None if that is not known.
 
     Raises:
-        ValueError: that must be known and is not, or the groups are in a form that is new.
+        ValueError: ``devices`` is None but needed, or the groups have an unknown form.
     """
     if op == "collective-permute":
         return _connected(_lists(attributes.partition("source_target_pairs=")[2]))

@@ -1,8 +1,8 @@
 """Refuses optimizers under which the workers' replicas would silently diverge.
 
-An update is traced, not run, with gradients that differ between workers. What it makes of them must
-be the same on all, but for state in a :class:`~onebit_jax.PerWorker`; whether it is, is read from
-the program (:mod:`onebit_jax.programs.collective_check`).
+An update is traced, not run, with gradients that differ between workers. Its results must be the
+same on all workers, except for state in a :class:`~onebit_jax.PerWorker`. The traced program tells
+whether they are (:mod:`onebit_jax.programs.collective_check`).
 """
 
 from collections.abc import Callable
@@ -16,9 +16,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.programs.collective_check import check_collectives
+from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 
-# What to do in place of some wrappers of Optax, by the name of their state.
+# What to use instead of some wrappers of Optax, by the name of their state.
 _ADVICE = {
     "MultiStepsState": (
         "optax.MultiSteps would keep each worker's own sum, and exchange in every micro-step "
@@ -26,12 +27,12 @@ _ADVICE = {
         "behind the mean: optax.chain(onebit_jax.mean_gradients(axis), optax.MultiSteps(...))."
     ),
     "ApplyIfFiniteState": (
-        "train_step leaves such steps out by itself; in a loop of your own take "
+        "train_step skips such steps by itself; in a loop of your own take "
         "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike."
     ),
 }
 
-# What wrappers need that they are not given, by the name of their state.
+# What some wrappers need and a step does not give them, by the name of their state.
 _NEEDS = {
     "LookaheadState": (
         "optax.lookahead takes the gradients of params.fast alone, where a step has those of all "
@@ -58,17 +59,18 @@ def check_replicas(
       opt_state: its state.
       specs: of the state, as from :func:`onebit_jax.state_specs`.
       mesh: all its devices are workers.
-      extra_args: what its update takes besides, equal on all workers; None where that is not known
-        yet, and an optimizer that needs more than ``value`` is not checked.
+      extra_args: further arguments of its update, equal on all workers; None if these are not
+        known yet: an optimizer that needs more than ``value`` is then not checked.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
-        that does without being in a ``PerWorker``; for a collective under a condition that workers
-        do not share; for a state whose structure an update changes; for an optimizer that cannot be
-        called as a step does.
+        outside a ``PerWorker`` that does; for a collective under a condition that workers do not
+        share; for a state whose structure an update changes; for an optimizer that cannot be called
+        as a step does.
     """
     axes = mesh.axis_names
-    local = _takes_local_steps(opt_state)
+    # Parameters then differ between exchanges.
+    local = bool(nodes_with("synced_parameters", opt_state))
     update = _update_of_own_gradients(tx, axes, local)
 
     def traced(extra_args: dict[str, Any]) -> Any:
@@ -87,7 +89,7 @@ def check_replicas(
             if extra_args is not None:
                 raise
         except (AttributeError, ValueError) as error:
-            for name in _states(opt_state) & _NEEDS.keys():
+            for name in _NEEDS.keys() & _owners(opt_state):
                 raise ValueError(_NEEDS[name]) from error
             raise
     else:
@@ -99,27 +101,17 @@ def check_replicas(
         _check_updates(updates, axes)
 
 
-def _takes_local_steps(opt_state: Any) -> bool:
-    """Whether an optimizer in the state lets parameters differ between its exchanges."""
-
-    def is_local(node: Any) -> bool:
-        return hasattr(node, "synced_parameters")
-
-    return any(map(is_local, jax.tree.leaves(opt_state, is_leaf=is_local)))
-
-
 def _update_of_own_gradients(
     tx: optax.GradientTransformation, axes: tuple[str, ...], local: bool
 ) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
     """An update, in the worker view, with gradients that differ between workers."""
     with_extra_args = optax.with_extra_args_support(tx)
-    # One phase is traced sooner than all, and every optimizer takes this one but those that have
-    # local steps.
+    # Tracing one phase is faster than tracing all; optimizers without local steps have this one.
     phase = None if local else "compression"
 
     def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        own = lax.axis_index(axes)
-        grads = jax.tree.map(lambda p: p + jnp.asarray(own, p.dtype), params)
+        index = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
         updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
         _check_same_structure(new_state, state)
         return updates, new_state
@@ -151,16 +143,14 @@ def _check_same_structure(new: Any, given: Any) -> None:
 
 
 def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
-    is_leaf = lambda x: isinstance(x, frozenset)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=is_leaf)
-    for (path, over), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+    for (path, over), spec in zip(leaves_with_axes(varies), jax.tree.leaves(specs), strict=True):
         if over and spec == P():
-            owner = _owner(varies, path)
+            owner = [type(varies).__name__, *_owners(varies, path)][-1]
             advice = _ADVICE.get(
                 owner,
-                "If it is to see each worker's own gradients, wrap it, "
-                "onebit_jax.per_worker(optax.trace(0.9)) say; else let it stand behind the "
-                f"exchange, or put onebit_jax.mean_gradients({_argument(axes)}) before it.",
+                "If it is to see each worker's own gradients, wrap it, as in "
+                "onebit_jax.per_worker(optax.trace(0.9)); else place it after the exchange, or put "
+                f"onebit_jax.mean_gradients({_argument(axes)}) before it.",
             )
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)}, of {owner}, would differ between workers "
@@ -170,8 +160,7 @@ def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
 
 
 def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
-    differing = [path for path, over in leaves if over]
+    differing = [path for path, over in leaves_with_axes(varies) if over]
     if differing:
         raise ValueError(
             f"the updates of {len(differing)} parameters, the first of them "
@@ -183,35 +172,14 @@ def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
         )
 
 
-def _states(opt_state: Any) -> set[str]:
-    """The names of all states in a state that are of a type of their own."""
-    names = set()
-
-    def note(node: Any) -> bool:
-        if hasattr(node, "_fields"):
-            names.add(type(node).__name__)
-        return False
-
-    jax.tree.leaves(opt_state, is_leaf=note)
-    return names
-
-
 def _argument(axes: tuple[str, ...]) -> str:
     return repr(axes[0] if len(axes) == 1 else axes)
 
 
-def _owner(tree: Any, path: Any) -> str:
-    """The name of the innermost state, of a type of its own, that holds a leaf."""
-    owner = type(tree).__name__
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey):
-            tree = getattr(tree, key.name)
-        elif isinstance(key, jax.tree_util.SequenceKey):
-            tree = tree[key.idx]
-        elif isinstance(key, jax.tree_util.DictKey):
-            tree = tree[key.key]
-        else:
-            break
-        if hasattr(tree, "_fields"):
-            owner = type(tree).__name__
-    return owner
+def _owners(tree: Any, path: Any = None) -> list[str]:
+    """The names of the states in a tree, or of those that hold a leaf; inner ones last."""
+    return [
+        type(node).__name__
+        for place, node in nodes(tree)
+        if hasattr(node, "_fields") and (path is None or place == path[: len(place)])
+    ]

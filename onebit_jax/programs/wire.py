@@ -1,11 +1,11 @@
-"""What one step sends: the collectives of a program, read from the program itself.
+"""What one step sends: the collectives of a program, read from its text.
 
     lowered = step.lower(params, opt_state, batch, phase="compression")
     print(wire.table(wire.collectives(lowered.compile(), mesh)))
 
-Lowered programs say what was asked for, compiled programs what is done. Only the second counts on a
-wire: XLA may widen a dtype (a bfloat16 `psum` travels as float32 on CPU, a uint8 one as uint32 on
-TPU), merge several collectives into one, or add its own to an automatically partitioned program.
+A lowered program says what was asked for, a compiled program what is done. Only the second is what
+travels: XLA may widen a dtype (a bfloat16 `psum` travels as float32 on CPU, a uint8 one as uint32
+on TPU), merge several collectives into one, or add some to an automatically partitioned program.
 
 Not read: `send` and `recv` (host callbacks, and permutations that a compiler took apart).
 """
@@ -31,14 +31,14 @@ class Collective(NamedTuple):
         op: HLO's name for it: "all-reduce", "all-gather", "all-to-all", "reduce-scatter",
             "collective-permute" or "collective-broadcast".
         dtype: HLO's name for what travels: "u8", "f32", "bf16", ...
-        operand_bytes: size of a worker's own operand, of one execution.
+        operand_bytes: size of one worker's operand, for one execution.
         group_size: the number of workers that take part in it together.
         axis: the mesh axis they lie along, several joined by ","; "?" if no mesh was given or no
             set of its axes makes these groups.
         where: "" if every step executes it once, else the path to it, such as "loop 1" or
             "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one. Loops of
-            at most one turn, in which this library's updates write in place, are "once or never";
-            several of which at most one makes a turn are the branches of a "choice 1".
+            at most one iteration, in which this library's updates write in place, are "once or
+            never"; several of which at most one runs are the branches of a "choice 1".
         executions: how often a step executes it (inside a branch or such a loop: if it is taken);
             None inside a loop whose trip count the program does not state.
         bytes_sent: what a worker sends in a step, all executions together; if their number is not

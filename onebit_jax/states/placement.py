@@ -1,4 +1,4 @@
-"""Where parameters and optimizer state lie on a mesh."""
+"""Places parameters and optimizer state on a mesh."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.markers import is_key, is_per_worker, nodes_with
 from onebit_jax.programs import replica_check
 
 
@@ -50,7 +50,7 @@ def computing_on(mesh: Mesh, *, concretely: bool = False) -> Iterator[None]:
 
 
 def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> Any:
-    """Says how an optimizer state lies on a mesh, read from the state itself.
+    """The partition specs of an optimizer state, read from the state.
 
     Args:
       opt_state: any Optax state, or its shapes; or a tree with one in it, such as Flax's
@@ -85,15 +85,15 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
 
     Returns:
-      The state in the mesh view: global arrays on this very mesh, what workers share replicated,
-      what each has for itself (:class:`~onebit_jax.PerWorker`) with a leading axis that is sharded
-      over the mesh.
+      The state in the mesh view, global arrays on this mesh: what workers share is replicated, what
+      each has for itself (:class:`~onebit_jax.PerWorker`) has a leading axis that is sharded over
+      the mesh.
 
     Raises:
-      ValueError: from the optimizer, for an axis that the mesh has not, for one of the mesh that it
-        would not average over, and for parameters that it cannot train; for parameters that are
-        split between devices; and for an optimizer after whose updates replicas would differ, or
-        state that is not in a ``PerWorker``, given gradients that do.
+      ValueError: from the optimizer, for an axis that the mesh lacks, for an axis of the mesh that
+        it would not average over, and for parameters that it cannot train; for a ``mesh`` of the
+        wrong type; for parameters that are split between devices; and for an optimizer whose
+        updates, or state outside a ``PerWorker``, would differ between workers.
     """
     validation.check_mesh(mesh)
     check_whole(params)
@@ -104,7 +104,7 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         specs = state_specs(shapes, mesh.axis_names)
         replica_check.check_replicas(tx, params, shapes, specs, mesh)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-        # Of a state without arrays nothing but the parameters would tell jit its devices.
+        # For a state without arrays only the parameters tell jit its devices.
         program = jax.jit(
             _on_mesh(tx, mesh)(specs),
             in_shardings=replicated,
@@ -125,7 +125,7 @@ def _on_mesh(
     tx: optax.GradientTransformation, mesh: Mesh
 ) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
     def initialise(params: optax.Params) -> optax.OptState:
-        # Weak types, which steps do not return: the second step would be compiled anew.
+        # Steps return no weak types: with them the second step would be compiled again.
         return jax.tree.map(_strong, tx.init(params))
 
     return lambda specs: jax.shard_map(
@@ -143,17 +143,17 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts arrays where they belong, unless they are there.
+    """Puts arrays where they belong, unless they are there already.
 
-    Placed otherwise than a program's results will be, they would cost a second compilation, and
-    with explicit axes be refused. Where other processes have devices too, JAX compares what is the
-    processes' own, which takes an exchange.
+    Arrays that are placed otherwise than a program's results would cost a second compilation, and
+    be refused with explicit axes. With several processes JAX compares what each of them gives,
+    which takes an exchange.
     """
 
     def put(x: Any, sharding: NamedSharding) -> Any:
         if is_placed(x, sharding):
             return x
-        # Where other processes have devices too, device_put takes no random keys.
+        # With several processes device_put takes no random keys.
         if not sharding.is_fully_addressable and is_key(x):
             data = jax.device_put(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -171,9 +171,9 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def place_random_key(rng: Any, sharding: NamedSharding) -> Any:
-    """Puts a random key on all devices, in every step a new one, without asking other processes.
+    """Puts a random key, new in every step, on all devices without asking other processes.
 
-    Workers fold their own index into it, so that nothing goes wrong even if it differs.
+    Workers fold their index into it, so that no harm is done even if it differs.
     """
     own = not isinstance(rng, jax.core.Tracer) and getattr(rng, "is_fully_addressable", True)
     if sharding.is_fully_addressable or not own:
@@ -196,27 +196,26 @@ def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] 
         ``id``, and takes longer.
     """
 
-    def known(x: Any) -> bool:
-        return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    # In every step: only those that are told of are given names, which takes long.
+    def name(index: int) -> str:
+        path, _ = jax.tree_util.tree_leaves_with_path(donated)[index]
+        return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
 
-    arrays = list(filter(known, jax.tree.leaves(donated)))
-    deleted = [x.is_deleted() for x in arrays]
-    if not any(deleted) and len(set(map(identity, arrays))) == len(arrays):
-        return
-    names: dict[int, str] = {}
-    for (key, *path), x in jax.tree_util.tree_leaves_with_path(donated):
-        name = f"{key.key}{jax.tree_util.keystr(tuple(path))}"
-        if known(x) and x.is_deleted():
+    seen: dict[int, int] = {}
+    for index, x in enumerate(jax.tree.leaves(donated)):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            continue
+        if x.is_deleted():
             raise ValueError(
-                f"{name} is an array that has been deleted: an earlier call took it, since a step "
-                f"donates its arguments. Go on with what that call returned, or copy a tree before "
-                f"the call by jax.tree.map(jnp.copy, tree)."
+                f"{name(index)} is an array that has been deleted: an earlier call took it, since "
+                f"a step donates its arguments. Go on with what that call returned, or copy a tree "
+                f"before the call by jax.tree.map(jnp.copy, tree)."
             )
-        if known(x) and (other := names.setdefault(identity(x), name)) != name:
+        if (other := seen.setdefault(identity(x), index)) != index:
             raise ValueError(
-                f"{name} and {other} are one array, but a step donates each of its arguments once. "
-                f"Copy one, jnp.copy(x); for tied weights, hold one array and use it twice in "
-                f"loss_fn."
+                f"{name(index)} and {name(other)} are one array, but a step donates each of its "
+                f"arguments once. Copy one, jnp.copy(x); for tied weights, hold one array and use "
+                f"it twice in loss_fn."
             )
 
 
@@ -229,7 +228,7 @@ def buffer(x: jax.Array) -> int:
 
 
 def check_whole(params: optax.Params) -> None:
-    """Raises ``ValueError`` for parameters of which each device has a part."""
+    """Raises ``ValueError`` for parameters that are split between devices."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if known and not leaf.sharding.is_fully_replicated:
@@ -243,16 +242,16 @@ def check_whole(params: optax.Params) -> None:
 
 
 def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
-    """Checks a state that no step on this mesh has returned: restored, rebuilt, or another's.
+    """Checks a state that no step on this mesh has returned, such as a restored one.
 
     Args:
       opt_state: the state, in the mesh view.
-      expected: the shapes of one that fits, as from :func:`state_shapes`.
-      mesh: what it is to be on.
+      expected: the shapes of a state that fits, as from :func:`state_shapes`.
+      mesh: the mesh that it must be on.
 
     Raises:
-      ValueError: unless it has the same structure, :class:`~onebit_jax.PerWorker` included, and
-        the same shapes and dtypes; and if it is on a mesh of other devices.
+      ValueError: for another structure, :class:`~onebit_jax.PerWorker` included, other shapes or
+        dtypes, or a mesh of other devices.
     """
     got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (opt_state, expected))
     if jax.tree.structure(opt_state) != jax.tree.structure(expected):
@@ -286,47 +285,42 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
 def check_plans(
     tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState, mesh: Mesh
 ) -> None:
-    """Checks numbers that a state was made with, where it goes on with those alone.
+    """Checks the numbers in a state that must be the optimizer's.
 
     Args:
       tx: the optimizer.
       params: the parameters, or their shapes.
-      opt_state: the state, in the mesh view; of shapes nothing is known, and nothing checked.
-      mesh: what it is to be on.
+      opt_state: the state, in the mesh view; shapes are not checked.
+      mesh: the mesh that it is on.
 
     Raises:
-      ValueError: from a state with a ``plan``, such as that of :func:`onebit_jax.local_steps`, for
-        another than the optimizer's.
+      ValueError: from a state with a ``plan``, such as that of :func:`onebit_jax.local_steps`, if
+        that is not the optimizer's.
     """
-
-    def has_plan(node: Any) -> bool:
-        return hasattr(node, "check_plan")
-
-    def nodes(state: Any) -> list[Any]:
-        return list(filter(has_plan, jax.tree.leaves(state, is_leaf=has_plan)))
-
-    saved, shapes = nodes(opt_state), jax.eval_shape(lambda x: x, params)
+    saved, shapes = nodes_with("check_plan", opt_state), jax.eval_shape(lambda x: x, params)
     unknown = jax.ShapeDtypeStruct, jax.core.Tracer
     if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
         return
 
     def plans() -> list[Any]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return [node.plan for node in nodes(_on_mesh(tx, mesh)(P())(zeros))]
+        return [node.plan for node in nodes_with("check_plan", _on_mesh(tx, mesh)(P())(zeros))]
 
-    # Of the whole state, only the numbers are computed.
+    # XLA computes only these numbers of the state.
     for node, plan in zip(saved, jax.device_get(jax.jit(plans)()), strict=False):
         node.check_plan(plan)
 
 
 def _other_structure(opt_state: Any, expected: Any) -> str:
-    """Says how a state is none that fits, and what to do."""
+    """Says why a state does not fit, and what to do."""
     got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (opt_state, expected))
     names = [path for path, _ in wanted], [path for path, _ in got]
     missing, besides = ([x for x in a if x not in b] for a, b in (names, names[::-1]))
     place = "its nodes are of other types"
     if missing or besides:
-        place = f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is too much"
+        place = (
+            f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is unexpected"
+        )
     what = f"opt_state is not a state of this optimizer for these parameters: {place}."
     unmarked = _marks(opt_state) < _marks(expected)
     # What nnx.split makes of an nnx.Optimizer has more arrays, and no marks.
@@ -351,7 +345,7 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
 
 
 def _arrays(leaves: list[tuple[Any, Any]]) -> collections.Counter[tuple[Any, Any]]:
-    """Shapes and dtypes, and how often there are such."""
+    """Counts leaves by dtype and shape."""
     return collections.Counter((jnp.result_type(x), jnp.shape(x)) for _, x in leaves)
 
 

@@ -1,4 +1,4 @@
-"""A worker's own loss and gradients, of a batch or of its microbatches in turn."""
+"""A worker's loss and gradients, of a batch or of its microbatches in turn."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class LossAndGradients(NamedTuple):
       loss: mean over the microbatches; ``[]``.
       metrics: means over them, float32.
       grads: means over them, summed in float32.
-      model_state: what the loss made of it, one microbatch after the other; None without one.
+      model_state: as the loss returned it, one microbatch after the other; None without one.
     """
 
     loss: jax.Array
@@ -39,19 +39,19 @@ def loss_and_gradients(
     model_state: Any = None,
     loss_scale: jax.Array | None = None,
 ) -> LossAndGradients:
-    """Takes the gradients of one worker, in its own view.
+    """Takes the gradients of one worker, in the worker view.
 
     Args:
       loss_fn: as for :func:`onebit_jax.train_step`.
       params: the parameters.
-      batch: the worker's own share.
+      batch: the worker's share.
       accumulation: number of microbatches.
-      rng: the worker's own random key; each microbatch has one that is folded from it.
-      model_state: what ``loss_fn`` reads and writes besides.
-      loss_scale: what the loss is multiplied with while its gradients are taken.
+      rng: the worker's random key, from which each microbatch's key is folded.
+      model_state: what ``loss_fn`` reads and returns besides.
+      loss_scale: a factor of the loss while its gradients are taken.
 
     Raises:
-      ValueError: for a ``loss_fn`` that returns something else than it may.
+      ValueError: for a ``loss_fn`` that returns the wrong things.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -63,10 +63,10 @@ def loss_and_gradients(
 
     def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
         options = {} if rng is None else {"rng": rng}
-        # The loss has a tree of its own: Flax NNX writes into the variables of one, which must be
+        # The loss gets a copy of the tree: Flax NNX writes into a tree's variables, which must be
         # made where they are written to, and Equinox lets a State be used once.
-        own = jax.tree.map(lambda x: x, model_state)
-        options |= {} if model_state is None else {"model_state": own}
+        copied = jax.tree.map(lambda x: x, model_state)
+        options |= {} if model_state is None else {"model_state": copied}
         loss, aux = _parts(loss_fn(params, batch, **options), model_state)
         return (loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale), aux
 
@@ -109,7 +109,7 @@ def _unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
 
 
 def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
-    """Takes apart what a loss returned: the loss; its metrics and the model's state."""
+    """Splits what a loss returned into the loss, and its metrics and the model's state."""
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
     count = len(result) if isinstance(result, tuple) else 1
     if count not in ((1, 2) if model_state is None else (3,)):

@@ -1,4 +1,4 @@
-"""A model's own state, batch statistics say, and the random keys of a training step."""
+"""A model's state, such as batch statistics, and the random keys of a training step."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ import numpy as np
 from jax import lax
 
 from onebit_jax.markers import is_key
+from onebit_jax.programs.collective_check import leaves_with_axes
 
 
 def with_own_keys(model_state: Any, axes: tuple[str, ...]) -> Any:
-    """Gives each worker random keys of its own; other leaves stay as they are."""
+    """Folds each worker's index into random keys; other leaves stay as they are."""
     index = lax.axis_index(axes)
     return jax.tree.map(lambda x: jax.random.fold_in(x, index) if is_key(x) else x, model_state)
 
 
 def with_keys_of(given: Any, new: Any) -> Any:
-    """Puts the keys that all workers share back in the place of each worker's own."""
+    """Puts the keys that all workers share back in the place of each worker's keys."""
     return jax.tree.map(lambda old, x: old if is_key(old) else x, given, new)
 
 
@@ -34,7 +35,7 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
 
 
 def check_same_state(new: Any, given: Any) -> None:
-    """Checks the state that a loss returned against the one that it was given, which it may be.
+    """Checks the state that a loss returned against the state that it was given.
 
     Raises:
       ValueError: for another structure, other shapes or dtypes, and for another random key.
@@ -70,10 +71,10 @@ def _described(tree: Any) -> dict[str, str]:
 
 
 def check_random_keys(rng: Any, batch: Any) -> None:
-    """Checks what a step draws random numbers from.
+    """Checks the random keys that a step is given.
 
     Args:
-      rng: one key for all workers, of which each makes its own; or None.
+      rng: one key for all workers, into which each folds its index; or None.
       batch: a tree of global arrays, whose keys must differ.
 
     Raises:
@@ -105,13 +106,12 @@ def check_random_keys(rng: Any, batch: Any) -> None:
 
 
 def check_shared_model_state(varies: Any) -> None:
-    """Raises ``ValueError`` for a model's state of which workers would have different versions.
+    """Raises ``ValueError`` for a model's state that would differ between workers.
 
     Args:
       varies: a tree like the state, of the axes that its leaves vary over.
     """
-    is_leaf = lambda x: isinstance(x, frozenset)  # noqa: E731
-    for path, over in jax.tree_util.tree_leaves_with_path(varies, is_leaf=is_leaf):
+    for path, over in leaves_with_axes(varies):
         if over:
             raise ValueError(
                 f"model_state{jax.tree_util.keystr(path)} would differ between workers. Float "

@@ -1,4 +1,4 @@
-"""Which phase a training step is compiled for: chosen on the host, made sure of on the device."""
+"""Chooses the phase that a training step is compiled for; the device checks the choice."""
 
 import collections
 from typing import Any, NamedTuple
@@ -9,11 +9,12 @@ import numpy as np
 import optax
 
 from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.markers import nodes_with
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
-# Stands for -1 in the states that an update is given: one that a wrapper skips would leave the -1
-# of a refusal.
+# Replaces -1 in the state that an update is given: if a wrapper skips the update, that -1 must not
+# pass for a refusal.
 _NOT_MADE = -2
 
 # The columns of an outlook.
@@ -43,13 +44,8 @@ def _replace_phase(opt_state: optax.OptState, replace: Any) -> optax.OptState:
 
 
 def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The parameters that a worker trains: its own, where the state has those, else ``params``."""
-
-    def has_own(node: Any) -> bool:
-        return hasattr(node, "worker_parameters")
-
-    nodes = filter(has_own, jax.tree.leaves(opt_state, is_leaf=has_own))
-    for node in nodes:
+    """The parameters that a worker trains: those in the state if it has such, else ``params``."""
+    for node in nodes_with("worker_parameters", opt_state):
         if jax.tree.structure(node.own.value) == jax.tree.structure(params):
             return node.worker_parameters(params)
     return params
@@ -87,21 +83,21 @@ def update(
     *,
     in_loop: bool = False,
 ) -> Updated:
-    """Updates parameters and state; a phase that is not the state's own changes neither.
+    """Updates parameters and state. A phase that is not the state's changes neither.
 
-    Nor does an update that is left out, by ``when``.
+    Nor does an update that ``when`` skips.
 
     Args:
       tx: the optimizer.
-      grads: the worker's own.
+      grads: the worker's gradients.
       opt_state: in the worker view, as all here.
       params: the parameters.
-      phase: the only one that the program is for.
-      extra_args: what the optimizer's update takes besides.
+      phase: the only phase that the program is for; None for all.
+      extra_args: further arguments of the optimizer's update.
       when: whether the update is made; None for always.
-      in_loop: whether optimizers that do not take ``when`` run in a loop of one turn or none.
-        Elsewhere what they made is selected, element by element: XLA for CPUs copies the state for
-        that, others fuse it.
+      in_loop: whether optimizers that do not take ``when`` run in a zero- or one-iteration loop.
+        Otherwise old and new state are selected, element by element: XLA for CPUs copies the state
+        for that, others fuse it.
     """
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     given = extra_args | {"phase": phase}
@@ -129,8 +125,8 @@ def update(
         refused = jnp.any(jnp.stack(refusals))
 
         def kept(new: Any, old: Any) -> Any:
-            # One that refused has left its own state as it was, without a copy. Of several, another
-            # may have accepted.
+            # An optimizer that refuses leaves its state as it was, without a copy. If there are
+            # several, another one may have accepted.
             if _has_progress(new) and len(refusals) == 1:
                 return new
             return jax.tree.map(lambda x, y: jnp.where(refused, y, x), new, old)
@@ -163,7 +159,7 @@ def _looks_finite(updates: optax.Updates) -> jax.Array:
 
 
 def _selects(make: Any, old: _Made, grads: Any) -> bool:
-    """Whether leaving an update out selects arrays of a state; False for what fits no loop."""
+    """Whether skipping an update selects arrays of a state; False if a loop cannot carry it."""
     selected = []
 
     def tried(old: _Made, grads: Any) -> _Made:
@@ -180,12 +176,12 @@ def _selects(make: Any, old: _Made, grads: Any) -> bool:
 class PhaseChoice:
     """Finds out the phase of the next update without waiting for the one in flight.
 
-    It reads the outlook of the update before the last, which so is over: no more than one is in
-    flight when another is dispatched, and where nobody else waits that bounds the queue. That
-    outlook tells the phase of the last update and, if that was made, of the next. Where both are
-    the same it does not matter whether it was: a wrapper may skip some. Elsewhere, at
-    a change of phase or where warm-up may end by itself, the last update is waited for. Outlooks
-    are equal on all processes, so all choose the same program.
+    It reads the outlook of the update before the last and so waits for that update: when a call
+    dispatches an update at most one other is in flight, which bounds the queue if nobody else
+    waits. That outlook tells the phase of the last update and, if that one was made, of the next.
+    If both are the same it does not matter whether it was made: a wrapper may skip updates.
+    Otherwise, at a change of phase or where warm-up may end at any update, it waits for the last
+    update. Outlooks are equal on all processes, so all choose the same program.
     """
 
     def __init__(self):
@@ -199,14 +195,14 @@ class PhaseChoice:
 
         Args:
           opt_state: the state that is to be updated, whether or not an update here returned it.
-          given: what the user says, which is taken as it is.
+          given: the phase that the user gives, which is not checked here.
 
         Raises:
           ValueError: if the last updates show that one was refused.
         """
         nodes = progress_of(opt_state)
         counts = [node.count for node in nodes]
-        # A state that no update here has returned has no outlook but its own.
+        # Of a state that no update here has returned, no outlook is known but that within it.
         if list(map(id, counts)) != list(map(id, self._counts)):
             self._recent.clear()
         known = self._read(0) if self._recent else None

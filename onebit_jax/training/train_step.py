@@ -37,7 +37,6 @@ ParamsT = TypeVar("ParamsT")
 StateT = TypeVar("StateT")
 ModelStateT = TypeVar("ModelStateT")
 
-
 # What an account of skipped steps calls the tensor that is to blame, where an update is.
 OF_THE_UPDATE = -2
 
@@ -358,9 +357,8 @@ class TrainStep:
                 f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
                 f"give them other names."
             )
-        metrics, model_state, finite = mean_over_workers(
-            (metrics | own, model_state, finite.astype(jnp.float32)), axes
-        )
+        finite = None if health is None else finite.astype(jnp.float32)
+        metrics, model_state, finite = mean_over_workers((metrics | own, model_state, finite), axes)
         if self._options.grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
@@ -404,20 +402,28 @@ def train_step(
       mesh: as for :func:`init`; all its devices are workers, along whichever axis they lie.
       accumulation: number of microbatches that a worker's share is cut into; their gradients are
         averaged in float32.
-      max_skipped: how many steps in a row may be left out: one in which a worker's loss or gradient
-        is not finite, or its gradient's norm above ``2**48``, is made by none of them, and leaves
-        parameters, states and random keys as they were, bit for bit. After so many in a row a call
-        raises. Workers tell each other two float32 before the exchange; the norm takes a pass over
-        the gradients, which clipping takes anyway. None for not looking: one worker's NaN is then
-        in all parameters and residuals, for good.
+      max_skipped: how many steps in a row may be skipped. All workers skip a step if one worker's
+        loss, gradient or new model state is not finite, or its gradient's norm is above ``2**48``.
+        Parameters, states and random keys stay as they were, bit for bit. After ``max_skipped``
+        skipped steps in a row a call raises. Workers tell each other two float32 before the
+        exchange, and one with the metrics; the norm takes a pass over the gradients, which clipping
+        takes anyway. None turns this off: one worker's NaN is then in all parameters and residuals,
+        for good.
+
+        An update that is not finite, as a schedule of the learning rate or of the decay may make
+        it, is seen only once it is made: parameters stay as they were, the step counts as skipped,
+        and the optimizer's state has made it. Looked at is the smallest update of a matrix, of a
+        vector and so on, since a pass over all updates would cost as much as writing them;
+        optimizers whose states hold updates (``local_steps``, ``zero_one_adam``, ``ef_signsgd``) do
+        not recover, and raise after ``max_skipped`` steps.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
       clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
-        mean squared norm is at most ``max_grad_norm`` (one float32 more in the exchange);
-        ``"local"`` clips each worker's gradient by its own norm, which bends the mean towards
-        workers with small gradients.
-      grad_norm_every: in which calls the norm of the gradients is measured, which is a pass over
-        all of them: the first, and every that many after it. None for none. Where gradients are
-        clipped it is known in all of them.
+        mean squared norm is at most ``max_grad_norm`` (one more float32 in the exchange).
+        ``"local"`` clips each worker's gradient by its norm, which biases the mean towards workers
+        with small gradients.
+      grad_norm_every: in which calls the norm of the gradients is measured, which takes a pass
+        over them: in the first, and every ``grad_norm_every`` calls after it. None for none. If
+        gradients are clipped it is known in every call.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from
@@ -443,37 +449,56 @@ def train_step(
         norm, before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
         "refresh"; -1 if it was refused, 0 for an optimizer that has no phases;
-      - ``skipped``, the steps left out so far, and ``skipped_in_a_row``, unless ``max_skipped`` is
-        None;
+      - ``skipped``, the number of skipped steps of this run, and ``skipped_in_a_row``, unless
+        ``max_skipped`` is None;
       - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
         ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
 
-      Each phase of an optimizer is compiled for itself, at the first call that needs it. A call
-      finds out by itself which one is next, from an account that the last update but one left, and
-      so waits for that one: no more than two updates are ever under way. At a change of phase, and
-      where :func:`onebit_jax.variance_stable` may end the warm-up at any update, it waits for the
-      last one. Optimizers that are in different phases share a program that has them all.
+      Each phase of an optimizer is compiled separately, at the first call that needs it. A call
+      finds out which phase is next from what the update before the last returned, and so waits for
+      that update: no more than two updates are ever under way. At a change of phase, and where
+      :func:`onebit_jax.variance_stable` may end the warm-up at any update, it waits for the last
+      one. Optimizers that are in different phases share a program that has them all.
 
-      ``step(..., phase="compression")`` is for a host that knows the phase. One that is not the
-      optimizer's own changes neither parameters nor state, and the metric ``phase`` is -1; that
-      call still returns, since its arguments are donated, and the next but one at the latest
-      raises. ``step.lower`` takes the same arguments.
+      One step may serve several runs, in turn or one after the other. A call that is given the
+      state which an earlier call returned goes on with that call's run; any other state begins a
+      run. After an error for skipped steps the same state may be given again, with good batches.
+      No call can tell of the skipped steps after it: ``step.skips.check(params, max_skipped)``,
+      after the last call, waits for it and raises if so many steps at the end were skipped.
+
+      Inside ``jax.jit``, as in a ``lax.scan`` of the step, nothing is known from one step to the
+      next: ``skipped`` and ``skipped_in_a_row`` are 0 or 1, and no step raises. Count there with
+      ``max_skipped=None`` and :func:`onebit_jax.skip_nonfinite` around ``tx``. Such a loop runs the
+      program that has all phases, whose results may differ in the last bits from those of calls.
+
+      Several processes compare their options, their settings of JAX and their programs at the first
+      call, and all raise if these differ. From then on a process waits in a collective for all
+      others, as long as JAX's runtime lets it.
+
+      The step sets JAX's defaults for dtype and rank promotion, transfer guards, ``jax_debug_nans``
+      and ``jax_debug_infs``, whatever a user has set.
+
+      ``step(..., phase="compression")`` is for a host that knows the phase. A phase that is not
+      the optimizer's changes neither parameters nor state, and the metric ``phase`` is -1. That
+      call returns, since its arguments are donated; one of the next two calls raises.
+      ``step.lower`` takes the same arguments.
 
     Raises:
-      NonFiniteError: from the step, for ``max_skipped`` steps in a row that were left out, the last
-        of them the call before the last or an earlier one.
+      NonFiniteError: from the step, for ``max_skipped`` skipped steps in a row, the last of them
+        two calls ago or earlier.
       ValueError: for ``accumulation``, ``max_grad_norm``, ``clip``, ``grad_norm_every`` or
-        ``max_skipped`` outside their range, and a ``tx`` or a ``mesh`` that is none. From the step,
-        before anything is compiled: for a batch that does not divide into workers and microbatches;
-        a state that is not the optimizer's for these parameters and this mesh, has lost its
-        :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` that
-        exchanges at other times; parameters that are split between devices; an ``rng`` that is not
-        one key, and keys in a batch that are the same; a ``loss_fn`` that returns something else
-        than it may; updates that would differ between workers, naming the parameter; a collective
-        under a condition that workers do not share, on which they would wait for each other for
-        ever. For a ``phase`` given to an earlier call that was not the optimizer's own; and from
-        this library's optimizers, for an axis that the mesh has not, or one of it that they would
-        not average over.
+        ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
+        step, before anything is compiled: for a batch that does not divide into workers and
+        microbatches; a state that does not belong to the optimizer, these parameters and this mesh,
+        has lost its :class:`~onebit_jax.PerWorker` nodes, or was saved by a
+        :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are split
+        between devices; an array that is to be donated twice, or was donated before; an ``rng``
+        that is not one key, and equal keys in a batch; a ``loss_fn`` that returns the wrong things;
+        updates that would differ between workers, naming the parameter; a collective under a
+        condition that workers do not share, on which they would wait for each other for ever;
+        processes that make different steps; ``jax_disable_jit``. For a ``phase`` given to an
+        earlier call that was not the optimizer's; and from this library's optimizers, for an axis
+        that the mesh lacks, or one that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax

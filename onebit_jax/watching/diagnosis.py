@@ -1,4 +1,4 @@
-"""How a run is doing: whether replicas are the same, and what its optimizer's state says."""
+"""Checks a run: whether replicas are equal, and whether the optimizer's state is healthy."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import nodes_with
 from onebit_jax.states import placement
 from onebit_jax.watching import healthy_ranges, metrics
 from onebit_jax.watching.replica_checksums import ReplicaDivergenceError, checksum, find_divergences
@@ -20,11 +21,10 @@ class Diagnosis(NamedTuple):
     """What :func:`diagnose` found.
 
     Attributes:
-      figures: by name, each of the worker of which it is greatest. Names are those of the metrics
-        of a step, with labels in front where two optimizers report the same.
-      warnings: what is out of its healthy range, what that means, and what to do about it.
-      compared: the names of the tensors whose copies were compared, and were the same on all
-        workers.
+      figures: by name, each the largest over the workers. The names are those of a step's metrics,
+        with labels in front if two optimizers report the same.
+      warnings: which figures are outside their healthy range, what that means, and what to do.
+      compared: the names of the tensors whose copies were compared, and are equal on all workers.
     """
 
     figures: dict[str, float]
@@ -35,34 +35,35 @@ class Diagnosis(NamedTuple):
 def diagnose(
     params: optax.Params, opt_state: optax.OptState, mesh: Mesh, *, model_state: Any = None
 ) -> Diagnosis:
-    """Checks that replicas are the same, bit for bit, and looks for what is unhealthy in a state.
+    """Checks that replicas are equal, bit for bit, and that the optimizer's state is healthy.
 
-    Every device makes a checksum of its own copy of all that workers share: parameters, optimizer
-    state outside a :class:`~onebit_jax.PerWorker`, and the model's state. Only checksums, four
-    bytes a tensor, travel. The rest takes a pass or two over the optimizer state. It waits for the
-    last step, so call it every few hundred steps, and before a checkpoint is saved.
+    Every device makes a checksum of its copy of everything that workers share: parameters,
+    optimizer state outside a :class:`~onebit_jax.PerWorker`, and the model's state. Only the
+    checksums, four bytes a tensor, travel. The other figures take a pass or two over the optimizer
+    state. The call waits for the last step: make it every few hundred steps, and before a
+    checkpoint is saved.
 
-    Parameters that may differ between workers are left out: those of
-    :func:`onebit_jax.local_steps`, and those of :func:`onebit_jax.zero_one_adam` from the freeze
-    on. What workers share then stands in the state, and is compared there. A momentum that warm-up
-    keeps where residuals will be is not: if one of its copies is wrong, the parameters are after
-    the next step.
+    Parameters that may differ between workers are not compared: those of
+    :func:`onebit_jax.local_steps`, and those of :func:`onebit_jax.zero_one_adam` after the freeze.
+    The state then holds what workers share, which is compared. The momentum of a warm-up is not
+    compared, since it is stored where residuals will be: if a copy of it is wrong, so are the
+    parameters after the next step.
 
     docs/watching.md has the figures, their healthy ranges, and where these come from.
 
     Args:
       params: the parameters, as the last step returned them.
       opt_state: the optimizer's state, in the mesh view.
-      mesh: the mesh that they are on, of one process or of many, of which all must call.
-      model_state: what the model changes without gradients, if it has such.
+      mesh: the mesh that they are on. All processes that have devices in it must call.
+      model_state: what the model changes without gradients, if there is such.
 
     Returns:
-      The figures, and warnings in words; none, where all is well.
+      The figures, and warnings in words, none if all is well.
 
     Raises:
       ReplicaDivergenceError: if copies differ; it names the tensors and the workers.
-      ValueError: for arrays that are not where :func:`onebit_jax.init` and a step leave them: with
-        one copy alone there is nothing to compare.
+      ValueError: for arrays that are not where :func:`onebit_jax.init` and a step leave them: a
+        single copy cannot be compared.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -118,27 +119,23 @@ def _check_placed(state: dict[str, Any], specs: Any, mesh: Mesh) -> None:
 
 def _shared_names(state: dict[str, Any], specs: Any) -> dict[str, int]:
     """The names of the leaves that must be the same on all workers, with their places."""
-    own = _own_parameters(state["opt_state"])
+    differing = _differing_parameters(state["opt_state"])
     leaves, of_leaves = _leaves(state), jax.tree.leaves(specs)
-    # Of a tree that is not like the parameters, as within optax.lookahead, which it is of is not
-    # known.
-    if not own <= leaves.keys():
-        own = {name for name in leaves if name.startswith("params")}
+    # An optimizer whose tree is not like the parameters, as within optax.lookahead, does not tell
+    # which of them it means.
+    if not differing <= leaves.keys():
+        differing = {name for name in leaves if name.startswith("params")}
     return {
         name: place
         for place, (name, spec) in enumerate(zip(leaves, of_leaves, strict=True))
-        if spec == P() and name not in own
+        if spec == P() and name not in differing
     }
 
 
-def _own_parameters(opt_state: optax.OptState) -> set[str]:
-    """The names of the parameters of which workers may have different ones."""
-
-    def has_own(node: Any) -> bool:
-        return hasattr(node, "own_parameters")
-
-    nodes = filter(has_own, jax.tree.leaves(opt_state, is_leaf=has_own))
-    trees = ({"params": node.own_parameters()} for node in nodes)
+def _differing_parameters(opt_state: optax.OptState) -> set[str]:
+    """The names of the parameters that may differ between workers."""
+    states = nodes_with("own_parameters", opt_state)
+    trees = ({"params": state.own_parameters()} for state in states)
     return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 
@@ -150,9 +147,9 @@ def _program(mesh: Mesh, structure: Any, specs: tuple[Any, ...], shared: tuple[i
         leaves = jax.tree.leaves(state)
         checksums = [checksum(leaves[place]) for place in shared]
         figures = metrics.of_optimizers(state["opt_state"], diagnostics=True)
-        own = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
+        row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
-        return lax.all_gather((own, figures), mesh.axis_names)
+        return lax.all_gather((row, figures), mesh.axis_names)
 
     in_specs = (jax.tree.unflatten(structure, specs),)
     mapped = jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)

@@ -1,4 +1,4 @@
-"""The ranges that a healthy run's figures stay in, and what to do where one does not.
+"""The ranges that a healthy run's figures stay in, and what to do about one that does not.
 
 docs/watching.md says where each range comes from.
 """
@@ -12,8 +12,8 @@ from onebit_jax.transforms.warmup import least_shrinkage
 
 Figures = Mapping[str, float]
 
-# The threshold of `variance_stable` by which a variance is judged: the lowest that docs/warm-up.md
-# has tried. By the usual 0.85 a healthy run was told of.
+# The threshold of `variance_stable` for judging a variance: the lowest that docs/warm-up.md has
+# tried. The usual 0.85 flagged a healthy run.
 _STABLE = 0.8
 
 
@@ -22,9 +22,9 @@ class Range(NamedTuple):
 
     Attributes:
       figure: its name.
-      is_healthy: told the figure and the number of workers.
-      applies: told all figures of the same optimizer, whether this one says anything yet.
-      words: what it means that it is out of its range, and what to do.
+      is_healthy: takes the figure and the number of workers.
+      applies: takes all figures of the same optimizer; whether this one means anything yet.
+      words: what it means that the figure is outside its range, and what to do.
     """
 
     figure: str
@@ -111,11 +111,11 @@ RANGES = (
 
 
 def warnings_of(figures: Figures, workers: int) -> tuple[str, ...]:
-    """What is out of its range, in words.
+    """Describes the figures that are outside their ranges.
 
     Args:
-      figures: by name, with labels in front where several optimizers report the same.
-      workers: their number.
+      figures: by name, with labels in front if several optimizers report the same.
+      workers: the number of workers.
 
     >>> [text] = warnings_of({"residual_ratio": 101.0, "adam/phase": 1.0}, workers=4)
     >>> text[:67]

@@ -24,13 +24,13 @@ def _of_part(node: Any, diagnostics: bool) -> Metrics:
 
 
 def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metrics:
-    """What the parts of a state report, seen from one worker.
+    """The metrics that the parts of a state report, in the worker view.
 
-    Their ``metrics()`` gives it; their ``diagnostics()``, if they have that and it is asked for,
-    what takes a pass of its own over the state. Where none reports a ``phase``, it is 0.
+    These are the results of ``metrics()`` and, if ``diagnostics`` is true, of ``diagnostics()``,
+    which take another pass over the state. ``phase`` is 0 if no part reports it.
 
-    Names that several of them report have the label of each in front, as ``optax.partition`` or
-    ``optax.named_chain`` has it; where labels do not tell them apart, their place in the state.
+    A name that several parts report is prefixed with each part's label in ``optax.partition`` or
+    ``optax.named_chain``, or with its place in the state if labels do not tell the parts apart.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_reports)
     reports = [(path, _of_part(node, diagnostics)) for path, node in leaves if _reports(node)]
@@ -49,9 +49,9 @@ def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metri
 
 
 def mean_over_workers(tree: Any, axes: tuple[str, ...]) -> Any:
-    """Averages float arrays in one exchange, of float32 unless one of them is wider.
+    """Averages float arrays in one exchange, in float32 unless one of them is wider.
 
-    Others, integers say, are left as they are.
+    Other arrays, such as integers, stay as they are.
     """
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -1,8 +1,8 @@
-"""Whether replicas hold the same bits: checksums that each device makes of its own copies.
+"""Finds replicas that do not hold the same bits, by checksums that each device makes of its copies.
 
-:mod:`onebit_jax.programs.replica_check` refuses, before anything runs, optimizers under which
-replicas would diverge. Other causes are found here while a run goes on: a faulty device, a loop
-that placed arrays wrongly, a kernel whose results depend on the machine.
+:mod:`onebit_jax.programs.replica_check` refuses optimizers under which replicas would diverge,
+before anything runs. This module finds other causes during a run: a faulty device, a loop that
+places arrays wrongly, a kernel whose results depend on the machine.
 """
 
 import collections
@@ -20,12 +20,12 @@ from onebit_jax.markers import is_key
 
 
 class Divergence(NamedTuple):
-    """A tensor of which workers that should hold the same bits do not.
+    """A tensor that should be the same on all workers and is not.
 
     Attributes:
       tensor: its name, such as ``params['w']``.
-      workers: those in the minority, by their place in the mesh; all of them, where no copy has
-        more holders than another.
+      workers: the minority, by their place in the mesh; all holders if no copy has more of them
+        than another.
     """
 
     tensor: str
@@ -61,10 +61,10 @@ class ReplicaDivergenceError(RuntimeError):
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """A uint32 made of an array's bits and their places, in one pass that writes nothing.
+    """A uint32 checksum of an array's bits and their places, in one pass that writes nothing.
 
-    Two arrays that differ in one element, by whichever bits, never have the same; two that differ
-    in more have it with a probability of ``2**-32``.
+    Arrays that differ in one element, by whichever bits, never have the same checksum; arrays that
+    differ in more have it with a probability of ``2**-32``.
 
     Args:
       x: of any shape and dtype, a typed random key included.
@@ -73,12 +73,12 @@ def checksum(x: jax.Array) -> jax.Array:
     [3363880600, 1148510404, 3872410252]
     """
     words = _words(x)
-    # By its place in every axis: to count along one axis would make TPUs copy the array.
+    # Places are counted along every axis: counting along one would make TPUs copy the array.
     place = jnp.uint32(0)
     for axis, stride in enumerate(_strides(words.shape)):
         place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride % 2**32)
-    # The finalizer of MurmurHash3, which takes no two words to the same one: what differs stays
-    # different up to the sum, and high bits reach low ones.
+    # The finalizer of MurmurHash3 maps no two words to the same one: different words stay different
+    # up to the sum, and high bits affect low ones.
     h = words ^ (place * np.uint32(0x9E3779B9))
     h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
@@ -104,7 +104,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def find_divergences(rows: Mapping[str, np.ndarray]) -> list[Divergence]:
-    """The tensors of which the workers' checksums are not all the same.
+    """Finds the tensors whose checksums differ between workers.
 
     Args:
       rows: for each tensor, by name, a checksum for each worker, ``[n]``.
