@@ -35,7 +35,7 @@ from tests.small_task import (
     onebit_start,
     start,
 )
-from tests.workers import PAIR, mesh_view, on_workers, onebit_state, replicate, with_rows
+from tests.workers import AXIS, PAIR, mesh_view, on_workers, onebit_state, replicate, with_rows
 
 VARIANCE_METRICS = {"variance_growth", "variance_shrinkage"}
 SKIPPED = {"skipped": jnp.int32(0), "skipped_in_a_row": jnp.int32(0)}
@@ -78,7 +78,7 @@ def simulate(tx, params, batches, mapped):
 def worker_residuals(opt_state, nodes=False):
     """A row for each worker."""
     kept = with_rows(jax.device_get(onebit_state(opt_state).momentum), WORKERS)
-    how = onebit_jax.ExchangeOptions().one_bit(PAIR if nodes else "data")
+    how = onebit_jax.ExchangeOptions().one_bit(PAIR if nodes else AXIS)
     return residuals(how, kept, make_params(), NODES if nodes else WORKERS)[0]
 
 

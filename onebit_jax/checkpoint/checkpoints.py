@@ -285,6 +285,12 @@ class Checkpoints:
                 f"{', '.join(map(str, steps))}: they are damaged, or of an earlier version of "
                 f"onebit_jax. Put back a copy, or begin in another folder."
             )
+        if self.folder.is_dir() and (earlier := sorted(self.folder.glob("[0-9]*/opt_state"))):
+            raise ValueError(
+                f"no checkpoint in {self.folder} can be read: {earlier[-1].parent} is of an earlier "
+                f"version of onebit_jax, or of another program. Go on with that, or begin in "
+                f"another folder."
+            )
         return Restored(0, **tree, extra=None)
 
     def _pass_over(self, step: int, problem: DamagedError) -> None:

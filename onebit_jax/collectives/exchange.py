@@ -152,6 +152,15 @@ class ExchangeOptions:
         return dataclasses.replace(self, scale="rms", residual_dtype="float32")
 
 
+def check_options(exchange: Any) -> None:
+    """Raises ``ValueError`` unless an argument ``exchange`` has the options of one."""
+    if not isinstance(exchange, ExchangeOptions):
+        raise ValueError(
+            f"exchange={exchange!r} must be options of an exchange: "
+            f"onebit_jax.ExchangeOptions(...), or left out."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """How values are averaged.

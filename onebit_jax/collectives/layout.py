@@ -158,6 +158,7 @@ class Layout:
       shapes: the shapes of the tree's leaves.
       tensors: the leaves that each of the layout's tensors is made of; no empty ones.
       pieces: what a worker compresses.
+      names: of the first leaf in each piece.
       stacks: the same, as servers hold them.
       payload: the bytes of a row before its scales.
       scale_shape: of a row's scales.
@@ -166,7 +167,8 @@ class Layout:
     """
 
     def __init__(self, axes: Axes, tree: Any, planes: int = 8, grouping: Grouping = "separate"):
-        leaves, self._structure = jax.tree.flatten(tree)
+        with_paths, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        paths, leaves = zip(*with_paths, strict=True) if with_paths else ((), ())
         self.axes, self.planes = axes, planes
         self.shapes: list[Shape] = [tuple(x.shape) for x in leaves]
         self.shards: Shape = () if axes.local is None else (axes.per_node,)
@@ -177,6 +179,8 @@ class Layout:
         self.payload = sum(stack.count * math.prod(stack.plane) for stack in self.stacks)
         scales = sum(stack.scales for stack in self.stacks)
         self.scale_shape = (planes, scales) if self._in_blocks else (scales,)
+        firsts = [self.tensors[piece.tensors[0]][0] for piece in self.pieces]
+        self.names = [jax.tree_util.keystr(paths[leaf]) for leaf in firsts]
         places = [place for piece in self.pieces for place in (piece.start, piece.first)]
         longest = max((len(piece.tensors) for piece in self.pieces), default=0)
         self.at: Places = hide_constants([*places, *range(longest)], axes.node)

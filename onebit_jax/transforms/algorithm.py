@@ -39,6 +39,7 @@ class Update(NamedTuple):
       when: where false, the state stays as it is; the same on all workers.
       phase: the phase to make; None for the one that the state's ``progress`` has upcoming.
       extra_args: what else ``tx.update`` was given.
+      tree: the gradients as the tree that they came in.
     """
 
     grads: Arrays
@@ -46,6 +47,7 @@ class Update(NamedTuple):
     when: jax.Array
     phase: Phase | None
     extra_args: Mapping[str, Any]
+    tree: Any
 
 
 # Makes the state after an update in one phase.
@@ -162,7 +164,7 @@ class PhasedAlgorithm(Algorithm):
             chosen = update.when & (index == PHASES.index(phase))
 
             def make(state: Any, grads: Any, params: Any, when: Any, phase: Phase = phase) -> Any:
-                return self._make(phase, state, Update(grads, params, when, phase, {}))
+                return self._make(phase, state, Update(grads, params, when, phase, {}, ()))
 
             reads = (update.grads, update.params, chosen)
             state = overwrite_if(chosen, make, state, *reads, axis_names=names)
@@ -215,8 +217,9 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             )
         bound_axes(algorithm.exchange.axis_name)
         like = algorithm.tree(state)
-        for tree in () if like is None else (updates,) if params is None else (updates, params):
-            validation.check_same_tree(tree, like)
+        if like is not None:
+            for tree in (updates,) if params is None else (updates, params):
+                validation.check_same_tree(tree, like)
         if len(algorithm.phases) == 1:
             phase = algorithm.phases[0]
         elif phase is not None and phase not in algorithm.phases:
@@ -227,7 +230,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         was, wanted = state.progress, made(when)
         index = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
         accepted = wanted if phase is None else wanted & algorithm.accepts(was, phase)
-        update = Update(grads, leaves, accepted, phase, extra_args)
+        update = Update(grads, leaves, accepted, phase, extra_args, updates)
         new, received = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(
@@ -380,10 +383,21 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
     return [x for x in found if x is not None]
 
 
-def fits_pieces(exchange: BoundExchange, pieces: Arrays) -> None:
-    """Raises ``ValueError`` for a worker's arrays that are of other tensors or workers."""
-    expected = worker_arrays(exchange.layout, jnp.float32)
-    check_fits(pieces, expected, exchange.axes.workers)
+def named(exchange: BoundExchange, pieces: Arrays) -> dict[str, jax.Array]:
+    """A worker's pieces by the names of their first tensors, for a state that holds them."""
+    return dict(zip(exchange.layout.names, pieces, strict=True))
+
+
+def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
+    """Undoes :func:`named`; ``ValueError`` where they are of other tensors or workers."""
+    expected = named(exchange, worker_arrays(exchange.layout, jnp.float32))
+    if held.keys() != expected.keys():
+        raise ValueError(
+            f"the state is of the tensors {sorted(held)}, but the gradients are a tree with "
+            f"{sorted(expected)}: give update the tree that init was given, or call init again."
+        )
+    check_fits(held, expected, exchange.axes.workers)
+    return [held[name] for name in exchange.layout.names]
 
 
 def fits(exchange: BoundExchange, state: Any) -> None:

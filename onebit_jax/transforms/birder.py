@@ -14,14 +14,21 @@ from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import worker_arrays
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.one_bit import evenly_sampled
 from onebit_jax.collectives.packing import unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Transport
 from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits_pieces, transformation
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Arrays,
+    Update,
+    named,
+    pieces_of,
+    transformation,
+)
 from onebit_jax.transforms.phases import PHASES, Progress, begin, keep
 
 # What a is at least where any worker has ever had a gradient: products of it with the smallest
@@ -40,9 +47,9 @@ class ScaleByBirderState(NamedTuple):
       key: the key that all random bits come from, with the number of updates; uint32 ``[2]``.
       elements: how many elements ``m`` has, padding apart; float32 ``[]``.
       m: the worker's average of gradients ``m_i``, in pieces
-        (:mod:`onebit_jax.collectives.layout`); float32, ``[1, *shape]``. In the hierarchical form a
-        worker is a node, and a device has its shard, ``8/L`` bytes per parameter with ``a``; on a
-        single node all, of the mean gradient.
+        (:mod:`onebit_jax.collectives.layout`) by the names of their first tensors; float32,
+        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device has its shard,
+        ``8/L`` bytes per parameter with ``a``; on a single node all, of the mean gradient.
       a: the worker's average of their absolute values ``a_i``, at least ``abs(m)``; as ``m``. 0 for
         inactive elements, of which no worker has had a gradient yet. On active ones at least
         ``2**-100``.
@@ -129,7 +136,10 @@ class Birder(Algorithm):
         seed = self.seed
         is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
-        m, a = (PerWorker(worker_arrays(exchange.layout, jnp.float32)) for _ in range(2))
+        m, a = (
+            PerWorker(named(exchange, worker_arrays(exchange.layout, jnp.float32)))
+            for _ in range(2)
+        )
         coming = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
 
@@ -140,9 +150,9 @@ class Birder(Algorithm):
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``, or on a single node ``m / a``."""
-        exchange, was = self.exchange.over(update.grads), state.progress
-        fits_pieces(exchange, state.m.value)
-        m, a, g = state.m.value, state.a.value, [x[None] for x in exchange.node_mean(update.grads)]
+        exchange, was = self.exchange.over(update.tree), state.progress
+        m, a = (pieces_of(exchange, x.value) for x in (state.m, state.a))
+        g = [x[None] for x in exchange.node_mean(update.grads)]
         if exchange.compresses:
             ask = was.count == 0 if update.phase is None else update.phase == "warmup"
             m, a, u = self._exchanged(exchange, state, (m, a, g), update.grads, ask, update.when)
@@ -153,7 +163,8 @@ class Birder(Algorithm):
             alike = zip(*equal_on_all_workers((m, a)), strict=True)
             u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
         progress = was._replace(frozen_at=jnp.where(update.when, 1, was.frozen_at))
-        return state._replace(progress=progress, m=PerWorker(m), a=PerWorker(a)), u
+        m, a = (PerWorker(named(exchange, x)) for x in (m, a))
+        return state._replace(progress=progress, m=m, a=a), jax.tree.leaves(u)
 
     def _averages(self, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
         new_m, new_a = averages(self.b, m, a, g, active)
@@ -196,14 +207,19 @@ class Birder(Algorithm):
     def carry(self, state: State, like: Any) -> Any:
         """The mean averages."""
         exchange = self.exchange.over(like)
-        m, a = exchange.whole_means(state.m.value), exchange.whole_means(state.a.value)
+        m, a = (
+            exchange.whole_means([x.value[name] for name in exchange.layout.names])
+            for x in (state.m, state.a)
+        )
         # However they are rounded, no m may exceed its a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The mean averages, on every worker."""
         exchange = self.exchange.over(like)
-        m, a = (PerWorker([x[None] for x in exchange.pieces(tree)]) for tree in carried)
+        m, a = (
+            PerWorker(named(exchange, [x[None] for x in exchange.pieces(tree)])) for tree in carried
+        )
         return {"m": m, "a": a, "elements": held_elements(exchange)}
 
 
@@ -270,6 +286,7 @@ def scale_by_birder(
     validation.check_decay("b", b)
     validation.check_seed(seed)
     validation.check_flag("amsgrad", amsgrad)
+    check_options(exchange)
     if transport == "votes" and isinstance(exchange.bucket_bytes, int):
         raise ValueError(
             f"bucket_bytes={exchange.bucket_bytes} must be None for transport='votes': XLA joins "

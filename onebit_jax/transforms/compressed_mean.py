@@ -9,7 +9,7 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
@@ -176,6 +176,7 @@ def compressed_mean(
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
+    check_options(exchange)
     if bits == 32:
         return optax.with_extra_args_support(mean_gradients(axis_name))
     return transformation(CompressedMean(residual_decay, exchange.at_bits(axis_name, bits)))

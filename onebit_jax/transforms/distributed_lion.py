@@ -11,12 +11,19 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import worker_arrays
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.votes import Turn, Votes
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits_pieces, transformation
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Arrays,
+    Update,
+    named,
+    pieces_of,
+    transformation,
+)
 from onebit_jax.transforms.phases import Progress, keep
 
 Aggregation = Literal["majority", "mean"]
@@ -27,8 +34,9 @@ class ScaleByDistributedLionState(NamedTuple):
 
     Attributes:
       progress: updates made, equal on all workers.
-      momentum: the worker's own ``m_i``, in pieces (:mod:`onebit_jax.collectives.layout`); float32,
-        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device has its shard.
+      momentum: the worker's own ``m_i``, in pieces (:mod:`onebit_jax.collectives.layout`), by the
+        names of their first tensors; float32, ``[1, *shape]``. In the hierarchical form a worker is
+        a node, and a device has its shard.
     """
 
     progress: Progress
@@ -53,15 +61,14 @@ class DistributedLion(Algorithm):
 
     def init(self, params: optax.Params) -> State:
         """``m_i = 0``."""
-        layout = self.exchange.over(params).layout
-        m = PerWorker(worker_arrays(layout, jnp.float32))
+        exchange = self.exchange.over(params)
+        m = PerWorker(named(exchange, worker_arrays(exchange.layout, jnp.float32)))
         return ScaleByDistributedLionState(phases.begin(), m)
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """A vote with ``sgn(b1 m_i + (1 - b1) g_i)``, and ``m_i <- b2 m_i + (1 - b2) g_i``."""
-        exchange = self.exchange.over(update.grads)
-        fits_pieces(exchange, state.momentum.value)
-        m, g = state.momentum.value, exchange.node_mean(update.grads)
+        exchange = self.exchange.over(update.tree)
+        m, g = pieces_of(exchange, state.momentum.value), exchange.node_mean(update.grads)
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
             received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
@@ -72,15 +79,16 @@ class DistributedLion(Algorithm):
         kept: tuple[Arrays, Any] = (m, received)
         m, received = materialize(kept, exchange.axes.node)
         new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
-        return state._replace(momentum=PerWorker(keep(update.when, new, m))), received
+        m = PerWorker(named(exchange, keep(update.when, new, m)))
+        return state._replace(momentum=m), received
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """What the votes came to."""
         del state
-        exchange = self.exchange.over(update.grads)
+        exchange = self.exchange.over(update.tree)
         if exchange.compresses:
-            return exchange.mean(received, ())
-        return exchange.layout.scatter(received)
+            return jax.tree.leaves(exchange.mean(received, ()))
+        return jax.tree.leaves(exchange.layout.scatter(received))
 
     def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
@@ -89,8 +97,9 @@ class DistributedLion(Algorithm):
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """The mean momentum, on every worker."""
         del state
-        m = [x[None] for x in self.exchange.over(like).pieces(carried)]
-        return {"momentum": PerWorker(m)}
+        exchange = self.exchange.over(like)
+        m = [x[None] for x in exchange.pieces(carried)]
+        return {"momentum": PerWorker(named(exchange, m))}
 
 
 def scale_by_distributed_lion(
@@ -105,6 +114,7 @@ def scale_by_distributed_lion(
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_name("aggregation", aggregation, "majority", "mean")
+    check_options(exchange)
     votes = exchange.of(axis_name, Votes(mean=aggregation == "mean"))
     return transformation(DistributedLion(validation.float32(b1), validation.float32(b2), votes))
 

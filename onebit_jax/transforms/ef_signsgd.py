@@ -10,9 +10,9 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.phases import Progress, keep
@@ -58,6 +58,10 @@ class EfSignsgd(Algorithm):
     learning_rate: optax.ScalarOrSchedule
     momentum: Any
     exchange: Exchange
+
+    def tree(self, state: State) -> Any:
+        """The momentum."""
+        return own(state.momentum)
 
     def init(self, params: optax.Params) -> State:
         """No momentum and no residuals."""
@@ -212,6 +216,7 @@ def ef_signsgd(
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     validation.check_decay("momentum", momentum)
+    check_options(exchange)
     steps = EfSignsgd(learning_rate, validation.float32(momentum), exchange.one_bit(axis_name))
     decay = _decay_steps(learning_rate, weight_decay)
     return optax.chain(transformation(steps), decay if mask is None else optax.masked(decay, mask))

@@ -14,11 +14,11 @@ from jax.extend.core import Jaxpr
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options, dense_mean
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.programs.collective_check import collectives
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.fragments import Fragments
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Progress, begin, keep
 
@@ -188,7 +188,9 @@ class LocalSteps(Algorithm):
             D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
         else:
             call = Call(when, self.error_decay, self.error_decay)
-            D, of_exchange = self.exchange.over(shared).average(gradient, of_exchange, call)
+            exchange = self.exchange.over(shared)
+            fits(exchange, of_exchange)
+            D, of_exchange = exchange.average(gradient, of_exchange, call)
         moves, new_outer = self.outer.update(D, of_outer, shared)
         new = optax.apply_updates(shared, moves), new_outer
         return *keep(when, new, (shared, of_outer)), of_exchange
@@ -437,6 +439,7 @@ def local_steps(
         )
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("error_decay", error_decay)
+    check_options(exchange)
     # At 32 bits nothing is compressed, and only the axis counts.
     compressed = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
     inner = optax.with_extra_args_support(inner)

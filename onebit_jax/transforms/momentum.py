@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import BoundExchange, whole_pieces
+from onebit_jax.collectives.error_feedback import Call, ExchangeState, check_fits
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, whole_pieces
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import PerWorker
@@ -45,6 +45,13 @@ def begin(exchange: BoundExchange) -> Momentum:
     m = [jnp.zeros((1, *layout.shards, *piece.shape), dtype) for piece in layout.pieces]
     _, state = exchange.hand_back(m, exchange.init())
     return Momentum(PerWorker(m), exchange.nothing_received(), state)
+
+
+def bound(how: Exchange, tree: Any, momentum: Momentum) -> BoundExchange:
+    """The exchange over a tree; ``ValueError`` for a momentum that does not belong to it."""
+    exchange = how.over(tree)
+    check_fits(momentum, jax.eval_shape(lambda: begin(exchange)), exchange.axes.workers)
+    return exchange
 
 
 def dense(momentum: Momentum) -> Arrays:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms import warmup as warmup_end
@@ -158,7 +158,7 @@ class OnebitAdam(PhasedAlgorithm):
         return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
 
     def _bound(self, state: State) -> BoundExchange:
-        return self.exchange.over(state.v_then_inverse_root)
+        return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
     def dense_step(self, state: State, update: Update) -> State:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
@@ -289,6 +289,7 @@ def scale_by_onebit_adam(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
     warmup_end.check_warmup(warmup)
+    check_options(exchange)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
     return transformation(
         OnebitAdam(

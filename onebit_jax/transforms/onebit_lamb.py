@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.layout import end_to_end
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
@@ -151,7 +151,7 @@ class OnebitLamb(PhasedAlgorithm):
         return warmup_end.ends(self.warmup, state)
 
     def _bound(self, state: State) -> BoundExchange:
-        return self.exchange.over(state.v_then_inverse_root)
+        return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
     def _dense_momenta(self, state: State) -> Arrays:
         """``m_l`` in the dense form, where it is ``k_l m_l`` once v is frozen."""
@@ -385,6 +385,7 @@ def scale_by_onebit_lamb(
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
+    check_options(exchange)
     bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
     b1, b2, eps = map(validation.float32, (b1, b2, eps))
     return transformation(

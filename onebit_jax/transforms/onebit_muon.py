@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.exchange import ExchangeOptions, check_options
 from onebit_jax.transforms.compressed_mean import compressed_mean
 
 
@@ -116,6 +116,7 @@ def onebit_muon(
     validation.check_decay("beta", beta)
     validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
+    check_options(exchange)
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
     mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
     of_others = exchange.travel()

@@ -11,7 +11,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets, warmup
@@ -478,6 +478,7 @@ def zero_one_adam(
     )
     step_sets.check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     step_sets.check_step_sets(variance_freeze, variance_steps, sync_steps)
+    check_options(exchange)
     return transformation(
         ZeroOneAdam(
             learning_rate=learning_rate,

@@ -29,12 +29,12 @@ STATE = {
     "1-bit Adam, bfloat16 residuals": lambda workers: 6.25 + 2 / workers,
     "1-bit Adam, nodes of two": lambda workers: 8.25 + 4 / workers,
     "1-bit LAMB": lambda workers: 12.25 + 4 / workers,
-    "0/1 Adam, local": lambda workers: 20.25 + 4 / workers,
+    "0/1 Adam, local": lambda workers: 20.125 + 4 / workers,
     "Birder": lambda workers: 8,
     "Signum": lambda workers: 4,
     "Distributed Lion": lambda workers: 4,
-    "EF sign SGD": lambda workers: 8.25 + 4 / workers,
-    "EC1, exchange alone": lambda workers: 4.25 + 4 / workers,
+    "EF sign SGD": lambda workers: 8.125 + 4 / workers,
+    "EC1, exchange alone": lambda workers: 4.125 + 4 / workers,
 }
 
 
