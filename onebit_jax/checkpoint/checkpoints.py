@@ -287,9 +287,9 @@ class Checkpoints:
             )
         if self.folder.is_dir() and (earlier := sorted(self.folder.glob("[0-9]*/opt_state"))):
             raise ValueError(
-                f"no checkpoint in {self.folder} can be read: {earlier[-1].parent} is of an earlier "
-                f"version of onebit_jax, or of another program. Go on with that, or begin in "
-                f"another folder."
+                f"no checkpoint in {self.folder} can be read: {earlier[-1].parent} is of an "
+                f"earlier version of onebit_jax, or of another program. Go on with that, or begin "
+                f"in another folder."
             )
         return Restored(0, **tree, extra=None)
 
