@@ -35,7 +35,7 @@ from onebit_jax.states.resizing import resize
 
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"
-# What a complete one holds.
+# What a complete one holds, and an incomplete one or another program's has something of.
 _CONTENTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "manifest", "orbax.checkpoint", "state"}
 
 # Those whose last save may still be under way.
@@ -153,7 +153,7 @@ class Checkpoints:
             if path.name.isdecimal()
             and str(int(path.name)) == path.name
             and path.is_dir()
-            and {x.name for x in path.iterdir()} <= _CONTENTS
+            and {x.name for x in path.iterdir()} & _CONTENTS
         )
 
     def save(
@@ -284,12 +284,6 @@ class Checkpoints:
                 f"no checkpoint in {self.folder} can be read, of steps "
                 f"{', '.join(map(str, steps))}: they are damaged, or of an earlier version of "
                 f"onebit_jax. Put back a copy, or begin in another folder."
-            )
-        if self.folder.is_dir() and (earlier := sorted(self.folder.glob("[0-9]*/opt_state"))):
-            raise ValueError(
-                f"no checkpoint in {self.folder} can be read: {earlier[-1].parent} is of an "
-                f"earlier version of onebit_jax, or of another program. Go on with that, or begin "
-                f"in another folder."
             )
         return Restored(0, **tree, extra=None)
 

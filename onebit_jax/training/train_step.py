@@ -27,7 +27,7 @@ from onebit_jax.training.model_state import (
 from onebit_jax.training.run import Run
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
-from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
+from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, no_skips
 from onebit_jax.transforms.phases import keep
 from onebit_jax.transforms.when import When
 from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
@@ -36,9 +36,6 @@ Phase = phases.Phase
 ParamsT = TypeVar("ParamsT")
 StateT = TypeVar("StateT")
 ModelStateT = TypeVar("ModelStateT")
-
-# What an account of skipped steps calls the tensor that is to blame, where an update is.
-OF_THE_UPDATE = -2
 
 
 class _Arguments(NamedTuple):
@@ -364,7 +361,7 @@ class TrainStep:
         model_state = with_keys_of(given.model_state, model_state)
         if health is not None:
             fit = health.fit & (finite == 1)
-            to_blame = jnp.where(health.fit, OF_THE_UPDATE, health.tensor)
+            to_blame = jnp.where(health.fit, UPDATE, health.tensor)
             skips = skips.after(health._replace(fit=fit, tensor=to_blame))
             metrics |= skips.metrics()
             model_state = keep(fit, model_state, given.model_state)

@@ -67,24 +67,34 @@ def examine(
     return Health(~jnp.any(unfit), jnp.mean(totals), worker, tensors[worker].astype(jnp.int32))
 
 
+# What is to blame where no tensor is, in an account and in words.
+_LOSS, UPDATE = -1, -2
+_OF_THE_UPDATE = "the update"
+
+
 class NonFiniteError(FloatingPointError):
-    """Too many steps in a row were left out.
+    """Too many steps in a row were skipped.
 
     Attributes:
       step: the number of the last of them, from 1, of those that were counted.
       worker: whose gradient was not fit, by its index along the mesh.
-      tensor: the name of a tensor of it, None for the loss.
+      tensor: the name of a tensor of it; None for the loss or the new model state, "the update"
+        where a schedule of the learning rate or the decay is to blame.
       in_a_row: how many were left out.
     """
 
     def __init__(self, step: int, worker: int, tensor: str | None, in_a_row: int):
         self.step, self.worker, self.tensor, self.in_a_row = step, worker, tensor, in_a_row
-        what = "the loss" if tensor is None else f"the gradient of {tensor}"
+        what = f"the gradient of {tensor} on worker {worker}"
+        if tensor is None:
+            what = f"the loss or the new model state on worker {worker}"
+        elif tensor == _OF_THE_UPDATE:
+            what = "the update on all workers, as by a schedule of the learning rate or the decay,"
         super().__init__(
-            f"{in_a_row} steps in a row were left out, the last of them step {step}: {what} on "
-            f"worker {worker} was not finite, or too large to be squared in float32. Parameters "
-            f"and optimizer state are as they were before these steps. Look at that worker's part "
-            f"of the batch; lower the learning rate or lengthen its rise; clip gradients."
+            f"{in_a_row} steps in a row were left out, the last of them step {step}: {what} was "
+            f"not finite, or too large to be squared in float32. Parameters are as they were "
+            f"before these steps. Look at that worker's part of the batch and at schedules; lower "
+            f"the learning rate or lengthen its rise; clip gradients."
         )
 
 
@@ -130,7 +140,8 @@ class Skips(NamedTuple):
         in_a_row = int(np.asarray(self.in_a_row))
         if in_a_row >= max_skipped:
             tensor, paths = int(self.tensor), jax.tree_util.tree_leaves_with_path(params)
-            name = None if tensor < 0 else jax.tree_util.keystr(paths[tensor][0])
+            names = {_LOSS: None, UPDATE: _OF_THE_UPDATE}
+            name = names[tensor] if tensor < 0 else jax.tree_util.keystr(paths[tensor][0])
             raise NonFiniteError(int(self.steps), int(self.worker), name, in_a_row)
 
 

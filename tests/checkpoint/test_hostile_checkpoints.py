@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from onebit_jax.checkpoint import Checkpoints, manifest
 
@@ -124,6 +125,18 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
             checkpoints.save(2024, PARAMS, STATE)
     assert names(tmp_path) == before
     assert (tmp_path / "2024" / "photo").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint")
+def test_another_programs_checkpoints_are_no_reason_to_begin_anew(tmp_path):
+    with ocp.training.Checkpointer(str(tmp_path)) as checkpointer:
+        checkpointer.save_checkpointables(4, {"params": PARAMS})
+    with pytest.raises(ValueError, match="of steps 4: they are damaged, or of an earlier version"):
+        restore(tmp_path)
+    with pytest.raises(ValueError, match="checkpoint of step 4"):
+        save(tmp_path, 1)
+    save(tmp_path, 5, 6, keep_last=1)
+    assert Checkpoints(tmp_path).steps() == [4, 6]
 
 
 def test_a_checkpoint_whose_manifest_is_gone_is_not_deleted(tmp_path):
