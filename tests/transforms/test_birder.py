@@ -138,7 +138,8 @@ def test_agrees_with_numpy(sizes, binding, options):
         both = [x.value for x in (state.m, state.a)]
 
         def whole(kept):
-            return [bound(params).layout.scatter([y[0] for y in x]) for x in kept]
+            layout = bound(params).layout
+            return [layout.scatter([x[name][0] for name in layout.names]) for x in kept]
 
         trees += on_workers(whole, sizes)(both)
     ours = zip(*map(jax.tree.leaves, trees), strict=True)
@@ -315,7 +316,7 @@ def test_metrics_count_what_is_active_and_how_sure_the_signs_are():
     _, states = trajectory(scale_by_birder(), jnp.zeros((10, 8)), gradients)
     state = jax.tree.map(lambda x: x[:, -1], states)
     metrics = on_workers(onebit_jax.ScaleByBirderState.metrics, 2)(state)
-    m, a = (np.asarray(x.value[0])[:, 0, 3:] for x in (state.m, state.a))
+    m, a = (np.asarray(x)[:, 0, 3:] for x in jax.tree.leaves((state.m, state.a)))
     assert set(metrics) == {"phase", "active", "certainty"}
     np.testing.assert_allclose(metrics["active"], 0.7, rtol=1e-6)
     np.testing.assert_allclose(metrics["certainty"], np.mean(np.abs(m) / a, (1, 2)), rtol=1e-5)
