@@ -27,7 +27,7 @@ def loss_fn(params, batch):
 
 def residual(opt_state):
     """What workers keep of their errors, a row each."""
-    return opt_state[0].momentum.m_then_compensated.value[0]
+    return opt_state[0].exchange.worker.value.values[0]
 
 
 def begin(tx, devices):
