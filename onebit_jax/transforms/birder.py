@@ -31,8 +31,8 @@ from onebit_jax.transforms.algorithm import (
 )
 from onebit_jax.transforms.phases import PHASES, Progress, begin, keep
 
-# What a is at least where any worker has ever had a gradient: products of it with the smallest
-# uniform number are still normal floats, and a tells by itself that the element is active.
+# The least a of an active element. Its product with the smallest uniform number is still a normal
+# float, and a > 0 marks the element as active.
 _LEAST_A = 2.0**-100
 
 _WARMUP, _COMPRESSION = PHASES.index("warmup"), PHASES.index("compression")
@@ -42,17 +42,16 @@ class ScaleByBirderState(NamedTuple):
     """State of Birder for ``n`` workers, or for ``N`` nodes of ``L`` devices each.
 
     Attributes:
-      progress: of phase "warmup" is the first update, all others are of "compression"; equal on all
+      progress: the first update has the phase "warmup", all others "compression"; equal on all
         workers, as is the key.
-      key: the key that all random bits come from, with the number of updates; uint32 ``[2]``.
-      elements: how many elements ``m`` has, padding apart; float32 ``[]``.
+      key: gives all random bits, together with the number of updates; uint32 ``[2]``.
+      elements: the number of elements of ``m``, without padding; float32 ``[]``.
       m: the worker's average of gradients ``m_i``, in pieces
         (:mod:`onebit_jax.collectives.layout`) by the names of their first tensors; float32,
-        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device has its shard,
-        ``8/L`` bytes per parameter with ``a``; on a single node all, of the mean gradient.
-      a: the worker's average of their absolute values ``a_i``, at least ``abs(m)``; as ``m``. 0 for
-        inactive elements, of which no worker has had a gradient yet. On active ones at least
-        ``2**-100``.
+        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device holds its shard,
+        ``8/L`` bytes per parameter for ``m`` and ``a``; on a single node it holds all of ``m``.
+      a: the worker's average of absolute gradients ``a_i``, at least ``abs(m)``; stored as ``m``. 0
+        for inactive elements, which had no gradient on any worker yet, else at least ``2**-100``.
     """
 
     progress: Progress
@@ -62,14 +61,14 @@ class ScaleByBirderState(NamedTuple):
     a: PerWorker
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase`` of the last update, by its place in
           :data:`~onebit_jax.transforms.phases.PHASES`; ``active``, the share of active elements;
           and ``certainty``, the mean of ``|m_i| / a_i`` over these: near 1 the signs are those of
-          the gradients, near 0 they are coins, and nothing but a smaller learning rate will help.
-          Estimated for large tensors, from some 16,000 elements, evenly spread.
+          the gradients, near 0 they are coin flips, and only a smaller learning rate helps. For
+          large tensors both are estimated from about 16,000 elements, evenly spread.
         """
         active = certainty = jnp.float32(0)
         for m, a in zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True):
@@ -83,12 +82,12 @@ class ScaleByBirderState(NamedTuple):
         }
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+        """Further scalars for :func:`onebit_jax.diagnose`.
 
         Returns:
-          Of active elements ``saturation``, the share of which ``|m_i| / a_i`` is
-          above 0.99, so that their bits are no longer random; ``greatest_ratio``, which is 1 at
-          most; and ``updates``, their number.
+          ``saturation``, the share of active elements whose ``|m_i| / a_i`` is above 0.99, so that
+          their bits are hardly random; ``greatest_ratio``, the largest ``|m_i| / a_i``, at most 1;
+          and ``updates``, the number of updates made.
         """
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0) for m, a in pairs]
@@ -103,9 +102,9 @@ class ScaleByBirderState(NamedTuple):
 
 
 def averages(b: Any, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
-    """``m <- b m + (1 - b) g`` and ``a <- b a + (1 - b) |g|``."""
-    # One product in each sum, that with the old average, is all that a compiler can round together
-    # with it: so m and a are rounded alike, and |m| <= a, wherever they are computed.
+    """``m <- b m + (1 - b) g`` and ``a <- b a + (1 - b) |g|``, at least 2**-100 if active."""
+    # In each sum a compiler can fuse only one product, that with the old average. So m and a round
+    # alike on all devices, and |m| <= a.
     shares = [jnp.abs((1 - b) * y) for y in g]
     new_m = [b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)]
     new_a = [jnp.maximum(b * x + z, _least(y)) for x, y, z in zip(a, active, shares, strict=True)]
@@ -121,7 +120,7 @@ State = ScaleByBirderState
 
 @dataclasses.dataclass(frozen=True)
 class Birder(Algorithm):
-    """The algorithm; :func:`birder` says what its fields are."""
+    """The algorithm; :func:`birder` documents its fields."""
 
     b: Any
     amsgrad: bool
@@ -144,12 +143,12 @@ class Birder(Algorithm):
         return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
 
     def upcoming(self, state: State) -> jax.Array:
-        """Of phase "warmup" is the first update alone."""
+        """``"warmup"`` for the first update, ``"compression"`` for all others."""
         first = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return jnp.where(state.progress.count == 0, first, _COMPRESSION)
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
-        """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``, or on a single node ``m / a``."""
+        """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``; on a single node ``u = m / a``."""
         exchange, was = self.exchange.over(update.tree), state.progress
         m, a = (pieces_of(exchange, x.value) for x in (state.m, state.a))
         g = [x[None] for x in exchange.node_mean(update.grads)]
@@ -159,7 +158,7 @@ class Birder(Algorithm):
         else:
             active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
             m, a = keep(update.when, self._averages(m, a, g, active), (m, a))
-            # On a node that has averaged gradients at full precision so are these.
+            # A single node averages gradients at full precision, so its devices agree on m and a.
             alike = zip(*equal_on_all_workers((m, a)), strict=True)
             u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
         progress = was._replace(frozen_at=jnp.where(update.when, 1, was.frozen_at))
@@ -179,7 +178,7 @@ class Birder(Algorithm):
         ask: Any,
         when: jax.Array,
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """New averages, and what their signs came to."""
+        """The new ``m`` and ``a``, and ``u`` from the exchange of their signs."""
         (m, a, g), layout = arrays, exchange.layout
         signs = cast(RandomSigns, exchange.compressor)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
@@ -200,22 +199,22 @@ class Birder(Algorithm):
         return m, a, layout.scatter([jnp.where(y.reshape(x.shape), x, 0.0) for x, y in pieces])
 
     def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
-        """What the signs came to."""
+        """``u``."""
         del state, update
         return received
 
     def carry(self, state: State, like: Any) -> Any:
-        """The mean averages."""
+        """The means of ``m_i`` and ``a_i`` over the workers."""
         exchange = self.exchange.over(like)
         m, a = (
             exchange.whole_means([x.value[name] for name in exchange.layout.names])
             for x in (state.m, state.a)
         )
-        # However they are rounded, no m may exceed its a.
+        # Rounding must not make |m| exceed a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """The mean averages, on every worker."""
+        """Gives these means to every worker."""
         exchange = self.exchange.over(like)
         m, a = (
             PerWorker(named(exchange, [x[None] for x in exchange.pieces(tree)])) for tree in carried
@@ -224,7 +223,7 @@ class Birder(Algorithm):
 
 
 def held_elements(exchange: BoundExchange) -> jax.Array:
-    """How many elements a device has of the tree, padding apart; float32 ``[]``."""
+    """The number of the tree's elements that a device holds, without padding; float32 ``[]``."""
     shards = 1 if exchange.axes.single_node else exchange.axes.per_node
     return jnp.float32(sum(map(math.prod, exchange.layout.shapes)) / shards)
 
@@ -232,15 +231,15 @@ def held_elements(exchange: BoundExchange) -> jax.Array:
 def find_active(
     exchange: BoundExchange, a: Arrays, grads: Arrays, key: jax.Array, ask: Any
 ) -> jax.Array:
-    """Which elements are active, by ``a`` and, if workers ask each other, by their gradients.
+    """Finds active elements: those with ``a > 0`` and, if ``ask``, those with a gradient anywhere.
 
     Args:
       exchange: over the gradients.
       a: ``[1, *shape]`` for each piece.
-      grads: a device's own.
+      grads: this device's gradients.
       key: as for the exchange of signs.
-      ask: whether workers tell each other, by an exchange of its own, where their gradients are not
-        0; the same on all workers.
+      ask: whether workers tell each other, in a separate exchange, where their gradients are not 0;
+        the same on all workers.
 
     Returns:
       Bits, uint8 ``[chunks, bytes]``.
@@ -248,7 +247,8 @@ def find_active(
     layout, signs = exchange.layout, cast(RandomSigns, exchange.compressor)
 
     def tell(active: jax.Array, grads: Arrays) -> jax.Array:
-        # Recomputed deliberately: a mean that a loop reads is written even if it never runs.
+        # The mean is recomputed deliberately: as input of a loop it would be written to memory even
+        # if the loop does not run.
         none = jnp.zeros_like(active)
         values = [Ratio(x, x) for x in exchange.node_mean(grads)]
         received, _ = exchange.all_reduce_shard(values, (), Draw(key, none))
@@ -260,13 +260,12 @@ def find_active(
         active = overwrite_if(ask, tell, active, grads, axis_names=exchange.axes.names)
     elif ask:
         active = tell(active, grads)
-    # Or XLA would find these bits again wherever they are read, and what they are found from could
-    # not be written over.
+    # Otherwise XLA recomputes these bits wherever they are read, and cannot overwrite a in place.
     return materialize(active, exchange.axes.node)
 
 
 def flags(exchange: BoundExchange, bits: jax.Array) -> list[jax.Array]:
-    """Rows of bits ``[..., chunks, bytes]`` as booleans, in pieces ``[1, ..., *shape]``."""
+    """Unpacks rows of bits ``[..., chunks, bytes]`` to booleans, in pieces ``[1, ..., *shape]``."""
     layout, axis = exchange.layout, bits.ndim
     at = layout.at
     return [piece.array(unpack_flags(piece.bytes(bits, at), axis))[None] for piece in layout.pieces]
@@ -282,7 +281,7 @@ def scale_by_birder(
     amsgrad: bool = False,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes updates of Birder; see :func:`birder`, which adds decay and learning rate."""
+    """Rescales updates by Birder; :func:`birder` adds weight decay and learning rate."""
     validation.check_decay("b", b)
     validation.check_seed(seed)
     validation.check_flag("amsgrad", amsgrad)
@@ -311,7 +310,7 @@ def birder(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
 
-    With worker :math:`i`'s own gradient :math:`g_i`, and with :math:`m_i = a_i = 0` to begin with,
+    Worker :math:`i` has the gradient :math:`g_i` and, at first, :math:`m_i = a_i = 0`. An update is
 
     .. math::
 
@@ -322,51 +321,50 @@ def birder(
         \end{aligned}
 
     where :math:`Q(z)` is +1 with probability :math:`(1+z)/2` and -1 otherwise
-    (:mod:`onebit_jax.collectives.random_signs`). One decay for both averages, which each worker has
-    for itself, keeps :math:`|m_i| \le a_i`, so that no scale is sent, there is no residual, and no
-    warm-up is needed.
+    (:mod:`onebit_jax.collectives.random_signs`). Each worker has its own averages. Both have the
+    same decay, so :math:`|m_i| \le a_i`, and Birder needs no scales, no residuals and no warm-up.
 
-    Every coordinate moves by exactly :math:`\alpha_t` in every update, in a direction that is as
-    random as the gradients are: a schedule, about as large as Adam's, must anneal to near 0, or
-    parameters keep jittering at the size of the learning rate.
+    With ``requantize`` every coordinate moves by exactly :math:`\alpha_t` in every update, in a
+    direction as random as the gradients: a schedule, about as large as Adam's, must anneal to near
+    0, or parameters keep jittering at the size of the learning rate.
 
     A coordinate that has never had a gradient on any worker, such as the embedding of a token not
-    seen yet, is *inactive*: it does not move (but for weight decay). In the first update workers
-    tell each other which these are, by an exchange of its own, as large as the other one. Later
-    their bits tell of first gradients, at no cost; such a coordinate moves from the next update on.
+    seen yet, is *inactive*: it does not move, except by weight decay. The first update finds the
+    active coordinates in an additional exchange, as large as the usual one. Later the bits of
+    inactive coordinates report first gradients, and those coordinates move from the next update on.
 
     :func:`onebit_jax.onebit_adam` says where ``init`` and ``update`` run. The extra argument
-    ``phase`` of ``update`` leaves out a program: ``"warmup"`` makes the first update's own
-    exchange, ``"compression"`` does not (if in the first update, all moves from the second one on),
-    and None, the default, does in the first update.
+    ``phase`` of ``update`` says at compile time whether to make the additional exchange:
+    ``"warmup"`` makes it, ``"compression"`` does not (in the first update nothing then moves), and
+    None, the default, makes it in the first update alone.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       b: decay of both averages, in [0, 1).
       weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.adamw`.
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
-      seed: an int in [0, 2**32) or a PRNG key, from which all random bits come; required. Workers
-        must give the same one; they draw different bits of it.
+      seed: an int in [0, 2**32) or a PRNG key, from which all random bits are drawn; required.
+        Workers must pass the same seed; they draw different bits from it.
       axis_name: as for :func:`onebit_jax.onebit_adam`. In the hierarchical form a worker is a node,
         with the mean gradient of its devices, each of which draws the bits of its shard; a single
-        node draws none: there :math:`u = m / a` of the mean gradient.
+        node draws no bits: there :math:`u = m / a` of the mean gradient.
       transport: ``"bits"``, an ``all_to_all`` and an ``all_gather``, one bit per parameter each; or
         ``"votes"``, one ``psum`` of 1, 2, 4 or 8 bits per parameter, for at most 1, 3, 15 and 255
-        workers (or nodes). Results are the same, bit for bit. Votes are one collective in place of
-        two, for up to 8 times the bytes: they pay where latency is what an exchange costs.
-      requantize: whether to take the second :math:`Q`. Without it :math:`u` is a mean of signs,
-        whose variance falls as :math:`1/n`, as that of :math:`Q` does not; but of "bits" the second
-        half then costs as many bits as votes.
-      amsgrad: whether :math:`a_i` never falls, as the paper's theory asks.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
-        Votes are one sum, and take no number of ``bucket_bytes``.
+        workers (or nodes). Results are equal, bit for bit. Votes take one collective instead of
+        two, but up to 8 times the bytes: they are faster if latency dominates the exchange.
+      requantize: whether to apply the outer :math:`Q`. Without it :math:`u` is a mean of signs,
+        whose variance falls as :math:`1/n`, unlike that of :math:`Q`; but the ``all_gather`` of
+        "bits" then carries ``bit_length(n)`` bits per parameter.
+      amsgrad: whether :math:`a_i` never falls, as the paper's theory requires.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`. With "votes",
+        ``bucket_bytes`` cannot be a number, since one sum carries all votes.
 
     Returns:
       An Optax transformation. Updates have the dtype of the gradients, all else is float32.
 
     Raises:
       ValueError: as from :func:`onebit_jax.onebit_adam`; for a missing ``seed``; from ``init`` for
-        more than 255 workers where counts travel; from ``update`` for a phase of another name.
+        more than 255 workers with "votes"; from ``update`` for an unknown phase.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
@@ -388,9 +386,9 @@ def birder(
       Distributed DNN Training <https://openreview.net/forum?id=Mlo2kM11ZB>`_, NeurIPS 2023.
 
     Differences from the paper, of which only the abstract and secondary sources could be read:
-      Ours are the decay of 0.95, decoupled weight decay, and full precision within a node.
+      This library adds the decay of 0.95, decoupled weight decay, and full precision in a node.
       Inactive coordinates do not move; by the formula they would walk at random. On all others
-      :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q(m_i / a_i)` is fair.
+      :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q` tosses a fair coin.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

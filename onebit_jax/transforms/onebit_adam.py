@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam while the variance settles, then one bit per parameter on the wire."""
+"""1-bit Adam: Adam while the variance settles, then one bit per parameter."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,19 +29,19 @@ from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
 
 
 class ScaleByOnebitAdamState(NamedTuple):
-    """State of 1-bit Adam: hardly larger than Adam's, since the phases share two arrays.
+    """State of 1-bit Adam, little larger than Adam's: two arrays serve both phases.
 
     Attributes:
-      progress: updates made, and the phase; equal on all workers, as is all but ``momentum`` and
-        ``gradients``.
-      momentum_decay: ``b1`` as of ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
-      variance_record: what ends the warm-up.
+      progress: updates made, and the phase; equal on all workers, as are all fields but
+        ``momentum`` and ``gradients``.
+      momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
+      variance_record: the changes of the variance, from which the end of warm-up is decided.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
         int32 ``[]``.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
         for inactive elements; float32, a tree like the parameters.
-      momentum: ``m``, and what its exchange keeps.
-      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
+      momentum: ``m``, and the state of its exchange.
+      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 8 or 4; else ``()``.
     """
 
     progress: Progress
@@ -53,24 +53,24 @@ class ScaleByOnebitAdamState(NamedTuple):
     gradients: Any
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase`` of the last update, by its place in
           :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
           ``variance_growth`` and ``variance_shrinkage``; and ``residual_ratio``,
-          ``||e_i|| / ||m||`` over what this worker compresses, 0 in warm-up: where it keeps
-          growing, the momentum changes faster than one bit per step can follow.
+          ``||e_i|| / ||m||`` over the elements that this worker compresses, 0 in warm-up: if it
+          keeps growing, the momentum changes faster than one bit per step can follow.
         """
         parts = (self.progress, self.variance_record, self.momentum.exchange)
         return {name: value for part in parts for name, value in part.metrics().items()}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+        """Further scalars for :func:`onebit_jax.diagnose`.
 
         Returns:
-          ``dead_share``, of elements whose ``v`` is 0; ``variance_at``; and the exchange's
-          ``scale_spread``.
+          ``dead_share``, the share of elements whose ``v`` is 0; ``variance_at``; and the
+          exchange's ``scale_spread``.
         """
         return {
             "dead_share": warmup_end.zero_share(self.v_then_inverse_root),
@@ -80,14 +80,14 @@ class ScaleByOnebitAdamState(NamedTuple):
 
 
 def root(v: jax.Array, correction: Any, eps: Any, eps_root: Any) -> jax.Array:
-    """What the momentum is divided by: ``sqrt(v) + eps``."""
+    """The momentum's divisor, ``sqrt(v / correction + eps_root) + eps``."""
     return jnp.sqrt(v / correction + eps_root) + eps
 
 
 def refreshed(
     inverse_root: jax.Array, g: jax.Array, share: jax.Array, eps: Any, eps_root: Any
 ) -> jax.Array:
-    """``v <- (1 - share) v + share g^2``, as ``1 / (sqrt(v) + eps)``; ``g^2`` where v was 0."""
+    """``v <- (1 - share) v + share g^2``, or ``g^2`` where v was 0; as ``1 / (sqrt(v) + eps)``."""
     was = inverse_root > 0
     v = jnp.square(1 / jnp.where(was, inverse_root, 1.0) - eps) - eps_root
     v = jnp.where(was, (1 - share) * jnp.maximum(v, 0.0) + share * g**2, g**2)
@@ -99,7 +99,7 @@ State = ScaleByOnebitAdamState
 
 @dataclasses.dataclass(frozen=True)
 class OnebitAdam(PhasedAlgorithm):
-    """The algorithm; :func:`onebit_adam` says what its fields are."""
+    """The algorithm; :func:`onebit_adam` documents its fields."""
 
     b1: Any
     b2: Any
@@ -116,14 +116,14 @@ class OnebitAdam(PhasedAlgorithm):
         return {"warmup": self.dense_step}
 
     def after(self) -> Mapping[Phase, Step]:
-        """Compressed ones, and those that refresh the variance."""
+        """Compressed updates, and those that refresh the variance."""
         refresh: dict[Phase, Step] = (
             {} if self.refreshes is None else {"refresh": self.refresh_step}
         )
         return {"compression": self.compressed_step, **refresh}
 
     def tree(self, state: State) -> Any:
-        """The variance."""
+        """The variance, or its reciprocal root."""
         return state.v_then_inverse_root
 
     def init(self, params: optax.Params) -> State:
@@ -139,7 +139,7 @@ class OnebitAdam(PhasedAlgorithm):
         )
 
     def upcoming(self, state: State) -> jax.Array:
-        """As the warm-up says, and the set of refreshes."""
+        """The phases that the warm-up and the set of refreshes give."""
         return self._upcoming(state.progress.count, state.progress.frozen_at >= 0)
 
     def _upcoming(self, count: jax.Array, frozen: jax.Array) -> jax.Array:
@@ -151,7 +151,7 @@ class OnebitAdam(PhasedAlgorithm):
         return jnp.where(compressed & due, PHASES.index("refresh"), coming).astype(jnp.int32)
 
     def corrections(self, t: jax.Array) -> tuple[Any, Any]:
-        """``1 - b1**t`` and ``1 - b2**t``, by which averages over ``t`` values fall short; or 1."""
+        """The divisors ``1 - b1**t`` and ``1 - b2**t``; both 1 without bias correction."""
         if not self.bias_correction:
             return 1.0, 1.0
         b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
@@ -182,11 +182,11 @@ class OnebitAdam(PhasedAlgorithm):
         )
 
     def ends(self, state: State) -> jax.Array:
-        """As the warm-up says."""
+        """Whether this update is the last of the warm-up."""
         return warmup_end.ends(self.warmup, state)
 
     def freeze(self, state: State, params: Any) -> State:
-        """``v`` becomes ``1 / (sqrt(v) + eps)``; where it is 0, elements become inactive."""
+        """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
         del params
         _, correction = self.corrections(state.progress.count + 1)
         inverse_root = jax.tree.map(
@@ -215,7 +215,7 @@ class OnebitAdam(PhasedAlgorithm):
         )
 
     def refresh_step(self, state: State, update: Update) -> State:
-        """``v <- b2^gap v + (1 - b2^gap) g^2`` of the mean gradient, then a compressed update."""
+        """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
         exchange, t = self._bound(state), state.progress.count + 1
         mean, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
         _, correction = self.corrections(t)
@@ -225,7 +225,7 @@ class OnebitAdam(PhasedAlgorithm):
             jnp.where(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
             for y, g in zip(old, mean, strict=True)
         ]
-        # What came back for an inactive element is not its momentum.
+        # The momentum received for an inactive element is undefined.
         active = exchange.pieces(tree.unflatten([(y > 0).astype(jnp.float32) for y in old]))
         last = moments.last(exchange, state.momentum)
         m = [x * y for x, y in zip(last, active, strict=True)]
@@ -283,7 +283,7 @@ def scale_by_onebit_adam(
     variance_refreshes: int | StepSet | None = None,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds decay and learning rate."""
+    """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)
@@ -324,8 +324,8 @@ def onebit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
 
-    With worker :math:`i`'s own gradient :math:`g_i`, and with :math:`m_0 = v_0 = 0`, an update in
-    warm-up is Adam's on the mean gradient,
+    Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update
+    is Adam's, on the mean gradient:
 
     .. math::
 
@@ -335,8 +335,8 @@ def onebit_adam(
           v &\leftarrow \beta_2 v + (1-\beta_2) g^2
         \end{aligned}
 
-    and then, with :math:`v` frozen, the workers' momenta are averaged by the error-compensated
-    one-bit all-reduce (:mod:`onebit_jax.collectives.one_bit`), with a scale per parameter tensor:
+    Then :math:`v` is frozen, and the error-compensated one-bit all-reduce
+    (:mod:`onebit_jax.collectives.one_bit`) averages the workers' momenta, one scale per tensor:
 
     .. math::
 
@@ -350,27 +350,26 @@ def onebit_adam(
     averages bias-corrected as Adam's are.
 
     An element whose :math:`v` is exactly 0 when it freezes, such as the embedding of a token that
-    was never seen, is *inactive*: it no longer moves (but for weight decay).
+    was never seen, is *inactive*: it no longer moves, except by weight decay.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, not averaged. :func:`onebit_jax.train_step`
-    does this for a mesh; docs/your-own-loop.md shows how else.
+    does this on a mesh; docs/your-own-loop.md shows other ways.
 
-    With ``variance_refreshes`` the variance follows after the freeze, now and then: a *refresh* is
-    a compressed update that also averages the gradients, as warm-up does, and with ``k`` updates
-    since v last changed takes
+    ``variance_refreshes`` updates the variance at intervals after the freeze: a *refresh* is a
+    compressed update that also averages the gradients, as in warm-up. If v last changed ``k``
+    updates ago, a refresh sets
 
     .. math::
 
         v \leftarrow \beta_2^k v + (1-\beta_2^k) g^2,
 
-    as if the gradient had been this one in all of them, so that v looks back as long as Adam's. An
-    inactive element that has a gradient then becomes active, with :math:`v = g^2` and a momentum of
-    0.
+    as if all ``k`` updates had had this gradient, so v averages over as many updates as Adam's. An
+    inactive element with a gradient becomes active: :math:`v = g^2`, and its momentum starts at 0.
 
-    ``update`` takes an extra argument ``phase``: ``"warmup"``, ``"compression"`` or ``"refresh"``
-    leaves the other phases' programs out. One from the other side of the freeze is refused: updates
-    are 0, the state stays as it was, and the metric ``phase`` is -1.
+    The extra argument ``phase`` of ``update``, ``"warmup"``, ``"compression"`` or ``"refresh"``,
+    compiles that phase alone. A phase from the other side of the freeze is refused: updates are 0,
+    the state stays as it was, and the metric ``phase`` is -1.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -381,24 +380,24 @@ def onebit_adam(
       weight_decay: decoupled weight decay, as in :func:`optax.adamw`.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
       warmup: the number of dense updates, at least 1, or :func:`onebit_jax.variance_stable`. The
-        papers take 15 to 20 % of a run: v must have settled.
+        papers use 15 to 20 % of a run: v must have settled.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
-        a node, and a node sends no more than a single worker would
+        a node, and a node sends no more than one worker does in the flat form
         (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
-        warm-up is :func:`optax.adamw`; that of v freezes with v. False is the paper's and
-        DeepSpeed's form, whose steps are too long while v fills up: 1.26x after a freeze at 1,000.
+        warm-up is :func:`optax.adamw`; v's correction freezes with v. False is the paper's and
+        DeepSpeed's form, whose steps are too long while v grows from 0, and 1.26x as long after a
+        freeze at 1,000.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
-      warmup_bits: per value of the gradients that a warm-up update averages, or a refresh: 32,
-        float32, the default; 16, summed in bfloat16, which XLA for CPUs sends as float32 all the
-        same; 8 or 4, with error feedback and a scale per 256 values
-        (:mod:`onebit_jax.collectives.k_bits`), for ``4 + 4/n`` bytes per parameter more of
-        state. What a refresh leaves is added in the next one, however far.
+      warmup_bits: bits per value of the gradients that warm-up and refreshes average: 32, float32,
+        the default; 16, summed in bfloat16, which XLA for CPUs still sends as float32; 8 or 4, with
+        error feedback and a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`): the state
+        grows by ``4 + 4/n`` bytes per parameter, and a refresh adds the residual of the last one.
       variance_refreshes: when v is refreshed after the freeze: a number ``k`` for every ``k``-th
         update; a function of the number of updates made, from 0, that returns a boolean (traced),
         such as ``onebit_jax.transforms.step_sets.published_variance_steps(16)``, whose gaps grow
-        with that number, from a 32nd to a 16th of it; None for never, as in the paper.
+        to between 1/32 and 1/16 of that number; None for never, as in the paper.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -407,7 +406,7 @@ def onebit_adam(
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from
         ``init`` for parameters that are not real floating-point arrays, or an axis that is not
-        bound; from ``update`` for gradients of another tree than the parameters of ``init``.
+        bound; from ``update`` if the tree of the gradients is not that of ``init``'s parameters.
 
     Example:
       Four workers, simulated on one device:
@@ -433,8 +432,8 @@ def onebit_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step (DeepSpeed masks them by hand). The end of warm-up can be left to
-      :func:`onebit_jax.variance_stable`, the paper's own rule, which DeepSpeed never had.
+      in one step (DeepSpeed's users mask them by hand). :func:`onebit_jax.variance_stable` can end
+      warm-up; the paper has such a rule too, which DeepSpeed never implemented.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

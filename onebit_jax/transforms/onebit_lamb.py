@@ -1,6 +1,6 @@
 """1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter.
 
-What it computes for each tensor is in :mod:`~onebit_jax.transforms.lamb_coefficients`.
+:mod:`~onebit_jax.transforms.lamb_coefficients` has the computations for each tensor.
 """
 
 import dataclasses
@@ -36,26 +36,26 @@ from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
 
 
 class ScaleByOnebitLambState(NamedTuple):
-    """State of 1-bit LAMB for ``P`` parameter tensors; all but what says so equal on all workers.
+    """State of 1-bit LAMB for ``P`` parameter tensors; equal on all workers but for residuals.
 
-    The tensors travel end to end as one, padded to ``[n, 8, B]`` (chunk, bit, byte). Two arrays
-    change their meaning, since neither phase needs all four.
+    The exchange sends all tensors concatenated and padded to ``[n, 8, B]`` (chunk, bit, byte). Two
+    arrays hold other quantities after the freeze, since neither phase needs all four.
 
     Attributes:
       progress: updates made, and the phase.
-      momentum_decay: ``b1`` as of ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
-      variance_record: what ends the warm-up.
+      momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
+      variance_record: the changes of the variance, from which the end of warm-up is decided.
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
         with 0 for inactive elements; float32, a tree like the parameters.
       fresh_variance: 0 in warm-up; ``k_l m_l`` when v freezes; then ``k_l^2 v~_l``, with the sign
-        of the momentum: the passes over single tensors take it from here, since bits of all do not
-        fall on a tensor's bounds. Undefined for inactive elements; float32 ``[n, 8, B]``.
-      momentum: ``m_l`` in warm-up, then ``k_l m_l``, and what its exchange keeps.
-      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
-      coefficients: running coefficients ``c~_l``, 0 where there never was one; float32 ``[P]``.
+        of the momentum: loops over one tensor read the sign here, since the momentum's packed bits
+        ignore tensor boundaries. Undefined for inactive elements; float32 ``[n, 8, B]``.
+      momentum: ``m_l`` in warm-up, then ``k_l m_l``, and the state of its exchange.
+      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 8 or 4; else ``()``.
+      coefficients: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
       ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
       momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
-      factors: what the last update's ``u_l`` is multiplied with; float32 ``[P]``.
+      factors: the factor of ``u_l`` in the last update; float32 ``[P]``.
     """
 
     progress: Progress
@@ -71,13 +71,13 @@ class ScaleByOnebitLambState(NamedTuple):
     factors: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
-          What :func:`onebit_jax.onebit_adam` reports, and least, mean and greatest over the tensors
+          The metrics of :func:`onebit_jax.onebit_adam`, and minimum, mean and maximum over tensors
           of the running coefficient (``coefficient_min``, ...) and of the last ratio
-          (``ratio_min``, ...). A ratio that stays at its bound says that the variance has left
-          what was frozen behind.
+          (``ratio_min``, ...). A ratio that stays at its bound shows that the variance has moved
+          far from its frozen value.
         """
         parts = (self.progress, self.variance_record, self.momentum.exchange)
         metrics = {name: value for part in parts for name, value in part.metrics().items()}
@@ -90,7 +90,7 @@ class ScaleByOnebitLambState(NamedTuple):
         return metrics
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """``dead_share``, of elements whose ``v`` is 0: a scalar."""
+        """``dead_share``, the share of elements whose ``v`` is 0: a scalar."""
         return {"dead_share": warmup_end.zero_share(self.v_then_inverse_root)}
 
 
@@ -99,7 +99,7 @@ State = ScaleByOnebitLambState
 
 @dataclasses.dataclass(frozen=True)
 class OnebitLamb(PhasedAlgorithm):
-    """The algorithm; :func:`onebit_lamb` says what its fields are."""
+    """The algorithm; :func:`onebit_lamb` documents its fields."""
 
     b1: Any
     b2: Any
@@ -117,11 +117,11 @@ class OnebitLamb(PhasedAlgorithm):
         return {"warmup": self.dense_step}
 
     def after(self) -> Mapping[Phase, Step]:
-        """Compressed ones."""
+        """Compressed updates."""
         return {"compression": self.compressed_step}
 
     def tree(self, state: State) -> Any:
-        """The variance."""
+        """The variance, or its reciprocal root."""
         return state.v_then_inverse_root
 
     def init(self, params: optax.Params) -> State:
@@ -142,25 +142,25 @@ class OnebitLamb(PhasedAlgorithm):
         )
 
     def upcoming(self, state: State) -> jax.Array:
-        """As the warm-up says."""
+        """The phases that the warm-up gives."""
         progress = state.progress
         return warmup_end.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
 
     def ends(self, state: State) -> jax.Array:
-        """As the warm-up says."""
+        """Whether this update is the last of the warm-up."""
         return warmup_end.ends(self.warmup, state)
 
     def _bound(self, state: State) -> BoundExchange:
         return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
     def _dense_momenta(self, state: State) -> Arrays:
-        """``m_l`` in the dense form, where it is ``k_l m_l`` once v is frozen."""
+        """``m_l`` from the dense form of the momentum, which holds ``k_l m_l`` once v is frozen."""
         exchange, inverse_k = self._bound(state), 1 / state.momentum_scales
         k_m = _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
         return [inverse_k[i] * x for i, x in enumerate(k_m)]
 
     def _momentum_sizes(self, state: State) -> Arrays:
-        """``|k_l m_l|`` in compression: of one value within a chunk."""
+        """``|k_l m_l|`` in compression; with several nodes, constant within a chunk."""
         exchange = self._bound(state)
         if not exchange.compresses:
             F = _fused(exchange, moments.compressed(exchange, state.momentum))
@@ -197,7 +197,7 @@ class OnebitLamb(PhasedAlgorithm):
         ]
         c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, tensors)
         running = lamb_coefficients.running_coefficients(self.bounds, state.coefficients, c)
-        # Corrected: a factor common to a tensor's variances is in its coefficient too.
+        # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
         norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
         return state._replace(
             variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
@@ -206,7 +206,7 @@ class OnebitLamb(PhasedAlgorithm):
         )
 
     def freeze(self, state: State, params: Any) -> State:
-        """``v`` becomes ``1 / (sqrt(v) + eps)`` and ``m`` becomes ``k m``."""
+        """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
         del params
         exchange, m = self._bound(state), self._dense_momenta(state)
         inverse_root = jax.tree.map(
@@ -226,7 +226,7 @@ class OnebitLamb(PhasedAlgorithm):
         )
 
     def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
-        """The first ``k^2 v~``, when ``v~`` is still ``v`` and the last ``F`` is ``k m``."""
+        """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
         exchange, k = self._bound(state), state.momentum_scales
         roots = jax.tree.leaves(state.v_then_inverse_root)
         v = [jnp.where(x > 0, k[i] * (1 / x - self.eps), 0.0) ** 2 for i, x in enumerate(roots)]
@@ -235,7 +235,7 @@ class OnebitLamb(PhasedAlgorithm):
         return lamb_coefficients.fresh_variance(self.b1, self.b2, joined, F, k_m)
 
     def compressed_step(self, state: State, update: Update) -> State:
-        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios of what comes of it."""
+        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
         exchange, k = self._bound(state), state.momentum_scales
         first = state.progress.count == state.progress.frozen_at
         g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(update.grads)])
@@ -327,24 +327,24 @@ def _fused(exchange: BoundExchange, pieces: Arrays) -> jax.Array:
 
 
 def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
-    """The tensors that lie end to end in ``[n, 8, B]``."""
+    """Splits ``[n, 8, B]`` into its tensors."""
     return exchange.layout.cut(fused, range(len(exchange.layout.shapes)))
 
 
 def _joined(exchange: BoundExchange, tensors: Arrays, onto: jax.Array | None = None) -> jax.Array:
-    """Tensors end to end, ``[n, 8, B]``, over an array whose padding stays, or over zeros."""
+    """Concatenates tensors to ``[n, 8, B]``, with the padding of ``onto`` or of zeros."""
     shape = _shape(exchange)
     onto = jnp.zeros(shape, jnp.float32) if onto is None else onto
     return end_to_end(tensors, onto.reshape(-1)).reshape(shape)
 
 
 def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
-    """Tensors whose every element has its chunk's value of ``[n]``."""
+    """Tensors in which each element has the value of its chunk, from values ``[n]``."""
     chunk, start, tensors = 8 * math.prod(_shape(exchange)[2:]), 0, []
     for shape in exchange.layout.shapes:
         size = math.prod(shape)
-        # A comparison for each bound inside the tensor: an index into the chunks would take a
-        # division for each element.
+        # One comparison for each chunk boundary inside the tensor: an index into the chunks would
+        # take a division for each element.
         bounds = [j for j in range(len(of_chunks)) if start < j * chunk < start + size]
         position = lax.iota(jnp.uint32, size)
         values = jnp.full((size,), of_chunks[start // chunk if size else 0])
@@ -375,7 +375,7 @@ def scale_by_onebit_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
-    Weight decay is in here, since LAMB's coefficients are taken of updates that contain it.
+    It includes weight decay, since LAMB computes its coefficients from updates that contain it.
     """
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
@@ -424,8 +424,8 @@ def onebit_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 
-    With worker :math:`i`'s own gradient :math:`g_i`, and for each parameter tensor :math:`l` with
-    :math:`m_0 = v_0 = \tilde c = 0`, an update in warm-up is LAMB's on the mean gradient,
+    Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
+    parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:
 
     .. math::
 
@@ -439,11 +439,11 @@ def onebit_lamb(
           p \leftarrow p - \alpha_t \, c \, u
         \end{aligned}
 
-    where :math:`c` is 1, and :math:`\tilde c` stays, if either norm is 0. Then :math:`v` and
-    :math:`\tilde c` freeze, and a fresh variance :math:`\tilde v`, at first :math:`v`, goes on. The
-    workers' momenta are averaged by the error-compensated one-bit all-reduce
-    (:mod:`onebit_jax.collectives.one_bit`), the whole model with one scale; every tensor is brought
-    to the same root mean square :math:`\sigma` of its last dense momentum:
+    where :math:`c` is 1 if either norm is 0, and :math:`\tilde c` stays if :math:`c` is 1. Then
+    :math:`v` and :math:`\tilde c` freeze, and a fresh variance starts, :math:`\tilde v = v`. The
+    error-compensated one-bit all-reduce (:mod:`onebit_jax.collectives.one_bit`) averages the
+    workers' momenta, with one scale for the whole model. Factors :math:`k_l` bring the last dense
+    momenta of all tensors, of root mean square :math:`\sigma_l`, to the same root mean square:
 
     .. math::
 
@@ -462,9 +462,9 @@ def onebit_lamb(
         \end{aligned}
 
     An element whose :math:`v` is exactly 0 when it freezes is *inactive*, as in
-    :func:`onebit_jax.onebit_adam`: it no longer moves (but for weight decay), and neither
-    :math:`\sigma` nor the maximum regards it. Where to run ``init`` and ``update`` and the extra
-    argument ``phase`` are as there; ``update`` needs the parameters.
+    :func:`onebit_jax.onebit_adam`: it no longer moves, except by weight decay, and :math:`\sigma`
+    and the maximum leave it out. That function also says where ``init`` and ``update`` run, and
+    explains the extra argument ``phase``. ``update`` needs the parameters.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -472,22 +472,22 @@ def onebit_lamb(
       b2: decay of both variances, in [0, 1).
       eps: added to the root of the variance, above 0.
       weight_decay: decay :math:`\lambda`, of at least 0, or a schedule of the number of updates
-        made. It is part of what the coefficient is taken of, as in :func:`optax.lamb`.
+        made. The coefficient is computed from updates that include it, as in :func:`optax.lamb`.
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
-        parameters that gives one: which tensors are decayed. All by default.
+        parameters that returns one: which tensors are decayed. All by default.
       warmup: the number of dense updates (an int, at least 1), or
-        :func:`onebit_jax.variance_stable`. Take one long enough for the coefficients to settle,
-        too: ``coeff_beta`` averages over the last ten.
+        :func:`onebit_jax.variance_stable`. The coefficients must settle too: ``coeff_beta=0.9``
+        averages over about ten updates.
       axis_name: the axis that the workers run along; or, for the hierarchical form, the pair
         ``(node_axis, local_axis)``, as for :func:`onebit_jax.onebit_adam`. On a single node nothing
         is compressed: momenta are averaged at full precision.
       coeff_beta: decay :math:`\beta_3` of the running coefficient, in [0, 1).
       min_coeff: least coefficient, above 0.
-      max_coeff: greatest coefficient. The paper takes 0.3 for BERT.
+      max_coeff: greatest coefficient. The paper uses 0.3 for BERT.
       min_ratio: least ratio, at most 1.
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      warmup_bits: per value of a warm-up's gradients: see :func:`onebit_jax.onebit_adam`.
+      warmup_bits: bits per value of gradients in warm-up: see :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -497,8 +497,8 @@ def onebit_lamb(
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from
         ``init`` for parameters that are not real floating-point arrays or an axis that is not
-        bound; from ``update`` without parameters, and for gradients of another tree than the
-        parameters given to ``init``.
+        bound; from ``update`` without parameters, or if the tree of the gradients is not that of
+        the parameters given to ``init``.
 
     Example:
       Four workers, simulated on one device:
@@ -524,10 +524,10 @@ def onebit_lamb(
       Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022.
 
     Differences from the paper:
-      Inactive elements do not move, :math:`\sigma` is taken over the others, and a tensor whose
-      momentum is 0 has :math:`k = 1` and no part in the mean: the paper's formulas would divide by
-      zero. A tensor that never had a coefficient other than 1 keeps 1, where :math:`\tilde c = 0`
-      would stop it. The end of warm-up can be left to :func:`onebit_jax.variance_stable`.
+      Inactive elements do not move, :math:`\sigma` is computed over the others, and a tensor whose
+      momentum is 0 has :math:`k = 1` and is left out of the mean: the paper's formulas would divide
+      by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
+      :func:`onebit_jax.variance_stable` can end warm-up.
     """
     validation.check_learning_rate(learning_rate)
     return chain(

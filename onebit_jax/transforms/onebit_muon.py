@@ -1,4 +1,4 @@
-"""Muon on gradients that travel at one bit per parameter."""
+"""Muon on gradients that are exchanged at one bit per parameter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def onebit_muon(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon with one bit per parameter of the matrices, from the first update on.
 
-    Of a matrix, with worker :math:`i`'s own gradient :math:`g_i` and the error-compensated mean
-    :math:`\mathrm{EC}` of :func:`onebit_jax.compressed_mean`,
+    A matrix has the gradient :math:`g_i` on worker :math:`i`, and is updated with the
+    error-compensated mean :math:`\mathrm{EC}` of :func:`onebit_jax.compressed_mean`,
 
     .. math::
 
@@ -43,47 +43,47 @@ def onebit_muon(
           p &\leftarrow p - \alpha_t \bigl(s \, \mathrm{orthogonalize}(m) + \lambda p\bigr)
         \end{aligned}
 
-    as :func:`optax.contrib.muon` has it: with ``nesterov`` :math:`\beta m + G` is orthogonalized,
-    by ``ns_steps`` of Newton and Schulz, and :math:`s` makes up for the shape. All other parameters
-    go through Adam, whose gradients travel at ``adam_bits``.
+    as in :func:`optax.contrib.muon`: with ``nesterov``, :math:`\beta m + G` is orthogonalized
+    instead of :math:`m`, by ``ns_steps`` Newton-Schulz iterations, and :math:`s` depends on the
+    matrix's shape. Adam updates all other parameters, from gradients sent at ``adam_bits``.
 
-    Muon has no variance, so nothing has to settle and there is no warm-up. The momentum adds
-    gradients up, and what compression leaves out of one is in a later one. Not all of it: what
-    residuals hold of earlier gradients comes late, and orthogonalizing makes it as large as the
-    rest, so they decay by half in every update. With all of them kept, one bit takes away what Muon
-    gains over Adam; with half of them, a small part of it (``docs/lm.md``).
+    Muon has no variance that must settle, so there is no warm-up. The momentum sums gradients, and
+    error feedback adds a rounding error in a later update. But residuals are stale gradients, and
+    orthogonalization makes them as large as the rest, so by default they are halved in every
+    update. With whole residuals one bit loses Muon's gain over Adam; with halved ones it loses a
+    small part of that gain (``docs/lm.md``).
 
-    When to choose it: where you would train with Muon. Compared with its dense form it costs loss:
-    by how much is for a comparison on your task to say.
+    When to choose it: if you train with Muon. The loss is higher than with dense Muon: compare both
+    on your task.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       beta: decay of the momentum, in [0, 1).
-      weight_decay: decoupled, of the matrices, multiplied with the learning rate.
+      weight_decay: decoupled weight decay of the matrices, multiplied with the learning rate.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
-      bits: per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 do worse
-        than 1: their scale is the largest of 256 values, and most others become 0.
-      residual_decay: of the matrices' residuals, as for :func:`onebit_jax.compressed_mean`.
+      bits: bits per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 are
+        worse than 1: the scale is the largest of 256 values, so most values round to 0.
+      residual_decay: for the matrices, as for :func:`onebit_jax.compressed_mean`.
       matrices: which parameters are matrices: a tree of booleans, or a function of the parameters
-        that gives one. By default all with two axes, embeddings included.
-      nesterov: see above.
-      ns_steps: iterations of Newton and Schulz.
+        that returns one. By default all with two axes, embeddings included.
+      nesterov: see above; Adam then uses Nesterov's momentum as well.
+      ns_steps: the number of Newton-Schulz iterations.
       consistent_rms: as for :func:`optax.contrib.muon`; 0.2 makes a step about as large as Adam's.
-      adam_learning_rate: of the other parameters; by default ``learning_rate``.
+      adam_learning_rate: for the other parameters; by default ``learning_rate``.
       adam_b1: decay of Adam's momentum.
       adam_b2: decay of Adam's variance.
-      adam_bits: per value of the other parameters' gradients: 2, 4, 8 or 32. With one bit all that
-        Adam knows of each coordinate would be lost.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; the scale is the mean
-        absolute value whatever it says.
+      adam_bits: bits per value of the other parameters' gradients: 2, 4, 8 or 32. One bit would
+        remove Adam's scaling of each coordinate.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; with one bit the scale
+        is always the mean absolute value.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Its metrics are those of two
       :func:`onebit_jax.compressed_mean`, named ``muon/residual_ratio`` and ``adam/residual_ratio``.
 
     Raises:
-      ValueError: for an option that it has not, before anything is compiled; from ``init`` for a
-        matrix that has not two axes, for parameters that are not real floating-point arrays, or an
+      ValueError: for an invalid option, before anything is compiled; from ``init`` for a matrix
+        without exactly two axes, for parameters that are not real floating-point arrays, or an
         axis that is not bound.
 
     Example:
@@ -107,9 +107,9 @@ def onebit_muon(
       compressed mean: Tang et al., ICML 2021, Algorithm 1.
 
     Differences from the papers:
-      Muon's authors exchange gradients at full precision. In EC1 residuals do not decay. Momenta
-      could be compressed in the gradients' place; that is worse, since orthogonalizing makes all
-      singular values equal, those of the noise too.
+      Muon's authors exchange gradients at full precision. In EC1 residuals do not decay. To
+      compress momenta instead of gradients is worse: orthogonalization makes all singular values
+      equal, the noise's too.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

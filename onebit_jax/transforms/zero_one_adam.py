@@ -1,4 +1,4 @@
-"""0/1 Adam: one bit per parameter from the start, and after a while only every few steps."""
+"""0/1 Adam: one bit per parameter from the start, and later only every few steps."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,24 +29,24 @@ from onebit_jax.transforms.step_sets import StepSet
 
 
 class ZeroOneAdamState(NamedTuple):
-    """State of 0/1 Adam, equal on all workers but for what is in a ``PerWorker``.
+    """State of 0/1 Adam; fields outside a ``PerWorker`` are equal on all workers.
 
     Attributes:
       progress: updates made, and the phase.
       local_steps: number of updates since the last sync; int32 ``[]``.
-      learning_rate_sum: ``G``, the sum of their learning rates; float32 ``[]``.
-      m: the worker's momentum ``m_i``, equal on all workers, bit for bit, where ``local_steps`` is
-        0; float32, a tree like the parameters, ``[1, *shape]``. What it holds for dead coordinates
-        means nothing once v is frozen.
-      inverse_root: ``1 / (sqrt(v) + eps)`` as of the last refresh of v, with 0 for inactive
-        elements; float32, a tree like the parameters.
+      learning_rate_sum: ``G``, the sum of the learning rates of those updates; float32 ``[]``.
+      m: the worker's momentum ``m_i``; if ``local_steps`` is 0, equal on all workers, bit for bit;
+        float32, a tree like the parameters, ``[1, *shape]``. Undefined for inactive elements once v
+        is frozen.
+      inverse_root: ``1 / (sqrt(v) + eps)`` at the last refresh of v, with 0 for inactive elements;
+        float32, a tree like the parameters.
       v_then_y: the variance ``v`` until it freezes; then ``y``, the parameters at the last sync,
         decayed since; float32, a tree like the parameters.
       accumulated: ``B_i``, the worker's sum of learning rate times momentum since the last sync;
-        float32, a tree like the parameters, ``[1, *shape]``. To be taken for 0 where
+        float32, a tree like the parameters, ``[1, *shape]``. Stale, and read as 0, if
         ``local_steps`` is 0.
-      exchange: what the exchange keeps: of gradients until v freezes, then of ``B_i``.
-      gradients: what averaging gradients keeps, at ``warmup_bits`` of 8 or 4; else ``()``.
+      exchange: the state of the exchange, of gradients until v freezes, then of ``B_i``.
+      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 8 or 4; else ``()``.
     """
 
     progress: Progress
@@ -60,7 +60,7 @@ class ZeroOneAdamState(NamedTuple):
     gradients: Any
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
-        """The parameters that all workers share: what to evaluate, and what to save for others.
+        """The parameters that all workers share: evaluate and publish these.
 
         Args:
           params: the parameters that belong to this state.
@@ -74,12 +74,12 @@ class ZeroOneAdamState(NamedTuple):
         )
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase`` and ``frozen_at`` of the progress; and ``residual_ratio``: the norm of the
-          worker's residual over that of what the exchange brought, 0 for an update that compressed
-          nothing, and for the last one before the freeze, at which residuals restart.
+          worker's residual over that of the mean it received; 0 for an update that compressed
+          nothing, and for the last one before the freeze, which resets residuals.
         """
         phase = self.progress.phase
         compressed = (phase == PHASES.index("compression")) | (phase == PHASES.index("sync"))
@@ -87,17 +87,17 @@ class ZeroOneAdamState(NamedTuple):
         return self.progress.metrics() | {"residual_ratio": ratio}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """What :func:`onebit_jax.diagnose` looks at besides; scalars.
+        """Further scalars for :func:`onebit_jax.diagnose`.
 
         Returns:
-          ``dead_share``, of coordinates whose ``v`` is 0; and the exchange's ``scale_spread``.
+          ``dead_share``, the share of elements whose ``v`` is 0; the exchange's ``scale_spread``.
         """
         return {"dead_share": warmup.zero_share(self.inverse_root)} | self.exchange.diagnostics()
 
     def own_parameters(self) -> Any:
         """Which parameters may differ between workers, a tree of booleans: all once v is frozen.
 
-        After a sync too, if only by rounding: an update is added to what a worker had.
+        They may differ even after a sync, by rounding: each worker adds the update to its own.
         """
         frozen = self.progress.frozen_at >= 0
         return jax.tree.map(lambda _: frozen, self.v_then_y)
@@ -108,7 +108,7 @@ State = ZeroOneAdamState
 
 @dataclasses.dataclass(frozen=True)
 class ZeroOneAdam(PhasedAlgorithm):
-    """The algorithm; :func:`zero_one_adam` says what its fields are."""
+    """The algorithm; :func:`zero_one_adam` documents its fields."""
 
     learning_rate: optax.ScalarOrSchedule
     b1: Any
@@ -124,7 +124,7 @@ class ZeroOneAdam(PhasedAlgorithm):
     needs_params = "0/1 Adam computes what they become and must know what they are"
 
     def before(self) -> Mapping[Phase, Step]:
-        """Updates in ``T_v``, and the others."""
+        """Updates in ``T_v``, and the other ones."""
         return {"warmup": self.dense_step, "compression": self.compressed_step}
 
     def after(self) -> Mapping[Phase, Step]:
@@ -132,7 +132,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return {"local": self.local_step, "sync": self.sync_step}
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """The learning rate of the update after ``count`` ones."""
+        """The learning rate of the update that follows ``count`` updates."""
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
@@ -159,7 +159,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         )
 
     def upcoming(self, state: State) -> jax.Array:
-        """As the step sets say."""
+        """The phases that the step sets give."""
         return self._upcoming(state.progress.count)
 
     def _upcoming(self, count: jax.Array) -> jax.Array:
@@ -168,7 +168,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return jnp.stack(coming).astype(jnp.int32)
 
     def ends(self, state: State) -> jax.Array:
-        """Whether v is frozen after the update that was made."""
+        """Whether v freezes after this update."""
         return state.progress.count + 1 >= self.variance_freeze
 
     def _bound(self, state: State) -> BoundExchange:
@@ -177,7 +177,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return exchange
 
     def decayed(self, state: State, updates: Arrays, p: Arrays, count: jax.Array) -> Arrays:
-        """``updates - lr wd p`` where parameters are decayed; the rest stays as it is."""
+        """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
         decay: Any = self.weight_decay
         decay = decay(count) if callable(decay) else decay
         if not isinstance(decay, (int, float)) or decay != 0:
@@ -214,7 +214,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         mean, exchanged = self._bound(state).average(
             update.grads, state.exchange, Call(update.when)
         )
-        # What comes back for an inactive element must not be its momentum once it is active.
+        # The mean received for an inactive element is undefined, and must not enter its momentum.
         G = [
             jnp.where(root > 0, x, 0.0)
             for x, root in zip(jax.tree.leaves(mean), roots, strict=True)
@@ -223,14 +223,14 @@ class ZeroOneAdam(PhasedAlgorithm):
         return state._replace(m=PerWorker(_like(state, m)), exchange=exchanged)
 
     def freeze(self, state: State, params: Arrays) -> State:
-        """``y`` is ``p`` after this update, and residuals restart: now they are of changes."""
+        """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
         u = self.adam_update(state, params, state.progress.count)
         y = [p.astype(jnp.float32) + x for p, x in zip(params, u, strict=True)]
         exchange = self._bound(state).restart(state.exchange)
         return state._replace(v_then_y=_like(state, y), exchange=exchange)
 
     def _add_up(self, state: State, m: Arrays) -> tuple[Arrays, jax.Array]:
-        """``B_i`` and ``G`` with this update's share."""
+        """Adds this update to ``B_i`` and ``G``."""
         lr, begun = self.rate(state.progress.count), state.local_steps > 0
         old = jax.tree.leaves(state.accumulated)
         B = [jnp.where(begun, x, 0.0) + lr * y for x, y in zip(old, m, strict=True)]
@@ -241,10 +241,10 @@ class ZeroOneAdam(PhasedAlgorithm):
         return self.decayed(state, y, y, state.progress.count)
 
     def local_step(self, state: State, update: Update) -> State:
-        """Between two syncs: ``m_i``, ``B_i`` and ``G`` grow by the worker's own gradient."""
+        """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         exchange = self._bound(state)
         m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
-        # Written first, over the old m, which XLA would copy to compute B from it once more.
+        # The new m is written first, over the old m: else XLA copies the old m, to compute B from it.
         m = materialize(keep(update.when, m, jax.tree.leaves(state.m)), exchange.axes.node)
         B, G = self._add_up(state, m)
         new = state._replace(
@@ -274,7 +274,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return keep(update.when, new, state)._replace(exchange=exchanged)
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """What the parameters become, less what they are."""
+        """Adam's update before the freeze; after it, the new parameters minus the old ones."""
         del received
         before = after = None
         if update.phase not in ("local", "sync"):
@@ -332,14 +332,14 @@ def zero_one_adam(
     warmup_bits: int | None = None,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""0/1 Adam: sends one bit per parameter or nothing at all, but for a few dense updates.
+    r"""0/1 Adam: sends one bit per parameter or nothing at all, except in a few dense updates.
 
-    There are two sets of updates. In those of :math:`T_v` the variance is refreshed from gradients
-    that are averaged at full precision; their gaps double, and after ``variance_freeze`` updates
-    there are none. From then on workers meet only in those of :math:`T_u`, and take *local steps*
-    in between, in which nothing is sent.
+    Two sets of updates set its schedule. Updates in :math:`T_v` refresh the variance from gradients
+    averaged at full precision; the gaps between them double, and none follows after
+    ``variance_freeze`` updates. From then on workers communicate only in the updates of
+    :math:`T_u`; in between they take *local steps*, which send nothing.
 
-    With worker :math:`i`'s own gradient :math:`g_i`, the learning rate :math:`\gamma` and the decay
+    With the gradient :math:`g_i` of worker :math:`i`, the learning rate :math:`\gamma` and the decay
     :math:`\lambda`, an update before the freeze is
 
     .. math::
@@ -354,7 +354,7 @@ def zero_one_adam(
         \end{aligned}
 
     with the error-compensated one-bit all-reduce of :mod:`onebit_jax.collectives.one_bit`. At the
-    freeze residuals restart at zero, since from then on they are of another quantity, and
+    freeze residuals restart at zero, since another quantity is exchanged from then on, and
     :math:`y \leftarrow p`. Every update after it is
 
     .. math::
@@ -369,31 +369,31 @@ def zero_one_adam(
             m_i &\leftarrow B / G, \quad B_i, G \leftarrow 0
         \end{aligned}
 
-    An element whose :math:`v` is exactly 0 is *inactive*: it does not move (but for weight decay)
-    until a refresh finds a gradient there. A window whose learning rates add up to 0 leaves m = 0.
+    An element whose :math:`v` is exactly 0 is *inactive*: it does not move, except by weight decay,
+    until a refresh finds a gradient there. If the learning rates between two syncs sum to 0, the
+    sync sets m = 0.
 
-    **Parameters between two syncs.** Workers then hold parameters that differ. A step that declares
-    them replicated all the same, as :func:`onebit_jax.train_step` does, works: every device keeps
-    and updates its own. But whoever reads, saves or places them anew gets those of *one* device.
-    What all workers share is :math:`y`, equal on all of them bit for bit, in the state: evaluate
-    and publish ``state.synced_parameters(params)``.
+    **Parameters between two syncs** differ between workers. A step may still declare them
+    replicated, as :func:`onebit_jax.train_step` does: every device keeps and updates its own. But
+    to read, save or move them takes those of *one* device. All workers share :math:`y` in the
+    state, bit for bit: evaluate and publish ``state.synced_parameters(params)``.
 
-    After the freeze an update is :math:`p_i`, which follows from the state alone, less the
-    parameters given. So rounding never adds up, and parameters that were replaced by another
-    worker's, as after a restore, are right again after one update. After a sync :math:`p_i = y` to
-    what ``p + (y - p)`` rounds: replicas are apart by at most one unit in the last place of the
-    larger of ``y`` and ``y - p``. A run that shall go on bit for bit from where it was saved makes
-    its last update with ``phase="sync"`` and goes on from, and saves, ``synced_parameters``.
+    After the freeze an update is :math:`p_i`, computed from the state alone, minus the parameters
+    given. So rounding errors do not accumulate, and if parameters were replaced by another
+    worker's, as in a restore, one update corrects them. After a sync :math:`p_i = y` up to the
+    rounding of ``p + (y - p)``: replicas differ by at most one unit in the last place of the larger
+    of ``y`` and ``y - p``. For a run that resumes bit for bit, make the last update with
+    ``phase="sync"``, and both save and continue with ``synced_parameters``.
 
-    For the same reason nothing may change the updates after this transformation; and since learning
-    rate and decay are part of what is exchanged, it has no form that leaves them to a chain.
+    For the same reason nothing may change the updates after this transformation. Its state depends
+    on learning rate and decay, so there is no form that leaves them to a chain.
 
-    Where to run ``init`` and ``update``, and what gradients they take, is as for
-    :func:`onebit_jax.onebit_adam`; ``update`` needs the parameters. By its extra argument ``phase``
-    the host may choose: before the freeze ``"warmup"`` (dense) or ``"compression"``, after it
-    ``"local"`` (whose program sends nothing between workers) or ``"sync"``. The step sets are then
-    not asked; :func:`onebit_jax.zero_one_adam_phase` says what they would have answered. One of the
-    wrong side of the freeze is refused, as there.
+    ``init`` and ``update`` run where those of :func:`onebit_jax.onebit_adam` do, on the same
+    gradients; ``update`` needs the parameters. With its extra argument ``phase`` the host may
+    choose: before the freeze ``"warmup"`` (dense) or ``"compression"``, after it ``"local"`` (whose
+    program sends nothing between workers) or ``"sync"``. The step sets are then ignored;
+    :func:`onebit_jax.zero_one_adam_phase` gives the phase that they prescribe. A phase from the
+    other side of the freeze is refused, as there.
 
     In the hierarchical form a worker is a node: its devices average their gradients at full
     precision in every update, and take local steps together.
@@ -406,37 +406,36 @@ def zero_one_adam(
       weight_decay: decoupled weight decay, multiplied with the learning rate as in
         :func:`optax.adamw`; a number or a schedule.
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
-        parameters that gives one: which tensors are decayed. All by default.
+        parameters that returns one: which tensors are decayed. All by default.
       variance_freeze: the number of updates, at least 1, after which v is frozen; usually the
         length of the learning rate's own warm-up.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       variance_steps: :math:`T_v`, a function of the number of updates made, from 0, that returns a
         boolean (traced); it must be true at 0 and false from ``variance_freeze`` on. By default
         gaps are 1, then 2, 4, ..., doubled after every ``var_update_scaler`` refreshes.
-      sync_steps: :math:`T_u`, a function like it, asked from ``variance_freeze`` on. By default
-        gaps are 1, doubled every ``local_step_scaler`` updates, and at most
-        ``local_step_clipper``.
+      sync_steps: :math:`T_u`, a function like it, called from ``variance_freeze`` on. By default
+        gaps are 1, doubled every ``local_step_scaler`` updates, up to ``local_step_clipper``.
       var_update_scaler: the paper's :math:`\kappa`.
       local_step_scaler: updates until the gap of :math:`T_u` doubles. The paper ties it to the
-        learning rate: as that halves, gaps may double.
+        learning rate: when that halves, gaps may double.
       local_step_clipper: the paper's :math:`H`.
-      warmup_bits: per value of what refreshes of v average: see :func:`onebit_jax.onebit_adam`.
+      warmup_bits: bits per value of gradients in refreshes of v; see :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
-      the gradients; the state and the arithmetic are float32 whatever the parameters' dtype, and
-      take ``20.3 + 4/n`` bytes per parameter.
+      the gradients; the state and the arithmetic are float32 whatever the parameters' dtype. The
+      state takes ``20.3 + 4/n`` bytes per parameter.
 
     Raises:
-      ValueError: for a hyperparameter outside its range and for step sets that are no functions to
-        a boolean or that refresh v after the freeze (the next 4,096 updates are tried), before
+      ValueError: for a hyperparameter outside its range and for step sets that do not return a
+        boolean or that refresh v after the freeze (the next 4,096 updates are checked), before
         anything is compiled; from ``init`` for parameters that are not real floating-point arrays
-        or an axis that is not bound; from ``update`` without parameters, or for gradients of
-        another tree than the parameters given to ``init``.
+        or an axis that is not bound; from ``update`` without parameters, or if the tree of the
+        gradients is not that of the parameters given to ``init``.
 
     Example:
-      Four workers, simulated on one device, which meet every fourth update:
+      Four workers, simulated on one device, which synchronise every fourth update:
 
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
       >>> tx = onebit_jax.zero_one_adam(
@@ -462,10 +461,10 @@ def zero_one_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step. Weight decay stays out of :math:`B`, and y is kept; DeepSpeed lets decay leak
-      into the momentum it rebuilds, and undoes local steps in floating point, so that its replicas
-      drift apart. DeepSpeed also refreshes and synchronises at multiples of its gaps, which makes
-      the first gap after one that doubles a shorter one.
+      in one step. Weight decay is not part of :math:`B`, and y is stored; DeepSpeed lets decay leak
+      into the momentum it rebuilds, and undoes local steps in floating point, so its replicas drift
+      apart. DeepSpeed also refreshes and synchronises at multiples of its gaps, so a gap that
+      follows a doubling can be too short.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
