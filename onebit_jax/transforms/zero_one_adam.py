@@ -244,7 +244,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         exchange = self._bound(state)
         m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
-        # The new m is written first, over the old m: else XLA copies the old m, to compute B from it.
+        # The new m is written over the old m first: else XLA copies the old m, to compute B.
         m = materialize(keep(update.when, m, jax.tree.leaves(state.m)), exchange.axes.node)
         B, G = self._add_up(state, m)
         new = state._replace(
@@ -339,7 +339,7 @@ def zero_one_adam(
     ``variance_freeze`` updates. From then on workers communicate only in the updates of
     :math:`T_u`; in between they take *local steps*, which send nothing.
 
-    With the gradient :math:`g_i` of worker :math:`i`, the learning rate :math:`\gamma` and the decay
+    With worker :math:`i`'s gradient :math:`g_i`, learning rate :math:`\gamma` and decay
     :math:`\lambda`, an update before the freeze is
 
     .. math::
@@ -419,7 +419,7 @@ def zero_one_adam(
       local_step_scaler: updates until the gap of :math:`T_u` doubles. The paper ties it to the
         learning rate: when that halves, gaps may double.
       local_step_clipper: the paper's :math:`H`.
-      warmup_bits: bits per value of gradients in refreshes of v; see :func:`onebit_jax.onebit_adam`.
+      warmup_bits: bits per value of gradients in refreshes; see :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
