@@ -75,9 +75,10 @@ def adamw() -> optax.GradientTransformation:
 
 
 def onebit_adam(*, forever_dense: bool = False, **options: Any) -> Kind:
-    """1-bit Adam in compression, or in a warm-up that does not end."""
+    """1-bit Adam in compression, where no refresh is due, or in a warm-up that does not end."""
     warmup = 10**9 if forever_dense else 1
     options = {"warmup": warmup, "weight_decay": _WEIGHT_DECAY, "axis_name": AXIS} | options
+    options = {"variance_refreshes": lambda count: count < 0} | options
     phases: tuple[Phase, ...] = ("warmup",) if forever_dense else _COMPRESSING
     return Kind(lambda: onebit_jax.onebit_adam(1e-4, **options), phases)
 
@@ -127,21 +128,23 @@ def for_compilers() -> dict[str, Kind]:
 def kinds() -> dict[str, Kind]:
     """All kinds by name; README's loop first, beside the dense step that a user would write."""
     adam, lamb = adamw(), optax.lamb(1e-4, weight_decay=_WEIGHT_DECAY)
-    onebit, forever_dense = onebit_adam(), onebit_adam(forever_dense=True)
+    onebit, dense_warmup = onebit_adam(), onebit_adam(forever_dense=True, warmup_bits=32)
     return {
         "Adam with pmean": dense(adam),
         "Adam with pmean, train_step": dense(adam, "train_step"),
         "1-bit Adam": onebit,
         "1-bit Adam, phase given": onebit._replace(told=True),
-        "1-bit Adam, warm-up": forever_dense,
+        "1-bit Adam, warm-up at 8 bits": onebit_adam(forever_dense=True),
+        "1-bit Adam, warm-up": dense_warmup,
         "1-bit Adam, own loop": onebit._replace(loop="own"),
         "1-bit Adam, own loop, phase given": onebit._replace(loop="own", told=True),
         "Adam with pmean, bare optimizer": dense(adam).alone(),
         "1-bit Adam, bare optimizer": onebit.alone(),
         "1-bit Adam, bare optimizer, phase given": onebit.alone(told=True),
-        "1-bit Adam, warm-up, bare optimizer": forever_dense.alone(told=True),
+        "1-bit Adam, warm-up, bare optimizer": dense_warmup.alone(told=True),
         "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
         "Adam, no exchange": Kind(lambda: adam, loop="own", exchanges=False),
+        "1-bit Adam, two stages": onebit_adam(exchange=ExchangeOptions(form="two-stage")),
         "1-bit Adam, bfloat16 residuals": onebit_adam(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),

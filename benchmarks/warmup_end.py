@@ -160,8 +160,8 @@ def measure(options: WarmupEndOptions, mesh: Mesh, folder: str) -> list[dict[str
         )
         task = late_task(common) if name == "late" else make_task(common)
         of_run = [round(share * options.steps) for share in SHARES]
-        kinds = [("adam", 1), *(("onebit_adam", number) for number in of_run)]
-        for optimizer, warmup in [*kinds, ("onebit_adam", "auto"), ("onebit_adam_refresh", "auto")]:
+        kinds = [("adam", 1), *(("onebit_adam_frozen", number) for number in of_run)]
+        for optimizer, warmup in [*kinds, ("onebit_adam_frozen", "auto"), ("onebit_adam", "auto")]:
             config = dataclasses.replace(common, warmup=warmup)
             trainer = Trainer(optimizer, config, task, mesh, any_rate=True)
             for rate in RATES[name]:
@@ -198,10 +198,10 @@ def table(figures: list[dict[str, Any]]) -> str:
     lines = [head, ["---"] * len(head)]
     for task, rate in dict.fromkeys((x["task"], x["learning_rate"]) for x in figures):
         of = by_kind(task, rate)
-        by_hand = [x for (name, end), x in of.items() if name == "onebit_adam" and end != "auto"]
+        by_hand = [x for (name, end), x in of.items() if end != "auto" and name != "adam"]
         best = min(x["loss"] for x in by_hand)
         as_good = min(x["bytes"] for x in by_hand if x["loss"] <= TOLERANCE * best)
-        auto, refreshed = of["onebit_adam", "auto"], of["onebit_adam_refresh", "auto"]
+        auto, refreshed = of["onebit_adam_frozen", "auto"], of["onebit_adam", "auto"]
 
         def to_best(x: dict[str, Any], best: float = best) -> str:
             return f"{x['loss']:.4f} ({x['loss'] / best - 1:+.2%})"

@@ -8,6 +8,7 @@ from onebit_jax.states.adam_conversion import from_adam, to_adam
 from onebit_jax.states.placement import init, state_specs
 from onebit_jax.states.resizing import resize
 from onebit_jax.training.train_step import TrainStep, train_step
+from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
 from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
@@ -23,6 +24,7 @@ from onebit_jax.transforms.nonfinite import NonFiniteError
 from onebit_jax.transforms.onebit_adam import (
     ScaleByOnebitAdamState,
     onebit_adam,
+    onebit_adam_published,
     scale_by_onebit_adam,
 )
 from onebit_jax.transforms.onebit_lamb import (
@@ -72,6 +74,7 @@ __all__ = [
     "local_steps",
     "mean_gradients",
     "onebit_adam",
+    "onebit_adam_published",
     "onebit_lamb",
     "onebit_muon",
     "per_worker",
@@ -84,6 +87,7 @@ __all__ = [
     "signum",
     "skip_nonfinite",
     "state_specs",
+    "step_sets",
     "to_adam",
     "train_step",
     "variance_stable",

@@ -200,6 +200,11 @@ def check_bucket_bytes(bucket_bytes: Any) -> None:
         raise ValueError(f"bucket_bytes={bucket_bytes}. {mend}")
 
 
+def check_form(form: Any) -> None:
+    """Raises ``ValueError`` unless ``form`` is one that an exchange has."""
+    check_name("form", form, "auto", "one-stage", "two-stage")
+
+
 def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
     """Raises ``ValueError`` for a dtype in which a node's devices, if any, cannot average."""
     check_name("local_dtype", local_dtype, "float32", "bfloat16")

@@ -14,7 +14,6 @@ import optax
 import onebit_jax
 from onebit_jax.transforms import registry
 from onebit_jax.transforms.registry import REGISTRY, Entry, Setting
-from onebit_jax.transforms.step_sets import published_variance_steps
 
 
 def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
@@ -56,11 +55,9 @@ def _onebit_matrices(setting: Setting) -> optax.GradientTransformation:
     return optax.partition({"matrices": matrices, "rest": rest}, parts)
 
 
-# After the freeze, gaps that grow with the number of updates made: a 32nd to a 16th of it.
-REFRESHES = published_variance_steps(16)
-
-
-def _adam(label: str, **own: Any) -> Entry:
+def _frozen(label: str, bits: int) -> Entry:
+    """1-bit Adam whose variance is never refreshed, with so many bits in the warm-up."""
+    own = {"warmup_bits": bits, "variance_refreshes": None}
     entry = registry.warming_up(f"1-bit Adam, {label}", 2e-3, onebit_jax.onebit_adam, **own)
     return entry._replace(rate_of="onebit_adam")
 
@@ -77,13 +74,14 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "sgd": dense("SGD", 0.4, registry.sgd),
     "lion": dense("Lion", 3e-4, _lion),
     "muon": registry.muon("Muon", 32, 32)._replace(first_phase="warmup"),
-    "onebit_adam_8": _adam("warm-up at 8 bits", warmup_bits=8),
-    "onebit_adam_4": _adam("warm-up at 4 bits", warmup_bits=4),
-    "onebit_adam_refresh": _adam(
-        "warm-up at 8 bits, refreshes", warmup_bits=8, variance_refreshes=REFRESHES
+    "onebit_adam_frozen": _frozen("dense warm-up, frozen variance", 32),
+    "onebit_adam_8": _frozen("warm-up at 8 bits, frozen variance", 8),
+    "onebit_adam_4": _frozen("warm-up at 4 bits, frozen variance", 4),
+    "onebit_adam_published": registry.warming_up(
+        "1-bit Adam, as published", 2e-3, onebit_jax.onebit_adam_published
     ),
-    "onebit_adam_matrices": _adam("norms and biases dense")._replace(
-        make=_onebit_matrices, rate_of=None
+    "onebit_adam_matrices": REGISTRY["onebit_adam"]._replace(
+        label="1-bit Adam, norms and biases dense", make=_onebit_matrices
     ),
     "zero_one_adam_published": registry.zero_one(
         "0/1 Adam, published refreshes", 1.25e-4, var_update_scaler=16

@@ -16,7 +16,7 @@ from benchmarks.cluster import Places, end
 from benchmarks.soak.worker import badness
 from onebit_jax.checkpoint import Checkpoints
 
-NAME = "onebit_adam_refresh"
+NAME = "onebit_adam"
 EVERY = 50
 # Of losses after a change of the number of workers, which is followed by other roundings.
 _TOLERANCE = 0.02

@@ -59,7 +59,8 @@ class ExchangeState(NamedTuple):
     Attributes:
       worker: ``c_i`` of the last call, of the device's shard, as :class:`Compensated`. Its values
         are ``()`` where the optimizer holds them. On a single node they are the last mean.
-      server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`.
+      server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`; no values where
+        nobody serves.
       active: which elements take part; ``()`` where the compressor asks for none.
       residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
         float32 ``[1]``. Estimated for large tensors, from some 16,000 elements, evenly spread.
@@ -111,6 +112,11 @@ def with_worker_values(state: ExchangeState, values: Any) -> ExchangeState:
     return state._replace(worker=PerWorker(state.worker.value._replace(values=values)))
 
 
+def without_server(state: ExchangeState) -> ExchangeState:
+    """The state of a worker that serves no chunk."""
+    return state._replace(server=PerWorker(Compensated([], state.server.value.scales)))
+
+
 def check_fits(state: Any, expected: Any, workers: int) -> None:
     """Raises ``ValueError`` for a state that was made for other tensors, workers or options.
 
@@ -137,12 +143,13 @@ def total_residual(layout: Layout, residuals: Any, server_residuals: Any) -> Any
     Args:
       layout: the layout.
       residuals: of this worker, one for each piece ``[*shape]``, 0 where not active.
-      server_residuals: of this server, one for each stack ``[G, planes, *plane]``, likewise.
+      server_residuals: of this server, one for each stack ``[G, planes, *plane]``, likewise; none
+        where nobody serves.
     """
-    node, own, pieces = layout.axes.node, iter(residuals), []
-    for stack, E in zip(layout.stacks, server_residuals, strict=True):
-        chunks = lax.all_gather(E, node)
-        for piece, of_piece in zip(stack.pieces, stack.split(chunks), strict=True):
-            R = lax.pmean(next(own), node) + piece.array(of_piece)
-            pieces.append(hierarchical.all_gather(R, layout.axes))
-    return layout.scatter(pieces)
+    node = layout.axes.node
+    pieces = [lax.pmean(e, node) for e in residuals]
+    served = zip(layout.stacks, server_residuals, strict=True) if server_residuals else ()
+    E = [part for stack, E in served for part in stack.split(lax.all_gather(E, node))]
+    for place, (piece, part) in enumerate(zip(layout.pieces, E, strict=False)):
+        pieces[place] = pieces[place] + piece.array(part)
+    return layout.scatter([hierarchical.all_gather(R, layout.axes) for R in pieces])

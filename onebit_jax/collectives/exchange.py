@@ -13,9 +13,16 @@ Values go in as *pieces* (:mod:`onebit_jax.collectives.layout`): what a worker c
 tensors brought together and, in the hierarchical form, the device's shard. They are a list of
 arrays; arithmetic on them is that on tensors.
 
-A call is one ``all_to_all`` and one ``all_gather`` of uint8, however many tensors there are: scales
-travel in the same bytes. In buckets it is as many of each as the bytes fill. How the bytes travel
-(flat, by nodes, in buckets) does not depend on what a compressor makes of values.
+In two stages, the papers' form, a call is one ``all_to_all`` and one ``all_gather`` of uint8,
+however many tensors there are: scales travel in the same bytes. Each worker serves one chunk of
+every tensor: it averages what all workers sent of it, compresses the mean and sends that to all.
+In one stage a call is one ``all_gather``, and each worker averages everything itself. Of ``n``
+workers that compress to ``b`` bytes per element, each sends ``2 b (n - 1) / n`` in two stages and
+``b (n - 1)`` in one: as much if there are two. In one stage the mean is not rounded again, and no
+server keeps a residual.
+
+In buckets there are as many collectives as the bytes fill. How the bytes travel (in one stage or
+two, flat, by nodes, in buckets) does not depend on what a compressor makes of values.
 """
 
 import dataclasses
@@ -36,6 +43,7 @@ from onebit_jax.collectives.error_feedback import (
     ExchangeState,
     total_residual,
     with_worker_values,
+    without_server,
 )
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
@@ -43,6 +51,8 @@ from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.markers import PerWorker
+
+Form = Literal["one-stage", "two-stage"]
 
 
 class Compressor(Protocol):
@@ -84,13 +94,19 @@ class FeedbackCompressor(Compressor, Protocol):
     """A compressor with error feedback, whose state is an :class:`ExchangeState`."""
 
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
-        """The norm of the mean that this shard received, of its active elements."""
+        """The norm of the mean that this shard received, of its active elements.
+
+        Args:
+          layout: the layout.
+          received: servers' rows ``[chunks, bytes]``, or workers' ``[workers, chunks, bytes]``.
+          state: what is active.
+        """
         ...
 
     def residuals(
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This worker's ``e_i``, in pieces, and this server's ``E_j``, one for each stack."""
+        """This worker's ``e_i``, in pieces, and this server's ``E_j``, for each stack it serves."""
         ...
 
     def with_residual(
@@ -115,6 +131,11 @@ class ExchangeOptions:
       bucket_bytes: the most that one collective carries from a worker to another, a multiple of
         128; None for all in one. ``"auto"`` is what was measured to pay (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
+      form: ``"two-stage"``, the papers': an all-to-all, a server that averages and compresses
+        again, an all-gather. ``"one-stage"``: an all-gather, and every worker averages; with ``n``
+        workers or nodes it sends ``n/2`` times the bytes, and its state has no server's residual,
+        ``4/n`` bytes per parameter, but ``n/8`` instead of ``1/8`` bytes of received bits.
+        ``"auto"`` is one stage with two workers or nodes, where it sends no more, else two.
 
     Raises:
       ValueError: for an invalid option.
@@ -124,10 +145,12 @@ class ExchangeOptions:
     residual_dtype: ResidualDtype = "float32"
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
+    form: Form | Literal["auto"] = "auto"
 
     def __post_init__(self):
         OneBit(self.scale, self.residual_dtype)
         validation.check_bucket_bytes(self.bucket_bytes)
+        validation.check_form(self.form)
 
     def one_bit(self, axis_name: Any, *, fused: bool = False) -> "Exchange":
         """The exchange at one bit."""
@@ -145,7 +168,12 @@ class ExchangeOptions:
                 f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
                 f"bit with error feedback, but {compressor} has neither: leave them out."
             )
-        return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes)
+        if not isinstance(compressor, (OneBit, KBits)) and self.form != "auto":
+            raise ValueError(
+                f"form={self.form!r} is an option of exchanges with error feedback, but "
+                f"{compressor} has one form only: leave it out."
+            )
+        return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes, self.form)
 
     def travel(self) -> "ExchangeOptions":
         """The options of how bytes travel alone, which any compressor has."""
@@ -171,6 +199,7 @@ class Exchange:
       local_dtype: what travels within a node, in the hierarchical form.
       bucket_bytes: the most that one collective carries from a worker to another; see
         :class:`ExchangeOptions`.
+      form: one stage or two; see there. Without error feedback there is one form only.
 
     Raises:
       ValueError: for an invalid option.
@@ -180,6 +209,7 @@ class Exchange:
     compressor: Compressor
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
+    form: Form | Literal["auto"] = "auto"
 
     def __post_init__(self):
         validation.check_local_dtype(self.local_dtype, self.axis_name)
@@ -201,11 +231,14 @@ class BoundExchange:
       how: what it was made from.
       axes: the axes that it runs along.
       layout: of the tree.
+      one_stage: whether every worker averages what all workers sent.
     """
 
     def __init__(self, how: Exchange, axes: Axes, tree: Any):
         self.how, self.axes, self.compressor = how, axes, how.compressor
         self.layout = Layout(axes, tree, self.compressor.planes, self.compressor.grouping)
+        chosen = axes.nodes == 2 if how.form == "auto" else how.form == "one-stage"
+        self.one_stage = chosen and self.compresses and isinstance(how.compressor, (OneBit, KBits))
 
     @property
     def compresses(self) -> bool:
@@ -219,7 +252,8 @@ class BoundExchange:
 
     def init(self) -> Any:
         """The state before the first call."""
-        return self.compressor.init(self.layout)
+        state = self.compressor.init(self.layout)
+        return without_server(state) if self.one_stage else state
 
     # Values.
 
@@ -267,8 +301,9 @@ class BoundExchange:
             :class:`~onebit_jax.collectives.error_feedback.Call`.
 
         Returns:
-          What was received, uint8 ``[n, bytes]``, in the hierarchical form ``[L, N, bytes]``, the
-          same on all workers, bit for bit; and the next state.
+          What was received, uint8 ``[n, bytes]``, in the hierarchical form ``[L, N, bytes]``, or in
+          one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, from each worker its row for each
+          chunk; the same on all workers, bit for bit; and the next state.
         """
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
@@ -278,14 +313,18 @@ class BoundExchange:
     def all_reduce_shard(
         self, values: Sequence[Any], state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
-        """The same, of which this device receives its shard alone: uint8 ``[N, bytes]``."""
+        """The same, of which this device receives its shard alone: without the axis ``L``."""
         layout, node = self.layout, self.axes.node
         sent, new = self.compressor.compress(layout, values, state, call)
         if isinstance(self.compressor, RandomSigns) and self.compressor.transport == "votes":
             return self.compressor.sum(layout, sent, call), new
-        to_serve = self._travel(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent)
-        answer, new = self.compressor.serve(layout, to_serve, new, call)
-        received = self._travel(lambda x: lax.all_gather(x, node), answer)
+        if self.one_stage:
+            received = self._travel(lambda x: lax.all_gather(x, node), sent.reshape(-1))
+            received = received.reshape(-1, *sent.shape)
+        else:
+            to_serve = self._travel(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent)
+            answer, new = self.compressor.serve(layout, to_serve, new, call)
+            received = self._travel(lambda x: lax.all_gather(x, node), answer)
         if isinstance(new, ExchangeState):
             new = self._measured(received, new, state, call)
         return received, new
@@ -318,6 +357,8 @@ class BoundExchange:
         leading = (*self.layout.shards, self.axes.nodes)
         if not self.compresses:
             return jnp.zeros((*leading, 1), jnp.uint8)
+        if self.one_stage:
+            leading = (*leading, self.axes.nodes)
         sections = [jnp.zeros((*leading, self.layout.payload), jnp.uint8)]
         return self.layout.row(
             sections, jnp.zeros((*leading, *self.layout.scale_shape), jnp.float32)
@@ -338,13 +379,28 @@ class BoundExchange:
         """The same in pieces of all shards."""
         if not self.compresses:
             return whole_pieces(state.worker.value.values)
-        return self.compressor.decompress(self.layout, received)
+        return self._decompress(received)
 
     def last_mean(self, received: jax.Array, state: Any) -> list[jax.Array]:
         """The same in the pieces that a worker compresses, to go into the next call's values."""
         if not self.compresses:
             return self.mean_in_pieces(received, state)
-        return self.compressor.decompress(self.layout, self.layout.shard(received))
+        return self._decompress(self.layout.shard(received))
+
+    def _decompress(self, received: jax.Array) -> list[jax.Array]:
+        """What the server sent; in one stage the mean of what all workers sent."""
+        if not self.one_stage:
+            return self.compressor.decompress(self.layout, received)
+        rows = jnp.moveaxis(received, -3, 0)
+
+        def add(total: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], None]:
+            values = self.compressor.decompress(self.layout, row)
+            return [x + y for x, y in zip(total, values, strict=True)], None
+
+        # A row at a time: XLA would write out all decoded rows before it summed them.
+        total = self.compressor.decompress(self.layout, rows[0])
+        total, _ = lax.scan(add, total, rows[1:], unroll=min(len(rows) - 1, 8))
+        return [x / len(rows) for x in total]
 
     # Arrays that the optimizer holds, where they serve for something else at other times.
 
@@ -418,7 +474,8 @@ class BoundExchange:
         counts = cast(Active, state.active).counts
 
         def of_shard(pieces: list[jax.Array], counts: jax.Array) -> jax.Array:
-            return compressor.encode(self.layout, pieces, counts)
+            rows = compressor.encode(self.layout, pieces, counts)
+            return jnp.broadcast_to(rows, (len(rows), *rows.shape)) if self.one_stage else rows
 
         return (jax.vmap(of_shard) if self.layout.shards else of_shard)(pieces, counts)
 

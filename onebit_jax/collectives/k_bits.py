@@ -1,4 +1,4 @@
-r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (ECk).
+r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (ECk) or without.
 
 The two stages are those of :mod:`~onebit_jax.collectives.one_bit`, with another rounding. In blocks
 of 256 values, with :math:`\ell = 2^{k-1} - 1` levels on each side of 0,
@@ -13,11 +13,13 @@ is :math:`2^{-117}` at least, which keeps :math:`\ell / s` finite). Worker :math
 :math:`Q_k(c_i)` of :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its own
 residual, and sends :math:`Q_k` of that to all.
 
-Each way ``k / 8 + 4 / 256`` bytes per value travel. The state takes ``4.1 + 4.1 / n`` bytes.
+Each way ``k / 8 + 4 / 256`` bytes per value travel. The state takes ``4.1 + 4.1 / n`` bytes, and
+without error feedback, where :math:`e_i = E_j = 0`, nothing.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +91,14 @@ class KBits:
 
     Attributes:
       bits: per value: 2, 4 or 8.
+      keeps_residuals: whether there is error feedback. Without, the state is ``()``.
 
     Raises:
       ValueError: for another number of bits.
     """
 
     bits: int
+    keeps_residuals: bool = True
     grouping: Grouping = dataclasses.field(default="blocks", init=False)
 
     def __post_init__(self):
@@ -105,8 +109,10 @@ class KBits:
         """Numbers to a byte."""
         return 8 // self.bits
 
-    def init(self, layout: Layout) -> ExchangeState:
+    def init(self, layout: Layout) -> Any:
         """The state before the first call: no residuals."""
+        if not self.keeps_residuals:
+            return ()
         chunks = layout.pieces and not layout.axes.single_node
         shape = layout.scale_shape if chunks else (1,)
         nodes = (layout.axes.nodes,) if chunks else ()
@@ -128,9 +134,11 @@ class KBits:
         )
 
     def compress(
-        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
+        self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call
+    ) -> tuple[jax.Array, Any]:
         """The worker's stage: ``c_i``, its scales, and what to send, ``[chunks, bytes]``."""
+        if not self.keeps_residuals:
+            return self._rounded(layout, values), ()
         held, last_scales = state.worker.value
         compensated, scales, sections = [], [], []
         squared = jnp.float32(0)
@@ -154,23 +162,46 @@ class KBits:
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
 
+    def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> jax.Array:
+        """What to send of values that no residual is added to."""
+        scales = [block_scales(z) for z in values]
+        sections = [
+            piece.pack(self._offset(quantize(z, s, self.bits)), self.bits)
+            for piece, z, s in zip(layout.pieces, values, scales, strict=True)
+        ]
+        return layout.row(sections, jnp.concatenate(scales, -1))
+
     def serve(
-        self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
+        self, layout: Layout, rows: jax.Array, state: Any, call: Call
+    ) -> tuple[jax.Array, Any]:
         """The server's stage: ``a_j``, its scales, and what to send to all, ``[bytes]``."""
-        [stack], ([last], last_scales) = layout.stacks, state.server.value
+        [stack] = layout.stacks
+        if not self.keeps_residuals:
+            a = self._added(layout, rows, jnp.zeros((1, *stack.chunk_shape), jnp.float32))
+            a = lax.optimization_barrier(a)
+            return self._answer(layout, a, block_scales(a)[0]), ()
+        [last], last_scales = state.server.value
+        E = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
+        a = jnp.where(call.when, self._added(layout, rows, E), last)
+        a = lax.optimization_barrier(a)
+        S = jnp.where(call.when, block_scales(a)[0], last_scales)
+        kept = state._replace(server=PerWorker(Compensated([a], S)))
+        return self._answer(layout, a, S), kept
+
+    def _added(self, layout: Layout, rows: jax.Array, onto: jax.Array) -> jax.Array:
+        """The mean of what the workers sent of a chunk, added to what the server has."""
+        [stack] = layout.stacks
 
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total + self._numbers(*row)[None], None
 
         # A row at a time: XLA would write out all decoded rows before it summed them.
         received = stack.bytes(rows), layout.scales(rows)[:, None] / len(rows)
-        total = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
-        total, _ = lax.scan(add, total, received, unroll=min(len(rows), 8))
-        a = lax.optimization_barrier(jnp.where(call.when, total, last))
-        S = jnp.where(call.when, block_scales(a)[0], last_scales)
+        return lax.scan(add, onto, received, unroll=min(len(rows), 8))[0]
+
+    def _answer(self, layout: Layout, a: jax.Array, S: jax.Array) -> jax.Array:
         section = pack(self._offset(quantize(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
-        return layout.row([section], S[0]), state._replace(server=PerWorker(Compensated([a], S)))
+        return layout.row([section], S[0])
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """The numbers that rows stand for, in pieces."""
@@ -185,25 +216,26 @@ class KBits:
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
         """The norm of the mean that this shard received."""
         del state
-        total, scales, at = jnp.float32(0), layout.scales(received), layout.at
+        sent = received.reshape(-1, *received.shape[-2:])
+        total, scales, at = jnp.float32(0), layout.scales(sent), layout.at
         for piece in layout.pieces:
-            rows, planes = piece.plane[0], len(received) * piece.planes
+            rows, planes = piece.plane[0], sent.shape[1] * piece.planes
             sample, times = _sampled_rows(rows, planes * rows * BLOCK)
-            in_bytes = piece.bytes(received, at)[..., sample, :]
+            in_bytes = piece.bytes(sent, at)[..., sample, :]
             S = piece.scales_of(scales, at)[..., None, :, sample]
-            total += times * jnp.sum(self._numbers(in_bytes, S) ** 2)
+            total += times * jnp.sum(jnp.mean(self._numbers(in_bytes, S), 0) ** 2)
         return jnp.sqrt(total)
 
     def residuals(
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """``e_i`` in pieces, and ``E_j``."""
-        (held, s), ([a], S) = state.worker.value, state.server.value
+        (held, s), (served, S) = state.worker.value, state.server.value
         e = [
             residual(c, piece.scales_of(s, layout.at), self.bits)[0]
             for piece, c in zip(layout.pieces, held, strict=True)
         ]
-        return e, [residual(a, S[:, None], self.bits)[0]]
+        return e, [residual(a, S[:, None], self.bits)[0] for a in served]
 
     def with_residual(
         self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]

@@ -180,12 +180,13 @@ def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
     return times * power_sum(sample, kind)
 
 
-def evenly_sampled(c: jax.Array) -> tuple[jax.Array, float]:
+def evenly_sampled(c: jax.Array, count: int = _SAMPLE) -> tuple[jax.Array, float]:
     """Some elements of blocks ``[k, ...]``, evenly spread, and how many elements each stands for.
 
-    They are taken by runs of 128 within rows, and by whole rows where those are shorter.
+    About ``count`` of each block are taken, by runs of 128 within rows, and by whole rows where
+    those are shorter.
     """
-    step = c.size // len(c) // _SAMPLE
+    step = c.size // len(c) // count
     if step <= 1:
         return c, 1.0
     last = c.shape[-1]
@@ -315,9 +316,23 @@ class OneBit:
         ]
 
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
-        """The norm of the mean that this shard received."""
-        counts = layout.shard(state.active).counts
-        return jnp.sqrt(jnp.sum(layout.scales(received) ** 2 * counts))
+        """The norm of the mean that this shard received; of workers' rows from a sample."""
+        active = layout.shard(state.active)
+        if received.ndim == 2:
+            return jnp.sqrt(jnp.sum(layout.scales(received) ** 2 * active.counts))
+        squared, of_rows = jnp.float32(0), layout.scales(received)
+        for stack in layout.stacks:
+            blocks = (len(active.counts) * stack.count, *stack.plane)
+            # A byte stands for eight elements.
+            in_bytes = [
+                evenly_sampled(stack.bytes(rows).reshape(blocks), _SAMPLE // 8)
+                for rows in (active.bits, *received)
+            ]
+            (flags, *sent), times = zip(*in_bytes, strict=True)
+            scales = stack.scales_of(of_rows).reshape(len(received), -1)
+            mean = jnp.mean(signed(jnp.stack(sent), scales), 0)
+            squared += times[0] * jnp.sum(jnp.where(unpack_flags(flags, 1), mean, 0.0) ** 2)
+        return jnp.sqrt(squared)
 
     def activate(self, layout: Layout, state: ExchangeState, alike: Any) -> ExchangeState:
         """Says which elements take part from the next call on; see ``BoundExchange.activate``."""
@@ -340,8 +355,8 @@ class OneBit:
             s = piece.spread(piece.scales_of(scales[0], at))
             new = piece.array(unpack_flags(piece.bytes(born, at), axis=2)).reshape(x.shape)
             c.append(jnp.where(new, s.astype(x.dtype), x))
-        served, server_scales = [], state.server.value.scales
-        for stack, a in zip(layout.stacks, state.server.value.values, strict=True):
+        served, (last_served, server_scales) = [], state.server.value
+        for stack, a in zip(layout.stacks if last_served else (), last_served, strict=True):
             S = across(stack.scales_of(server_scales[0]), a[0])
             new = unpack_flags(stack.bytes(born[chunk]), axis=1)[None]
             served.append(jnp.where(new, S.astype(a.dtype), a))
@@ -364,7 +379,7 @@ class OneBit:
             takes_part = piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2))
             own = residual(c[0], scales)
             e.append(jnp.where(takes_part, own, 0.0))
-        for stack, a in zip(layout.stacks, served, strict=True):
+        for stack, a in zip(layout.stacks if served else (), served, strict=True):
             own = residual(a[0], across(stack.scales_of(S[0]), a[0]))
             E.append(jnp.where(unpack_flags(stack.bytes(bits), axis=1), own, 0.0))
         return e, E

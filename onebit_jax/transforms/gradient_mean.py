@@ -21,8 +21,8 @@ class GradientMean:
 
     Attributes:
       axis_name: the axis that the workers run along, or a pair.
-      bits: per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with error feedback
-        and a scale per 256 values.
+      bits: per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with a scale per 256
+        values, and at 4 with error feedback.
       options: of the exchange.
 
     Raises:
@@ -38,13 +38,19 @@ class GradientMean:
             validation.check_bits("warmup_bits", self.bits, (4, 8, 16, 32))
 
     @property
+    def compresses(self) -> bool:
+        """Whether all gradients go through one exchange at a few bits."""
+        single_node = bound_axes(self.axis_name).single_node
+        return self.has_feedback or (self.bits == 8 and not single_node)
+
+    @property
     def has_feedback(self) -> bool:
-        """Whether it keeps residuals."""
-        return self.bits in (4, 8)
+        """Whether it keeps residuals; at 8 bits losses are the same without (docs/warm-up.md)."""
+        return self.bits == 4
 
     def exchange(self) -> Exchange:
         """The exchange at a few bits."""
-        return self.options.travel().of(self.axis_name, KBits(self.bits or 8))
+        return self.options.travel().of(self.axis_name, KBits(self.bits or 8, self.has_feedback))
 
     def init(self, params: Any) -> Any:
         """What it keeps for a tree, before the first call; ``()`` without error feedback."""
@@ -52,7 +58,7 @@ class GradientMean:
 
     def average(self, grads: Arrays, state: Any, when: jax.Array) -> tuple[Arrays, Any]:
         """The mean over all workers, float32, and the next state; where not ``when``, the old."""
-        if not self.has_feedback:
+        if not self.compresses:
             return self.dense(grads), state
         return self.exchange().over(grads).average(grads, state, Call(when))
 

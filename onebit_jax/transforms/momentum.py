@@ -91,7 +91,7 @@ def update_moments(
       The same three.
     """
     layout, (b1, b2), (momentum, gradient_state, v) = exchange.layout, decays, kept
-    averaged = gradient_mean.has_feedback
+    averaged = gradient_mean.compresses
     if averaged:
         grads, gradient_state = gradient_mean.average(grads, gradient_state, when)
 

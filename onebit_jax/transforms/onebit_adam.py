@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,12 @@ from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
 from onebit_jax.transforms.step_sets import StepSet
-from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
+from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
+
+# The best measured (docs/warm-up.md): with refreshes it matters little when the warm-up ends, as
+# long as the learning rate's own is over.
+WARMUP = variance_stable(min_steps=100)
+_WARMUP_BITS, _REFRESHES = 8, step_sets.published_variance_steps(16)
 
 
 class ScaleByOnebitAdamState(NamedTuple):
@@ -41,7 +46,7 @@ class ScaleByOnebitAdamState(NamedTuple):
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
         for inactive elements; float32, a tree like the parameters.
       momentum: ``m``, and the state of its exchange.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 8 or 4; else ``()``.
+      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
     """
 
     progress: Progress
@@ -270,17 +275,22 @@ class OnebitAdam(PhasedAlgorithm):
         }
 
 
+def _unless_auto(value: Any, default: Any) -> Any:
+    # Defaults are strings, since optax.inject_hyperparams would trace numbers and call functions.
+    return default if isinstance(value, str) and value == "auto" else value
+
+
 def scale_by_onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     *,
-    warmup: Warmup,
     axis_name: str | tuple[str, str],
+    warmup: Warmup = WARMUP,
     bias_correction: bool = True,
-    warmup_bits: int | None = None,
-    variance_refreshes: int | StepSet | None = None,
+    warmup_bits: int | Literal["auto"] | None = "auto",
+    variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
@@ -291,6 +301,7 @@ def scale_by_onebit_adam(
     warmup_end.check_warmup(warmup)
     check_options(exchange)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
+    refreshes = _unless_auto(variance_refreshes, _REFRESHES)
     return transformation(
         OnebitAdam(
             b1,
@@ -299,9 +310,9 @@ def scale_by_onebit_adam(
             eps_root,
             warmup,
             bias_correction,
-            step_sets.refresh_steps("variance_refreshes", variance_refreshes),
+            step_sets.refresh_steps("variance_refreshes", refreshes),
             exchange.one_bit(axis_name),
-            GradientMean(axis_name, warmup_bits, exchange),
+            GradientMean(axis_name, _unless_auto(warmup_bits, _WARMUP_BITS), exchange),
         )
     )
 
@@ -315,14 +326,18 @@ def onebit_adam(
     *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
-    warmup: int | VarianceStable,
     axis_name: str | tuple[str, str],
+    warmup: Warmup = WARMUP,
     bias_correction: bool = True,
-    warmup_bits: int | None = None,
-    variance_refreshes: int | StepSet | None = None,
+    warmup_bits: int | Literal["auto"] | None = "auto",
+    variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""1-bit Adam: after a dense warm-up it sends one bit per parameter instead of 32.
+    r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
+
+    The defaults are the best configuration that was measured (docs/warm-up.md): a warm-up that ends
+    by itself, whose gradients travel at 8 bits, and a variance that is refreshed afterwards.
+    :func:`onebit_adam_published` has the paper's form.
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update
     is Adam's, on the mean gradient:
@@ -379,8 +394,9 @@ def onebit_adam(
       eps_root: added to the variance within the root, at least 0.
       weight_decay: decoupled weight decay, as in :func:`optax.adamw`.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
-      warmup: the number of dense updates, at least 1, or :func:`onebit_jax.variance_stable`. The
-        papers use 15 to 20 % of a run: v must have settled.
+      warmup: when it ends: :func:`onebit_jax.variance_stable`, by default from update 100 on, or a
+        number of updates, at least 1. Give ``variance_stable(min_steps=...)`` the length of the
+        learning rate's warm-up if that is longer. The papers use 15 to 20 % of a run.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
         a node, and a node sends no more than one worker does in the flat form
@@ -390,14 +406,15 @@ def onebit_adam(
         DeepSpeed's form, whose steps are too long while v grows from 0, and 1.26x as long after a
         freeze at 1,000.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
-      warmup_bits: bits per value of the gradients that warm-up and refreshes average: 32, float32,
-        the default; 16, summed in bfloat16, which XLA for CPUs still sends as float32; 8 or 4, with
-        error feedback and a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`): the state
-        grows by ``4 + 4/n`` bytes per parameter, and a refresh adds the residual of the last one.
-      variance_refreshes: when v is refreshed after the freeze: a number ``k`` for every ``k``-th
-        update; a function of the number of updates made, from 0, that returns a boolean (traced),
-        such as ``onebit_jax.transforms.step_sets.published_variance_steps(16)``, whose gaps grow
-        to between 1/32 and 1/16 of that number; None for never, as in the paper.
+      warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
+        for 8, with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 4, with error
+        feedback, for which the state grows by ``4 + 4/n`` bytes per parameter, and a refresh adds
+        the residual of the last one; 16, summed in bfloat16, which XLA for CPUs still sends as
+        float32; 32 or None, float32.
+      variance_refreshes: when v is refreshed after the freeze: a function of the number of updates
+        made, from 0, that returns a boolean (traced), ``"auto"`` for
+        ``onebit_jax.step_sets.published_variance_steps(16)``, whose gaps grow to between 1/32 and
+        1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -452,4 +469,44 @@ def onebit_adam(
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def onebit_adam_published(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    warmup: Warmup,
+    axis_name: str | tuple[str, str],
+) -> optax.GradientTransformationExtraArgs:
+    """1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
+
+    Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
+    the variance never changes after the freeze, and the exchange has two stages for any number of
+    workers. Arguments, result and errors are those of :func:`onebit_adam`.
+
+    References:
+      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
+      Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
+
+    Differences from the paper:
+      Inactive elements do not move, as in :func:`onebit_adam`.
+    """
+    return onebit_adam(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        weight_decay=weight_decay,
+        mask=mask,
+        axis_name=axis_name,
+        warmup=warmup,
+        bias_correction=False,
+        warmup_bits=32,
+        variance_refreshes=None,
+        exchange=ExchangeOptions(form="two-stage"),
     )

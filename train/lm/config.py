@@ -22,7 +22,7 @@ class Config(TextConfig):
     MODEL: ClassVar[str] = "lm"
 
     size: Literal["nano", "micro", "small", "medium"] = "nano"
-    optimizers: OptimizerNames = ("adam", "onebit_adam_refresh", "onebit_muon")
+    optimizers: OptimizerNames = ("adam", "onebit_adam", "onebit_muon")
     sequence_length: Annotated[
         int, Range("a whole number of at least 2, below 2**31", lambda x: 2 <= x < 2**31)
     ] = 128
