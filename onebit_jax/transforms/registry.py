@@ -89,6 +89,7 @@ class Entry(NamedTuple):
       exchange: the constructor that it exchanges by, whose options it has; None for a dense one.
       feedback: whether it has error feedback at one bit, with a scale and residuals.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
+      refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
       freezes_by_number: whether its variance freezes after a number of updates only.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
@@ -110,6 +111,7 @@ class Entry(NamedTuple):
     exchange: Callable[..., Any] | None = None
     feedback: bool = True
     warms_up: bool = False
+    refreshed: bool = False
     freezes_by_number: bool = False
     local_steps: bool = False
     rate_of: str | None = None
@@ -213,7 +215,9 @@ REGISTRY: dict[str, Entry] = {
     # reads it for the scale and for the signs (20); the server does so with its chunk (16 / n, at
     # most 8); decoding reads the reciprocal root and the parameter and writes it (12); bits are
     # under 1.
-    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(advised=True),
+    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(
+        refreshed=True, advised=True
+    ),
     # It also brings the gradients together as one tensor (8) and goes twice over the fresh
     # variance, the reciprocal root and the parameters (8 + 4 + 4 + 4).
     "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),
