@@ -17,6 +17,8 @@ DILOCO = plan.local_steps(30, 32)
 SETTING = plan.Setting(
     parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
 )
+# With the paper's warm-up.
+DENSE_WARMUP = SETTING._replace(warmup_bits=32)
 ARGUMENTS = ["--parameters", "340e6", "--workers", "64", "--per-node", "4", "--bandwidth"]
 ARGUMENTS += ["10Gbit", "--step-time", "0.45", "--steps", "150000", "--warmup", "0.15"]
 
@@ -37,6 +39,7 @@ def ethernet(nodes, bandwidth=4.1e9):
         steps=162_000,
         warmup=24_500 / 162_000,
         local_bandwidth=local,
+        warmup_bits=32,
     )
 
 
@@ -67,7 +70,12 @@ def test_the_compressed_stage_is_as_long_as_the_busier_link_and_its_messages():
     assert flat.step == pytest.approx(setting.step_time + flat.exchange + flat.work)
     dense, warmup = plan.predict(plan.FLOAT32, setting), 24_500
     assert flat.warmup_step == pytest.approx(dense.step)
-    assert flat.run == pytest.approx(warmup * dense.step + (162_000 - warmup) * flat.step)
+    by_phase = warmup * dense.step + (162_000 - warmup) * flat.step
+    frozen = plan.predict(FLAT._replace(refreshed=False), setting)
+    assert frozen.run == pytest.approx(by_phase)
+    # 16 refreshes in each octave; each exchanges gradients on top of the momentum.
+    refreshes = 16 * math.log2(162_000 / warmup)
+    assert flat.run == pytest.approx(by_phase + refreshes * (dense.exchange + dense.work))
 
 
 def test_compressed_stage_on_infiniband_against_the_published_speedup():
@@ -107,8 +115,9 @@ def test_rounds_of_zero_one_adam_are_those_of_its_published_step_sets():
 
 def test_volume_is_the_published_formula():
     for w in (0.0, 0.15, 1.0):
-        result = plan.plan(SETTING._replace(warmup=w))
-        share = result.onebit[0].run_bytes / result.dense[0].run_bytes
+        setting = DENSE_WARMUP._replace(warmup=w)
+        onebit = plan.predict(FLAT._replace(refreshed=False), setting)
+        share = onebit.run_bytes / plan.predict(plan.FLOAT32, setting).run_bytes
         assert share == pytest.approx(w + (1 - w) / 32)
 
 
@@ -134,12 +143,12 @@ def bytes_of_programs(tx, *phases):
 
 def test_volume_is_that_of_the_compiled_programs():
     setting = SETTING._replace(parameters=1024 * 1024, warmup=1.0, steps=1)
-    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
+    tx = onebit_jax.onebit_adam_published(1e-3, warmup=1, axis_name="data")
     dense, onebit = bytes_of_programs(tx, "warmup", "compression")
     for sent, optimizer in ((dense, plan.FLOAT32), (onebit, FLAT)):
         assert plan.predict(optimizer, setting).step_bytes == pytest.approx(sent, rel=0.01)
-    tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data", warmup_bits=8)
-    predicted = plan.predict(FLAT, setting._replace(warmup_bits=8)).run_bytes
+    tx = onebit_jax.onebit_adam(1e-3, axis_name="data")
+    predicted = plan.predict(FLAT, setting).run_bytes
     assert [predicted] == pytest.approx(bytes_of_programs(tx, "warmup"), rel=0.01)
 
 
@@ -218,7 +227,7 @@ def test_thresholds_are_where_the_runs_take_the_same_time(optimizer, per_node):
 def test_threshold_is_the_lowest_where_one_bit_loses_in_between_and_wins_again():
     # Slow local links limit the dense exchange; the flat form still gains from a faster card.
     setting = plan.Setting(
-        340_000_000, 64, 1e9, 0.45, 1000, 0.0, per_node=8, latency=0.0, memory_bandwidth=8.8e11
+        340_000_000, 64, 1e9, 0.45, 10**6, 0.0, per_node=8, latency=0.0, memory_bandwidth=8.8e11
     )
     threshold = plan.plan(setting).thresholds[FLAT.name][1]
 
@@ -232,7 +241,7 @@ def test_threshold_is_the_lowest_where_one_bit_loses_in_between_and_wins_again()
 
 
 def test_no_bandwidth_pays_for_a_run_that_is_all_warm_up():
-    result = plan.plan(SETTING._replace(warmup=1.0))
+    result = plan.plan(DENSE_WARMUP._replace(warmup=1.0))
     assert result.thresholds[FLAT.name] == (0, 0)
     assert result.advice.startswith("Do not use it")
 
@@ -240,11 +249,14 @@ def test_no_bandwidth_pays_for_a_run_that_is_all_warm_up():
 @pytest.mark.parametrize(
     ("setting", "matches"),
     [
-        (SETTING._replace(bandwidth=1e7), r"1-bit Adam, flat, is \d+\.\dx as fast .*use it"),
-        (SETTING._replace(bandwidth=2e9), r"Hardly worth it: .* would take \d\.\d % less time"),
-        (SETTING._replace(bandwidth=1e11), r"Do not use it: .* would take 0\.\d % less time"),
+        (DENSE_WARMUP._replace(bandwidth=1e7), r"1-bit Adam, flat, is \d+\.\dx as fast .*use it"),
         (
-            SETTING._replace(bandwidth=1e11, memory_bandwidth=1e10),
+            DENSE_WARMUP._replace(bandwidth=2e9),
+            r"Hardly worth it: .* would take \d\.\d % less time",
+        ),
+        (DENSE_WARMUP._replace(bandwidth=1e11), r"Do not use it: .* would take 0\.\d % less time"),
+        (
+            DENSE_WARMUP._replace(bandwidth=1e11, memory_bandwidth=1e10),
             r"Do not use it: .* \d\.\d % more time .* no compression .* would be faster below \d",
         ),
     ],
@@ -276,7 +288,7 @@ def write_calibration(path, **changes):
 
 def test_calibration_replaces_the_memory_bandwidth(tmp_path):
     calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
-    setting = SETTING._replace(parameters=2000, calibration=calibration, memory_bandwidth=1.0)
+    setting = DENSE_WARMUP._replace(parameters=2000, calibration=calibration, memory_bandwidth=1.0)
     dense, onebit = plan.plan(setting).dense[0], plan.plan(setting).onebit[0]
     assert dense.work == pytest.approx(0.4)
     assert onebit.work == pytest.approx(0.2)
@@ -295,11 +307,11 @@ def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, caps
     kinds = ("Adam, no exchange", "Adam with pmean", "1-bit Adam", "1-bit Adam, warm-up")
     path = write_calibration(tmp_path / "step.json", kinds=dict.fromkeys(kinds, seconds))
     calibration = plan.read_calibration(path)
-    result = plan.plan(SETTING._replace(calibration=calibration))
+    result = plan.plan(DENSE_WARMUP._replace(calibration=calibration))
     assert [p.optimizer for p in result.onebit] == [FLAT, HIERARCHICAL, DILOCO]
     assert result.left_out == (*plan.rows()[2:], plan.local_steps(30, 4))
     assert result.thresholds.keys() == {FLAT.name, HIERARCHICAL.name, DILOCO.name}
-    command.main(["plan", *ARGUMENTS, "--calibration", str(path)])
+    command.main(["plan", *ARGUMENTS, "--warmup-bits", "32", "--calibration", str(path)])
     printed = capsys.readouterr().out
     measured = [line.split("  ")[-1].strip() for line in printed.splitlines()[2:9]]
     dense, onebit = ["Adam with pmean"] * 2, ["1-bit Adam"] * 2
@@ -312,7 +324,7 @@ def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, caps
 def test_an_optimizer_without_its_warm_up_in_the_calibration_is_left_out(tmp_path):
     calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
     del calibration["1-bit LAMB, warm-up"]
-    result = plan.plan(SETTING._replace(calibration=calibration))
+    result = plan.plan(DENSE_WARMUP._replace(calibration=calibration))
     assert result.left_out == (plan.row("onebit_lamb"),)
     assert "work measured as" in plan.table(result)
 

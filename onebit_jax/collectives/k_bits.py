@@ -175,21 +175,19 @@ class KBits:
         self, layout: Layout, rows: jax.Array, state: Any, call: Call
     ) -> tuple[jax.Array, Any]:
         """The server's stage: ``a_j``, its scales, and what to send to all, ``[bytes]``."""
-        [stack] = layout.stacks
         if not self.keeps_residuals:
-            a = self._added(layout, rows, jnp.zeros((1, *stack.chunk_shape), jnp.float32))
-            a = lax.optimization_barrier(a)
+            a = lax.optimization_barrier(self._mean(layout, rows, 0.0))
             return self._answer(layout, a, block_scales(a)[0]), ()
         [last], last_scales = state.server.value
         E = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
-        a = jnp.where(call.when, self._added(layout, rows, E), last)
+        a = jnp.where(call.when, self._mean(layout, rows, E), last)
         a = lax.optimization_barrier(a)
         S = jnp.where(call.when, block_scales(a)[0], last_scales)
         kept = state._replace(server=PerWorker(Compensated([a], S)))
         return self._answer(layout, a, S), kept
 
-    def _added(self, layout: Layout, rows: jax.Array, onto: jax.Array) -> jax.Array:
-        """The mean of what the workers sent of a chunk, added to what the server has."""
+    def _mean(self, layout: Layout, rows: jax.Array, residual: jax.Array | float) -> jax.Array:
+        """The mean of what the workers sent of a chunk, and the server's residual."""
         [stack] = layout.stacks
 
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -197,7 +195,9 @@ class KBits:
 
         # A row at a time: XLA would write out all decoded rows before it summed them.
         received = stack.bytes(rows), layout.scales(rows)[:, None] / len(rows)
-        return lax.scan(add, onto, received, unroll=min(len(rows), 8))[0]
+        first, others = (jax.tree.map(lambda x, i=i: x[i], received) for i in (0, slice(1, None)))
+        total = residual + self._numbers(*first)[None]
+        return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
 
     def _answer(self, layout: Layout, a: jax.Array, S: jax.Array) -> jax.Array:
         section = pack(self._offset(quantize(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)

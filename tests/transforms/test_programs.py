@@ -24,11 +24,13 @@ from tests.workers import AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicat
 # One that is padded in its chunks.
 SHAPES = {"matrix": (2048, 96), "odd": (64, 1031)}
 ELEMENTS = 2048 * 96 + 64 * 1031
-FLAT, NODES = 4, (2, 4)
+FLAT, NODES = 4, (4, 2)
 
 
 MAKE: dict[str, Any] = {
-    "onebit_adam": functools.partial(onebit_jax.onebit_adam, 0.1, warmup=3),
+    "onebit_adam": functools.partial(
+        onebit_jax.onebit_adam, 0.1, warmup=3, warmup_bits=32, variance_refreshes=None
+    ),
     "onebit_lamb": functools.partial(onebit_jax.onebit_lamb, 0.1, warmup=3),
     "zero_one_adam": functools.partial(onebit_jax.zero_one_adam, 0.1, variance_freeze=4),
     "birder": functools.partial(onebit_jax.birder, 0.1, seed=0),
@@ -41,6 +43,8 @@ MAKE: dict[str, Any] = {
     ),
 }
 DENSE, BITS = {("all-reduce", "f32")}, {("all-gather", "u8"), ("all-to-all", "u8")}
+# In one stage.
+GATHERED = {("all-gather", "u8")}
 # Asked for as such; XLA for CPUs makes float32 of it.
 HALVES = {("all-reduce", "bf16")}
 VOTES = {"transport": "votes", "requantize": False}
@@ -75,6 +79,8 @@ SENT = [
     ("onebit_adam", {}, FLAT, "warmup", DENSE, 64),
     ("onebit_adam", {}, FLAT, "compression", BITS, 2),
     ("onebit_adam", {}, NODES, "compression", BITS, 2),
+    *[("onebit_adam", {}, n, "compression", GATHERED, 2) for n in (2, (2, 4))],
+    ("onebit_adam", {"exchange": ExchangeOptions(form="one-stage")}, 4, "compression", GATHERED, 4),
     ("onebit_adam", {}, (1, 3), "compression", DENSE, 64),
     ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
     ("onebit_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
@@ -117,8 +123,9 @@ SENT = [
     ("compressed_mean", {}, FLAT, "compression", BITS, 2),
     ("compressed_mean", {"bits": 32}, FLAT, None, DENSE, 64),
     # MuLoCo gathers what all workers compressed, so that its bytes grow with their number.
-    *[("local_steps", {"bits": 1}, n, "sync", BITS, 2) for n in (2, 8)],
-    *[("local_steps", {"bits": 4}, n, "sync", BITS, 2 * 4.125) for n in (2, 8)],
+    *[("local_steps", {"bits": 1}, n, "sync", BITS, 2) for n in (3, 8)],
+    *[("local_steps", {"bits": 4}, n, "sync", BITS, 2 * 4.125) for n in (3, 8)],
+    ("local_steps", {"bits": 4}, 2, "sync", GATHERED, 2 * 4.125),
     ("local_steps", {"bits": 2}, 4, "sync", BITS, 2 * 2.125),
     ("local_steps", {"bits": 4}, FLAT, "local", set(), 0),
     ("local_steps", {"bits": 32}, FLAT, "sync", DENSE, 64),
@@ -143,6 +150,8 @@ def test_what_an_update_sends(name, options, sizes, phase, kinds, bits):
     assert {(c.op, c.dtype) for c in found} == kinds
     floor = bits * (nodes - 1) / nodes * ELEMENTS / (8 * per_node)
     assert floor <= wire.bytes_sent(found) <= 1.03 * floor + 4096
+    if kinds == GATHERED:
+        assert len(found) == 1
     if kinds == BITS:
         assert len(found) == 4 if bits in (4, 2 + 2 * 8.125) and phase != "compression" else 2
 
@@ -170,7 +179,7 @@ def test_a_turn_of_local_steps_sends_its_share():
 @pytest.mark.parametrize("name", MAKE)
 def test_options_of_the_exchange_reach_it(name):
     """Between nodes: bfloat16 within them, and buckets."""
-    sizes, bits = (2, 2), {"bits": 1} if name == "local_steps" else {}
+    sizes, bits = (3, 2), {"bits": 1} if name == "local_steps" else {}
     phase = "sync" if name in ("local_steps", "zero_one_adam") else "compression"
     plain, options = (
         update_of(MAKE[name](axis_name=PAIR, exchange=how, **bits), sizes, phase)
@@ -231,7 +240,7 @@ def test_1bit_adam_copies_nothing_of_full_size_in_any_phase_nor_without_one():
     """
     shapes = {"a": (1024, 512), "b": (512, 1001), "c": (77,)}
     elements = 1024 * 512 + 512 * 1001 + 77
-    tx = onebit_jax.onebit_adam(0.1, warmup=3, axis_name=AXIS)
+    tx = MAKE["onebit_adam"](axis_name=AXIS)
     programs = {phase: compiled(tx, shapes, phase) for phase in (None, "warmup", "compression")}
     sizes = {phase: program.memory_analysis() for phase, program in programs.items()}
     assert all(s.output_size_in_bytes - s.alias_size_in_bytes < 1024 for s in sizes.values())
@@ -241,9 +250,9 @@ def test_1bit_adam_copies_nothing_of_full_size_in_any_phase_nor_without_one():
     assert temporary[None] <= temporary["warmup"] + 0.02
     sent = {phase: wire.collectives(program) for phase, program in programs.items()}
     kinds = {phase: {(c.op, c.dtype) for c in own} for phase, own in sent.items()}
-    assert kinds == {"warmup": DENSE, "compression": BITS, None: DENSE | BITS}
+    assert kinds == {"warmup": DENSE, "compression": GATHERED, None: DENSE | GATHERED}
     assert sum(c.operand_bytes for c in sent["warmup"]) == 4 * elements
-    assert len(sent["compression"]) == 2
+    assert len(sent["compression"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,7 +266,7 @@ def test_1bit_adam_copies_nothing_of_full_size_in_any_phase_nor_without_one():
 def test_an_update_copies_nothing_of_full_size(tx):
     program = compiled(tx, {"w": (512, 512)})
     assert program.memory_analysis().temp_size_in_bytes < 512 * 512 * 4 / 3
-    assert {(c.op, c.dtype) for c in wire.collectives(program)} == BITS
+    assert {(c.op, c.dtype) for c in wire.collectives(program)} == GATHERED
 
 
 # What a state takes.
@@ -270,14 +279,17 @@ HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
     [
         ("onebit_adam", {}, 4, 8.3 + 4 / 4),
         ("onebit_adam", {}, NODES, 8.3 + 4 / 8),
-        ("onebit_adam", {"warmup_bits": 8}, 4, 8.3 + 4 / 4 + 4 + 4 / 4),
+        ("onebit_adam", {}, 2, 8.4),
+        ("onebit_adam", {}, (2, 4), 8.4),
+        ("onebit_adam", {"warmup_bits": 8}, 8, 8.3 + 4 / 8),
+        ("onebit_adam", {"warmup_bits": 4}, 4, 8.3 + 4 / 4 + 4 + 4 / 4),
         ("onebit_lamb", {}, 4, 12.4 + 4 / 4),
         ("zero_one_adam", {}, 4, 20.3 + 4 / 4),
         ("birder", {}, 4, 8),
-        ("birder", {}, NODES, 8 / 4),
+        ("birder", {}, NODES, 8 / 2),
         ("signum", {}, 4, 4),
         ("distributed_lion", {}, 4, 4),
-        ("distributed_lion", {}, NODES, 4 / 4),
+        ("distributed_lion", {}, NODES, 4 / 2),
         ("ef_signsgd", {}, 4, 8.1 + 4 / 4),
         ("ef_signsgd", HALF, 4, 4 + 2.1 + 2 / 4),
         ("compressed_mean", {}, 4, 4.1 + 4 / 4),
