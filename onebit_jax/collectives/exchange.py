@@ -281,7 +281,7 @@ class BoundExchange:
         return jax.tree.map(lambda x: x.astype(jnp.float32), means)
 
     def pieces(self, tree: Any) -> list[jax.Array]:
-        """Converts values that a node's devices share to what :meth:`all_reduce` takes."""
+        """Converts values that a node's devices share to the input of :meth:`all_reduce`."""
         pieces = self.layout.gather(tree)
         return pieces if self.axes.single_node else self.layout.shard(pieces)
 

@@ -169,9 +169,9 @@ def compressed_mean(
       <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
 
     Differences from the papers:
-      Karimireddy et al. compress steps, the learning rate included, and do not compress what the
-      server sends back. Tang et al. compress momenta. Here any optimizer may follow, so gradients
-      are compressed.
+      Karimireddy et al. compress steps, the learning rate included, and the server's reply is not
+      compressed. Tang et al. compress momenta. Here any optimizer may follow, so gradients are
+      compressed.
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
