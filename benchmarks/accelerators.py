@@ -191,7 +191,7 @@ def programs(mesh: Mesh, elements: int) -> Iterator[Program]:
 
 def training_step(phase: Phase, mesh: Mesh) -> tuple[jax.stages.Compiled, int]:
     """Compiles `onebit_jax.train_step` of a tiny BERT; also its number of parameters."""
-    task = tasks.of_tree("bert-tiny", elements=0, pretraining=True)
+    task = tasks.of_tree("bert-tiny", elements=0, loss="pretraining")
     kind = onebit_adam(weight_decay=1e-4)._replace(phases=(phase,))
     return Run(kind, task, mesh).compile(), tasks.size(task.shapes)
 

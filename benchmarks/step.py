@@ -5,9 +5,9 @@
     python -m benchmarks.step --tree bert-mini --loss pretraining --workers 4
 
 The first rows are what a user gets: `onebit_jax.init`, `onebit_jax.train_step` with default
-arguments and a trivial loss, whose gradients are computed in the step, beside dense Adam in a
-jitted `shard_map`. The rows named "bare optimizer" leave out the loss: their gradients lie in
-memory. The exchange runs in shared memory, so what is timed is the price of encoding.
+arguments and a loss whose gradients are matmuls, beside dense Adam in a jitted `shard_map`. The
+rows named "bare optimizer" leave out the loss: their gradients lie in memory. The exchange runs in
+shared memory, so what is timed is the price of encoding.
 
 Kinds take turns in one process, so that a machine whose speed drifts slows all of them: quote the
 ratios. A kind keeps nothing between its turns, so that there may be many. For each kind the table
@@ -18,10 +18,12 @@ floor takes at the speed at which the machine scales an array in place.
 
 import dataclasses
 import math
+import os
 import pathlib
 import statistics
+import sys
 import time
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,11 @@ from benchmarks.tasks import Task
 from train import record
 
 _DENSE, _README = "Adam with pmean", "1-bit Adam"
+# As `make finetune` sets it.
+_KEPT_PAGES = ":".join(
+    f"glibc.malloc.{name}"
+    for name in ("hugetlb=1", f"mmap_threshold={2**34}", f"trim_threshold={2**34}")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +50,17 @@ class Options:
     """What to time."""
 
     tree: tasks.Tree = "matrices"
-    """16 matrices, or the parameters of a BERT."""
+    """16 matrices, or the parameters of a BERT, or of one with GPT-2's vocabulary."""
     elements: int = 2**26
     """Elements of the matrices together, a power of two."""
-    loss: Literal["trivial", "pretraining"] = "trivial"
-    """A loss that costs next to nothing, or BERT's own, of 8 sequences of 64 tokens a worker."""
+    side: int | None = None
+    """Rows and columns of square matrices, in place of elements."""
+    loss: tasks.Loss = "matmuls"
+    """One whose gradients are matmuls of few rows; one of elementwise gradients, which XLA never
+    writes; or BERT's own, of 8 sequences of 64 tokens a worker."""
+    keep_pages: bool = False
+    """Runs again with glibc told to keep freed memory, in huge pages where the system has them:
+    without, most steps fault in their temporaries again."""
     workers: int = 2
     """Workers, a device each; on CPUs the devices are simulated."""
     kinds: tuple[str, ...] = ()
@@ -143,9 +156,12 @@ def choose(names: tuple[str, ...], *, bare: bool = True) -> dict[str, Kind]:
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    if options.keep_pages and "GLIBC_TUNABLES" not in os.environ:
+        os.environ["GLIBC_TUNABLES"] = _KEPT_PAGES
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.step", *sys.argv[1:]])
     jax.config.update("jax_num_cpu_devices", options.workers)
     pretraining = options.loss == "pretraining"
-    task = tasks.of_tree(options.tree, options.elements, pretraining=pretraining)
+    task = tasks.of_tree(options.tree, options.elements, options.loss, options.side)
     chosen = choose(options.kinds, bare=not pretraining)
     elements = tasks.size(task.shapes)
     bandwidth = memory_bandwidth(make_mesh(options.workers))

@@ -12,12 +12,18 @@ import numpy as np
 from train.bert.data import max_predictions
 from train.bert.model import BertConfig, init_params, pretraining_loss
 
-Tree = Literal["matrices", "bert-tiny", "bert-mini", "bert-small", "bert-base", "bert-large"]
+Tree = Literal[
+    "matrices", "bert-tiny", "bert-mini", "bert-small", "bert-base", "bert-large", "bert-base-gpt2"
+]
+Loss = Literal["matmuls", "trivial", "pretraining"]
 
 MATRICES = 16
-_VOCABULARY = 30522
+# BERT's, and GPT-2's, which is odd.
+_VOCABULARY, _GPT2_VOCABULARY = 30522, 50257
 # Of the batch that one worker gets of a pre-training task.
 _SEQUENCES, _TOKENS = 8, 64
+# Of the batch that one worker gets for `matmuls`.
+_ROWS = 8
 
 
 class Task(NamedTuple):
@@ -37,6 +43,40 @@ class Task(NamedTuple):
     def shapes(self) -> Any:
         """Of the parameters."""
         return jax.eval_shape(self.make_params)
+
+
+def matmuls(shapes: Any) -> Task:
+    """A loss that costs little, but whose gradients matmuls make, as a model's.
+
+    Each tensor, as a matrix of its last axis, is multiplied with a few rows of each worker's batch:
+    its gradient is the product of the rows and of what came out, and so written to memory before an
+    optimizer reads it. Gradients that are elementwise, as of :func:`trivial`, XLA makes anew
+    wherever they are read.
+
+    Args:
+      shapes: of the parameters.
+    """
+    widest = max(_as_matrix(p)[0] for p in jax.tree.leaves(shapes))
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        total = jnp.float32(0)
+        for p in jax.tree.leaves(params):
+            rows, columns = _as_matrix(p)
+            y = x[:, :rows] @ p.reshape(rows, columns)
+            total += jnp.sum(jnp.square(y - 1)) / y.size
+        return total
+
+    def make_batch(workers: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(1), (_ROWS * workers, widest)) / widest**0.5
+
+    def make_params() -> Any:
+        return jax.tree.map(lambda p: jnp.full(p.shape, 0.02, p.dtype), shapes)
+
+    return Task(make_params, loss_fn, make_batch)
+
+
+def _as_matrix(p: Any) -> tuple[int, int]:
+    return (math.prod(p.shape[:-1]), p.shape[-1]) if p.shape else (1, 1)
 
 
 def trivial(shapes: Any) -> Task:
@@ -82,26 +122,33 @@ def matrices(elements: int, count: int = 1) -> Any:
     return [shape] * count
 
 
-def of_tree(tree: Tree, elements: int, *, pretraining: bool = False) -> Task:
+def of_tree(tree: Tree, elements: int, loss: Loss = "matmuls", side: int | None = None) -> Task:
     """The task of this name.
 
     Args:
-      tree: `MATRICES` matrices, or the parameters of a BERT.
+      tree: `MATRICES` matrices, or the parameters of a BERT, or of one with GPT-2's vocabulary.
       elements: of the matrices together, a power of two.
-      pretraining: whether the loss is BERT's own, forward and backward pass; else it is trivial.
+      loss: of matmuls, trivial, or BERT's own, forward and backward pass.
+      side: rows and columns of square matrices, in place of `elements`.
 
     Raises:
-      ValueError: for `elements` that cannot be cut into matrices, and for matrices to pre-train.
+      ValueError: for `elements` that cannot be cut into matrices, a side that is not positive, and
+        for matrices to pre-train.
     """
+    if loss == "pretraining" and tree == "matrices":
+        bert = ", ".join(name for name in get_args(Tree) if name != tree)
+        raise ValueError(f"tree={tree!r} has no loss of pre-training; give one of {bert}.")
+    if side is not None and side < 1:
+        raise ValueError(f"side={side} must be at least 1: the rows and columns of each matrix.")
+    make = matmuls if loss == "matmuls" else trivial
     if tree == "matrices":
-        if pretraining:
-            bert = ", ".join(name for name in get_args(Tree) if name != tree)
-            raise ValueError(f"tree={tree!r} has no loss of pre-training; give one of {bert}.")
-        return trivial(matrices(elements, MATRICES))
-    model = BertConfig.of_size(tree.removeprefix("bert-"), _VOCABULARY)
+        square = jax.ShapeDtypeStruct((side, side), jnp.float32) if side else None
+        return make([square] * MATRICES if square else matrices(elements, MATRICES))
+    vocabulary = _GPT2_VOCABULARY if tree.endswith("gpt2") else _VOCABULARY
+    model = BertConfig.of_size(tree.removeprefix("bert-").removesuffix("-gpt2"), vocabulary)
     make_params = functools.partial(init_params, model, seed=0)
-    if not pretraining:
-        return trivial(jax.eval_shape(make_params))
+    if loss != "pretraining":
+        return make(jax.eval_shape(make_params))
     loss_fn = pretraining_loss(model)
     return Task(make_params, lambda params, batch: loss_fn(params, batch)[0], _random_tokens)
 

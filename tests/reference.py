@@ -40,9 +40,13 @@ def zero_residuals(size, workers, chunk=None):
     )
 
 
-def ec1(z, residuals, live=None, kind="rms", chunk=None):
-    """Error-compensated one-bit all-reduce of one block; dead elements come back as 0."""
+def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
+    """Error-compensated one-bit all-reduce of one block; dead elements come back as 0.
+
+    In one stage everybody averages what all workers sent; by default so do two workers.
+    """
     workers, size = len(z), z[0].size
+    one_stage = workers == 2 if one_stage is None else one_stage
     live = np.ones(size, bool) if live is None else live
     sent, new_e = [], []
     for i in range(workers):
@@ -50,6 +54,8 @@ def ec1(z, residuals, live=None, kind="rms", chunk=None):
         decoded = np.where(live, scale(c[live], kind) * sgn(c), np.float32(0))
         sent.append(decoded)
         new_e.append(c - decoded)
+    if one_stage:
+        return np.mean(sent, axis=0, dtype=np.float32), Residuals(new_e, residuals.E)
     result, new_E = np.zeros(size, np.float32), []
     for j, (lo, hi) in enumerate(chunk_bounds(size, workers, chunk)):
         alive = live[lo:hi]
@@ -64,8 +70,8 @@ def ec1(z, residuals, live=None, kind="rms", chunk=None):
 class Hierarchy:
     """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
 
-    def __init__(self, size, nodes, per_node):
-        self.nodes, self.per_node = nodes, per_node
+    def __init__(self, size, nodes, per_node, one_stage=None):
+        self.nodes, self.per_node, self.one_stage = nodes, per_node, one_stage
         self.chunk = 8 * -(-size // (8 * nodes * per_node))
         self.shards = chunk_bounds(size, per_node, nodes * self.chunk)
         self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
@@ -81,7 +87,7 @@ class Hierarchy:
         for i, (lo, hi) in enumerate(self.shards):
             shard = list(means[:, lo:hi])
             part, self.residuals[i] = ec1(
-                shard, self.residuals[i], live[lo:hi], kind, chunk=self.chunk
+                shard, self.residuals[i], live[lo:hi], kind, self.chunk, self.one_stage
             )
             parts.append(part)
         return np.concatenate(parts)

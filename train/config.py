@@ -148,7 +148,7 @@ class RunConfig:
     schedule_warmup: int | float = 80
     decay_rate: Share = 0.99
     decay_every: Count = 520
-    warmup: int | float | Literal["auto"] = 200
+    warmup: int | float | Literal["auto"] = "auto"
     b1: Fraction = 0.9
     b2: Fraction = 0.999
     eps: Positive = 1e-8

@@ -65,7 +65,6 @@ class FineTuneConfig(SequenceConfig):
     learning_rate: Positive = 5e-5
     schedule: Literal["exponential", "cosine", "linear"] = "linear"
     schedule_warmup: int | float = 0.1
-    warmup: int | float | Literal["auto"] = 0.15
     sequence_length: Length = 64
     # A run's own follow from the epochs.
     steps: Hidden[int] = MOST

@@ -50,6 +50,7 @@ from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 from onebit_jax.collectives.random_signs import RandomSigns
+from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 
 Form = Literal["one-stage", "two-stage"]
@@ -379,7 +380,11 @@ class BoundExchange:
         """The mean in pieces of all shards."""
         if not self.compresses:
             return whole_pieces(state.worker.value.values)
-        return self._decompress(received)
+        return [
+            # Written as chunks before it is read as the tensor: see `Layout._held_shape`.
+            materialize(x, self.axes.node) if self.layout.is_viewed_otherwise(place) else x
+            for place, x in enumerate(self._decompress(received))
+        ]
 
     def last_mean(self, received: jax.Array, state: Any) -> list[jax.Array]:
         """The mean in the pieces that a worker compresses, for use in the next call's values."""

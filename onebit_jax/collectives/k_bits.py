@@ -216,15 +216,19 @@ class KBits:
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
         """The norm of the mean that this shard received."""
         del state
-        sent = received.reshape(-1, *received.shape[-2:])
-        total, scales, at = jnp.float32(0), layout.scales(sent), layout.at
+        squared, at = jnp.float32(0), layout.at
+        # A worker at a time: with all in one array, and two axes of vmap, XLA for CPUs (JAX 0.10.2,
+        # not reported) makes a program that crashes.
+        all_rows = [received] if received.ndim == 2 else list(received)
         for piece in layout.pieces:
-            rows, planes = piece.plane[0], sent.shape[1] * piece.planes
-            sample, times = _sampled_rows(rows, planes * rows * BLOCK)
-            in_bytes = piece.bytes(sent, at)[..., sample, :]
-            S = piece.scales_of(scales, at)[..., None, :, sample]
-            total += times * jnp.sum(jnp.mean(self._numbers(in_bytes, S), 0) ** 2)
-        return jnp.sqrt(total)
+            length, planes = piece.plane[0], len(all_rows[0]) * piece.planes
+            sample, times = _sampled_rows(length, planes * length * BLOCK)
+            total = jnp.float32(0)
+            for rows in all_rows:
+                S = piece.scales_of(layout.scales(rows), at)[..., None, :, sample]
+                total += self._numbers(piece.bytes(rows, at)[..., sample, :], S)
+            squared += times * jnp.sum(jnp.square(total))
+        return jnp.sqrt(squared) / len(all_rows)
 
     def residuals(
         self, layout: Layout, state: ExchangeState

@@ -224,12 +224,19 @@ class Layout:
         the same, but on TPUs, where arrays are tiled, only then is a view free.
         """
         shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
-        if self._separate and shape and shape[0] % parts == 0:
+        if self._is_even(leaves):
             return (shape[0] // parts, *shape[1:])
         return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
 
+    def _is_even(self, leaves: tuple[int, ...]) -> bool:
+        """Whether chunks and planes cut a tensor along its first axis alone."""
+        shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
+        return self._separate and bool(shape) and shape[0] % parts == 0
+
     def _held_shape(self, leaves: tuple[int, ...], plane: Shape) -> Shape:
-        if not self._separate:
+        # A view as chunks and planes of an array of another shape would cost divisions for each
+        # element: XLA for CPUs does not vectorize them.
+        if not self._is_even(leaves):
             return (self.axes.nodes, self.planes, *plane)
         if self.axes.local is None:
             return self.shapes[leaves[0]]
@@ -266,6 +273,12 @@ class Layout:
             for i in piece.tensors
         }
         return [self._gather_piece(piece, tensors) for piece in pieces]
+
+    def is_viewed_otherwise(self, place: int) -> bool:
+        """Whether the piece at this place is one leaf, but not held in the leaf's shape."""
+        piece = self.pieces[place]
+        in_chunks = piece.shape == (piece.chunks, piece.planes, *piece.plane)
+        return in_chunks and len(self.leaves_of(place)) == 1
 
     def leaves_of(self, place: int) -> list[int]:
         """The leaves that the piece at this place is made of."""

@@ -320,19 +320,20 @@ class OneBit:
         active = layout.shard(state.active)
         if received.ndim == 2:
             return jnp.sqrt(jnp.sum(layout.scales(received) ** 2 * active.counts))
-        squared, of_rows = jnp.float32(0), layout.scales(received)
+        squared, chunks = jnp.float32(0), len(active.counts)
         for stack in layout.stacks:
-            blocks = (len(active.counts) * stack.count, *stack.plane)
+            blocks = (chunks * stack.count, *stack.plane)
             # A byte stands for eight elements.
             in_bytes = [
-                evenly_sampled(stack.bytes(rows).reshape(blocks), _SAMPLE // 8)
+                evenly_sampled(stack.bytes(rows).reshape(blocks), _SAMPLE // (8 * chunks))
                 for rows in (active.bits, *received)
             ]
-            (flags, *sent), times = zip(*in_bytes, strict=True)
-            scales = stack.scales_of(of_rows).reshape(len(received), -1)
-            mean = jnp.mean(signed(jnp.stack(sent), scales), 0)
-            squared += times[0] * jnp.sum(jnp.where(unpack_flags(flags, 1), mean, 0.0) ** 2)
-        return jnp.sqrt(squared)
+            (flags, *sent), (times, *_) = zip(*in_bytes, strict=True)
+            scales = [stack.scales_of(layout.scales(rows)).reshape(-1) for rows in received]
+            total = sum(map(signed, sent, scales), jnp.float32(0))
+            total = jnp.where(unpack_flags(flags, 1), total, 0.0)
+            squared += times * jnp.sum(jnp.square(total))
+        return jnp.sqrt(squared) / len(received)
 
     def activate(self, layout: Layout, state: ExchangeState, alike: Any) -> ExchangeState:
         """Says which elements take part from the next call on; see ``BoundExchange.activate``."""

@@ -7,6 +7,7 @@ from onebit_jax.plan.calibration import covers
 from onebit_jax.plan.model import Prediction, Setting, check, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows
 from onebit_jax.plan.quantities import format_rate
+from onebit_jax.transforms.onebit_adam import WARMUP
 
 # A gain below the first is within the model's error; below the second there is no gain.
 _WORTHWHILE, _NONE = 1.1, 1.02
@@ -117,4 +118,9 @@ def _advice(
         below = thresholds[name][1]
         if gain <= 1 and 0 < below < math.inf:
             sentences.append(f"It would be faster below {format_rate(below)}.")
+    if setting.steps <= WARMUP.min_steps:
+        sentences.append(
+            f"onebit_adam's default warm-up does not end before update {WARMUP.min_steps}, and "
+            f"this run has {setting.steps}: give it warmup=N, a number of updates."
+        )
     return " ".join(sentences).replace("%", " %")

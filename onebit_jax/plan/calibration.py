@@ -11,13 +11,13 @@ from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, rows
 ADAM_ALONE = "Adam, no exchange"
 
 
-def _kinds(optimizers: Iterable[Optimizer], warmup_bits: int = 32) -> frozenset[str]:
+def _kinds(optimizers: Iterable[Optimizer], warmup_bits: int) -> frozenset[str]:
     return frozenset({ADAM_ALONE}.union(*(row.kinds(warmup_bits) for row in optimizers)))
 
 
 def calibrated_kinds() -> frozenset[str]:
     """All kinds of ``benchmarks.step`` that a plan reads."""
-    return _kinds((FLOAT32, BFLOAT16, *rows()))
+    return _kinds((FLOAT32, BFLOAT16, *rows()), warmup_bits=32)
 
 
 def read_calibration(path: pathlib.Path) -> dict[str, float]:

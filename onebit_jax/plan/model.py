@@ -30,7 +30,8 @@ one-bit exchange what XLA's collectives send: in doubt the model favours dense.
 The time of a step is the sum of its compute, the exchange, and the work that the exchange causes on
 each device; nothing overlaps. A run is its warm-up, whose gradients travel in ``warmup_bits``, and
 the steps after it: 32 and 16 are dense all-reduces, 8 and 4 the optimizer's exchange at that many
-bits. If only some steps exchange, their time and bytes are averaged over all steps.
+bits. An optimizer whose variance is refreshed makes that exchange again in 16 steps of each octave.
+If only some steps exchange, their time and bytes are averaged over all steps.
 """
 
 import math
@@ -48,6 +49,8 @@ from onebit_jax.plan.optimizers import (
     encoding_bytes_at,
 )
 
+# In an octave of updates, by `step_sets.published_variance_steps(16)`.
+_REFRESHES = 16
 # No number of a run or a machine is larger, and no rate or time is below its reciprocal, so that
 # products of them are finite.
 _MOST = 1e24
@@ -91,7 +94,7 @@ class Setting(NamedTuple):
     efficiency: float = 1.0
     host_bandwidth: float = math.inf
     calibration: Mapping[str, float] | None = None
-    warmup_bits: int = 32
+    warmup_bits: int = 8
     every: int = 30
     local_bits: int = 4
 
@@ -145,8 +148,19 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     warmup_step = setting.step_time + _seconds(warming, setting) + of_warmup
     share, steps = setting.warmup, setting.steps
     run = steps * (share * warmup_step + (1 - share) * step)
-    run_bytes = steps * (share * sum(c.card for c in warming) + (1 - share) * step_bytes)
+    warming_bytes = sum(c.card for c in warming)
+    run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)
+    if optimizer.refreshed:
+        refreshes = _refreshes(share * steps, steps)
+        run += refreshes * (_seconds(warming, setting) + of_warmup)
+        run_bytes += refreshes * warming_bytes
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
+
+
+def _refreshes(begin: float, end: float) -> float:
+    """How many refreshes fall between two updates: 16 in each octave, but one an update at most."""
+    begin = min(max(begin, 1.0), end)
+    return min(_REFRESHES * math.log2(end / begin), end - begin)
 
 
 def _collectives(

@@ -36,6 +36,8 @@ class Optimizer(NamedTuple):
       rounds: share of the steps after the warm-up in which it exchanges anything.
       warmup: whether a run begins with steps that exchange gradients at the setting's
         ``warmup_bits``.
+      refreshed: whether some steps after the warm-up, at growing gaps, exchange gradients as it
+        does, too.
       encoding_bytes: bytes an element that encoding and decoding read and write beyond what Adam's
         own update does.
       advised: whether the advice may be to use it: for a dense run's loss alone, and with nothing
@@ -48,10 +50,11 @@ class Optimizer(NamedTuple):
     benchmark: str
     rounds: float = 1.0
     warmup: bool = False
+    refreshed: bool = False
     encoding_bytes: float = 0.0
     advised: bool = False
 
-    def kinds(self, warmup_bits: int = 32) -> tuple[str, ...]:
+    def kinds(self, warmup_bits: int) -> tuple[str, ...]:
         """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
         if not self.warmup:
             return (self.benchmark,)
@@ -89,6 +92,7 @@ def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -
         entry.benchmark or entry.label,
         rounds=entry.rounds,
         warmup=entry.warms_up,
+        refreshed=entry.refreshed,
         encoding_bytes=entry.encoding_bytes,
         advised=entry.advised,
     )

@@ -88,6 +88,7 @@ class Entry(NamedTuple):
       exchange: the constructor whose options of the exchange it has; None for a dense optimizer.
       feedback: whether it has error feedback at one bit, with a scale and residuals.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
+      refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
       freezes_by_number: whether its variance can freeze only after a given number of updates.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
@@ -108,6 +109,7 @@ class Entry(NamedTuple):
     exchange: Callable[..., Any] | None = None
     feedback: bool = True
     warms_up: bool = False
+    refreshed: bool = False
     freezes_by_number: bool = False
     local_steps: bool = False
     rate_of: str | None = None
@@ -211,7 +213,9 @@ REGISTRY: dict[str, Entry] = {
     # reads it for the scale and for the signs (20); the server does the same for its chunk (16 / n,
     # at most 8); decoding reads the reciprocal root and the parameter and writes the parameter
     # (12); bits take less than 1.
-    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(advised=True),
+    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(
+        refreshed=True, advised=True
+    ),
     # It also concatenates the gradients (8) and makes two passes over the fresh variance, the
     # reciprocal root and the parameters (8 + 4 + 4 + 4).
     "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),

@@ -158,4 +158,4 @@ def test_a_size_that_cannot_be_cut_into_matrices_is_refused(elements):
 
 def test_matrices_cannot_be_pretrained():
     with pytest.raises(ValueError, match="tree='matrices' has no loss of pre-training"):
-        tasks.of_tree("matrices", 2**10, pretraining=True)
+        tasks.of_tree("matrices", 2**10, "pretraining")

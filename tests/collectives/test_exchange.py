@@ -17,7 +17,7 @@ from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.random_signs import RandomSigns
-from onebit_jax.collectives.votes import field_bits
+from onebit_jax.collectives.votes import Votes, field_bits
 from tests.collectives.exchanging import (
     COMPRESSORS,
     FEEDBACK,
@@ -49,10 +49,12 @@ def of_tree(name: str, sizes: Sizes = 4) -> Exchanging:
 # Of every compressor.
 
 
-@every_compressor
-def test_workers_agree_and_bindings_give_the_same_bits(name):
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, 4) for name in COMPRESSORS), ("rms", 2), ("4 bits", 2)]
+)
+def test_workers_agree_and_bindings_give_the_same_bits(name, sizes):
     rng = np.random.default_rng(0)
-    first, *others = (Exchanging(COMPRESSORS[name], TREE, 4, binding) for binding in BINDINGS)
+    first, *others = (Exchanging(COMPRESSORS[name], TREE, sizes, binding) for binding in BINDINGS)
     for turn in range(2):
         values = first.draw(rng)
         expected = first(values, turn=turn, seed=turn)
@@ -76,7 +78,7 @@ def test_workers_agree_and_bindings_give_the_same_bits(name):
     ids=str,
 )
 def test_what_travels_and_in_how_many_collectives(name, sizes):
-    """Two of uint8, or one sum of votes, however many tensors; or as many as fill the buckets."""
+    """Two of uint8, or one of all or of votes, however many tensors; or as many as fill buckets."""
     shapes, compressor = [(1024, 384), (3,), (0,), (77,)], COMPRESSORS[name]
     whole, cut = (Exchanging(compressor, shapes, sizes, "shard_map", x) for x in (None, 4096))
     values = whole.draw(np.random.default_rng(0))
@@ -87,6 +89,8 @@ def test_what_travels_and_in_how_many_collectives(name, sizes):
     there = compressor.bits + 32 / BLOCK if isinstance(compressor, KBits) else 1
     back = nodes.bit_length() if "counted" in name else there
     between = {"all-to-all": there, "all-gather": back}
+    if name in FEEDBACK and nodes == 2:
+        between, back = {"all-gather": nodes * there}, nodes * there
     if "summed" in name:
         between = {"all-reduce": 2 * field_bits(nodes)}
     within = {("reduce-scatter", "f32", "local"), ("all-gather", "u8", "local")}
@@ -301,6 +305,12 @@ MEAN_ABS, HALF = ExchangeOptions(scale="mean_abs"), ExchangeOptions(residual_dty
         (RandomSigns, {"requantize": 1}, r"^requantize=1 must be"),
         (ExchangeOptions, {"scale": "max"}, r"^scale='max'"),
         (ExchangeOptions, {"bucket_bytes": 100}, r"^bucket_bytes=100.* multiple of 128"),
+        (ExchangeOptions, {"form": "flat"}, r"^form='flat' must be 'auto' or 'one-stage' or"),
+        (
+            ExchangeOptions(form="one-stage").of,
+            {"axis_name": AXIS, "compressor": Votes()},
+            r"^form='one-stage' is an option of exchanges with error feedback.*leave it out",
+        ),
         (Exchange, {**ONE, "bucket_bytes": 0}, r"^bucket_bytes=0"),
         (Exchange, {**ONE, "local_dtype": "float16"}, r"^local_dtype='float16' must be"),
         (Exchange, {**ONE, "local_dtype": "bfloat16"}, r"^local_dtype='bfloat16' .* is one axis"),

@@ -24,7 +24,9 @@ def numpy_mean(there: reference.Hierarchy, values, active, kind, decays):
     ]
     if there.nodes > 1:
         return there.all_reduce(list(values), active, kind)
-    mean, there.residuals[0] = reference.ec1(list(values), there.residuals[0], active, kind)
+    mean, there.residuals[0] = reference.ec1(
+        list(values), there.residuals[0], active, kind, one_stage=there.one_stage
+    )
     return mean
 
 
@@ -39,30 +41,34 @@ def nonzero(tree):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "binding", "compressor", "small"),
+    ("sizes", "binding", "compressor", "small", "form"),
     [
-        (1, "vmap", OneBit("mean_abs"), layout.SMALL),
-        (2, "pmap", OneBit(), layout.SMALL),
-        (3, "vmap", OneBit("mean_abs"), layout.SMALL),
-        (4, "shard_map", OneBit(fused=True), layout.SMALL),
-        (4, "vmap", OneBit(), 0),
-        ((2, 2), "shard_map", OneBit(), layout.SMALL),
-        ((3, 2), "vmap", OneBit("mean_abs", fused=True), 0),
+        (1, "vmap", OneBit("mean_abs"), layout.SMALL, "auto"),
+        (2, "pmap", OneBit(), layout.SMALL, "auto"),
+        (2, "vmap", OneBit(), layout.SMALL, "two-stage"),
+        (3, "vmap", OneBit("mean_abs"), layout.SMALL, "auto"),
+        (4, "shard_map", OneBit(fused=True), layout.SMALL, "auto"),
+        (4, "vmap", OneBit(), 0, "one-stage"),
+        ((2, 2), "shard_map", OneBit(), layout.SMALL, "auto"),
+        ((3, 2), "vmap", OneBit("mean_abs", fused=True), 0, "auto"),
+        ((3, 2), "vmap", OneBit("mean_abs"), layout.SMALL, "one-stage"),
     ],
     ids=str,
 )
-def test_it_agrees_with_numpy(monkeypatch, sizes, binding, compressor, small):
+def test_it_agrees_with_numpy(monkeypatch, sizes, binding, compressor, small, form):
     """Elements that become active in the third call have no residual; the fourth decays all."""
     monkeypatch.setattr(layout, "SMALL", small)
     rng, fused = np.random.default_rng(5), compressor.fused
-    exchange = Exchanging(compressor, TREE, sizes, binding)
+    exchange = Exchanging(compressor, TREE, sizes, binding, form=form)
     ones = jax.tree.map(lambda x: x[0], exchange.active)
     some: Any = jax.tree.map(lambda x: rng.random(x.shape) < 0.8, ones)
     some["a"][:] = False
     exchange.activate(some)
     nodes, per_node = (sizes, 1) if isinstance(sizes, int) else sizes
+    one_stage = form == "one-stage" or (form == "auto" and nodes == 2)
     there = [
-        reference.Hierarchy(x.shape[1], nodes, per_node) for x in blocks(exchange.active, fused)
+        reference.Hierarchy(x.shape[1], nodes, per_node, one_stage)
+        for x in blocks(exchange.active, fused)
     ]
     for call, decays in enumerate([(1.0, 1.0)] * 3 + [(0.5, 0.25)]):
         if call == 2:
@@ -72,7 +78,7 @@ def test_it_agrees_with_numpy(monkeypatch, sizes, binding, compressor, small):
         means = exchange(values, decays=decays)
         active = nonzero(exchange.active) // exchange.workers
         assert nonzero(exchange.state.worker.value.values) == nodes * active
-        assert nonzero(exchange.state.server.value.values) == active
+        assert nonzero(exchange.state.server.value.values) == (0 if one_stage else active)
         trees = (means, values, exchange.active, *exchange.residuals())
         trees = (blocks(tree, fused) for tree in trees)
         for numpy, mean, z, alive, e, E in zip(there, *trees, strict=True):
