@@ -69,5 +69,6 @@ lint: $(VENV)/installed
 
 # From nothing each time: a page that was read before would not warn again.
 docs: $(VENV)/installed-docs
+	$(BIN)/python -m docs.check_figures
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet docs docs/_build/html
 	@echo docs/_build/html/index.html

@@ -1,13 +1,13 @@
-r"""What an exchange with error feedback keeps from call to call, and how that changes hands.
+r"""The state of an exchange with error feedback.
 
 A compressor with error feedback rounds :math:`c = z + e` to :math:`Q(c)` and adds the residual
-:math:`e = c - Q(c)` to the next value, on workers and on servers. Kept are the compensated values
-:math:`c_i` and :math:`a_j` with their scales, from which the residuals follow: a compensated value
-can be written before its scale is known, a residual could not.
+:math:`e = c - Q(c)` to the next value, on workers and on servers. The state holds the compensated
+values :math:`c_i` and :math:`a_j` with their scales, from which the residuals follow: a compensated
+value can be written before its scale is known, a residual cannot.
 
-The residuals of all workers and servers together, :math:`R = \frac1n \sum_i e_i + E`, are a tree
-like the one that is exchanged. With :math:`e_i = R` on each of any number of workers and :math:`E =
-0` nothing of it is lost: so a run goes on with another number of workers. In the hierarchical form
+The total residual of all workers and servers, :math:`R = \frac1n \sum_i e_i + E`, is a tree like
+the one that is exchanged. Setting :math:`e_i = R` on each of any number of workers, and :math:`E =
+0`, preserves it: so a run can continue with another number of workers. In the hierarchical form
 residuals are those of shards, and a worker is a node.
 """
 
@@ -24,11 +24,11 @@ from onebit_jax.markers import PerWorker
 
 
 class Compensated(NamedTuple):
-    """Values with their residual added, and the scales that they were rounded with.
+    """Values with their residual added, and the scales with which they were rounded.
 
     Attributes:
-      values: a worker's for each piece ``[1, *shape]``; a server's for each stack ``[1, G, planes,
-        *plane]``. 0 where not active.
+      values: on a worker for each piece ``[1, *shape]``; on a server for each stack ``[1, G,
+        planes, *plane]``. 0 for inactive elements.
       scales: float32 ``[1, ...]``.
     """
 
@@ -37,13 +37,13 @@ class Compensated(NamedTuple):
 
 
 class Active(NamedTuple):
-    """Which elements take part: no padding, and none that its optimizer calls inactive.
+    """The active elements; padding, and elements that the optimizer calls inactive, are not.
 
     Attributes:
-      bits: one bit per element, laid out as in the rows that travel; uint8 ``[n, bytes]``, in the
+      bits: one bit per element, laid out as in the rows that are sent; uint8 ``[n, bytes]``, in the
         hierarchical form ``[L, N, bytes]``.
-      counts: how many of each chunk of each tensor are set; float32 ``[n, tensors]``, in the
-        hierarchical form ``[L, N, tensors]``. Counting bits takes as long as packing them.
+      counts: the number of active elements of each chunk of each tensor, stored because counting
+        takes as long as packing; float32 ``[n, tensors]``, hierarchical ``[L, N, tensors]``.
     """
 
     bits: jax.Array
@@ -51,19 +51,19 @@ class Active(NamedTuple):
 
 
 class ExchangeState(NamedTuple):
-    """What an exchange with error feedback keeps.
+    """The state of an exchange with error feedback.
 
     Fields inside a :class:`~onebit_jax.PerWorker` belong to each worker; the others are equal on
     all workers, bit for bit.
 
     Attributes:
       worker: ``c_i`` of the last call, of the device's shard, as :class:`Compensated`. Its values
-        are ``()`` where the optimizer holds them. On a single node they are the last mean.
-      server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`; no values where
-        nobody serves.
-      active: which elements take part; ``()`` where the compressor asks for none.
-      residual_ratio: norm of the worker's residual over that of the mean, 0 where this is 0;
-        float32 ``[1]``. Estimated for large tensors, from some 16,000 elements, evenly spread.
+        are ``()`` if the optimizer holds them. On a single node they are the last mean.
+      server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`; no values in
+        one stage and on a single node.
+      active: the active elements; ``()`` for a compressor that treats all alike.
+      residual_ratio: norm of the worker's residual over that of the mean, 0 if the latter is 0;
+        float32 ``[1]``. For large tensors estimated from about 16,000 elements, evenly spread.
     """
 
     worker: PerWorker
@@ -72,13 +72,13 @@ class ExchangeState(NamedTuple):
     residual_ratio: PerWorker
 
     def metrics(self) -> dict[str, jax.Array]:
-        """``residual_ratio``, seen from one worker: a scalar."""
+        """``residual_ratio``, as one worker sees it: a scalar."""
         return {"residual_ratio": self.residual_ratio.value[0]}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """``scale_spread``, seen from one worker: its greatest scale over its least above 0.
+        """``scale_spread``, as one worker sees it: its largest scale over its smallest above 0.
 
-        0 where nothing was compressed yet, and nothing where each 256 values have a scale.
+        0 before the first compression; an empty dict if each 256 values have a scale.
         """
         if not self.active:
             return {}
@@ -88,11 +88,11 @@ class ExchangeState(NamedTuple):
 
 
 class Call(NamedTuple):
-    """How one call adds its residuals.
+    """Options of one call.
 
     Attributes:
       when: where false, the state stays as it is; the same on all workers.
-      residual_decay: what the workers' residuals are multiplied with before they are added.
+      residual_decay: the factor of the workers' residuals when they are added.
       server_decay: likewise for the servers'.
     """
 
@@ -102,18 +102,18 @@ class Call(NamedTuple):
 
 
 def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:
-    """Zeros for a worker's values: of its shard; on a single node of all shards, for the mean."""
+    """Zeros for a worker's values: for its shard; on a single node for all shards, of the mean."""
     shards = layout.shards if layout.axes.single_node else ()
     return [jnp.zeros((1, *shards, *piece.shape), dtype) for piece in layout.pieces]
 
 
 def with_worker_values(state: ExchangeState, values: Any) -> ExchangeState:
-    """The state with other compensated values of the worker, or with none, ``()``."""
+    """The state with other compensated values of the worker, or without any, ``()``."""
     return state._replace(worker=PerWorker(state.worker.value._replace(values=values)))
 
 
 def without_server(state: ExchangeState) -> ExchangeState:
-    """The state of a worker that serves no chunk."""
+    """The state without a server's values."""
     return state._replace(server=PerWorker(Compensated([], state.server.value.scales)))
 
 
@@ -121,9 +121,9 @@ def check_fits(state: Any, expected: Any, workers: int) -> None:
     """Raises ``ValueError`` for a state that was made for other tensors, workers or options.
 
     Args:
-      state: an exchange's, in the worker view.
-      expected: the shapes of one that fits.
-      workers: how many there are.
+      state: the state of an exchange, in the worker view.
+      expected: the shapes of a state that fits.
+      workers: the number of workers.
     """
 
     def shapes(tree: Any) -> list[Any]:
@@ -138,13 +138,13 @@ def check_fits(state: Any, expected: Any, workers: int) -> None:
 
 
 def total_residual(layout: Layout, residuals: Any, server_residuals: Any) -> Any:
-    """``R``: the workers' mean residual and the servers', a tree like the layout's.
+    """``R``: the workers' mean residual plus the servers' residuals, a tree like the layout's.
 
     Args:
       layout: the layout.
-      residuals: of this worker, one for each piece ``[*shape]``, 0 where not active.
-      server_residuals: of this server, one for each stack ``[G, planes, *plane]``, likewise; none
-        where nobody serves.
+      residuals: this worker's, one for each piece ``[*shape]``, 0 for inactive elements.
+      server_residuals: this server's, likewise, one for each stack ``[G, planes, *plane]``; empty
+        without servers.
     """
     node = layout.axes.node
     pieces = [lax.pmean(e, node) for e in residuals]

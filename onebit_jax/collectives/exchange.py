@@ -1,28 +1,28 @@
-"""The exchange beneath every optimizer: values of all workers in, their mean out, few bits between.
+"""The exchange beneath every optimizer: averages values over workers, and sends few bits.
 
-An :class:`Exchange` says how, and is made where an optimizer is made. :meth:`Exchange.over` binds
-it to a tree and to the axes that the program runs along, wherever those are bound (inside
-``shard_map``, ``pmap`` or ``vmap``). An error-compensated mean of gradients, say::
+An :class:`Exchange` holds the options; an optimizer's constructor makes it. :meth:`Exchange.over`
+binds it to a tree and to the axes that the program runs along, where those are bound (inside
+``shard_map``, ``pmap`` or ``vmap``). For example, an error-compensated mean of gradients::
 
     exchange = Exchange("data", OneBit()).over(grads)
     state = exchange.activate(exchange.init(), ones)                           # once
     received, state = exchange.all_reduce(exchange.node_mean(grads), state)    # in each step
     mean = exchange.mean(received, state)
 
-Values go in as *pieces* (:mod:`onebit_jax.collectives.layout`): what a worker compresses, small
-tensors brought together and, in the hierarchical form, the device's shard. They are a list of
-arrays; arithmetic on them is that on tensors.
+Values are passed as *pieces* (:mod:`onebit_jax.collectives.layout`), the arrays that a worker
+compresses: small tensors are concatenated and, in the hierarchical form, a piece is the device's
+shard. Pieces are a list of arrays; elementwise arithmetic on them is that on tensors.
 
-In two stages, the papers' form, a call is one ``all_to_all`` and one ``all_gather`` of uint8,
-however many tensors there are: scales travel in the same bytes. Each worker serves one chunk of
-every tensor: it averages what all workers sent of it, compresses the mean and sends that to all.
-In one stage a call is one ``all_gather``, and each worker averages everything itself. Of ``n``
+In two stages, the papers' form, a call is one ``all_to_all`` and one ``all_gather`` of uint8 for
+any number of tensors: scales are sent in the same bytes. Each worker serves one chunk of every
+tensor: it averages all workers' values of the chunk, compresses the mean and sends it to all.
+In one stage a call is one ``all_gather``, and each worker averages all chunks itself. With ``n``
 workers that compress to ``b`` bytes per element, each sends ``2 b (n - 1) / n`` in two stages and
-``b (n - 1)`` in one: as much if there are two. In one stage the mean is not rounded again, and no
+``b (n - 1)`` in one: the same for two workers. In one stage the mean is not rounded again, and no
 server keeps a residual.
 
-In buckets there are as many collectives as the bytes fill. How the bytes travel (in one stage or
-two, flat, by nodes, in buckets) does not depend on what a compressor makes of values.
+With buckets there are as many collectives as the bytes fill. How the bytes are sent (in one stage
+or two, flat, by nodes, in buckets) does not depend on the compressor.
 """
 
 import dataclasses
@@ -57,11 +57,11 @@ Form = Literal["one-stage", "two-stage"]
 
 
 class Compressor(Protocol):
-    """What turns values into bytes, on workers and on servers, and bytes into values.
+    """Encodes values as bytes, on workers and on servers, and decodes them.
 
     Attributes:
-      planes: numbers to a byte.
-      grouping: how tensors are laid out.
+      planes: the number of values per byte.
+      grouping: the layout of tensors.
     """
 
     @property
@@ -71,23 +71,23 @@ class Compressor(Protocol):
     def grouping(self) -> Grouping: ...  # noqa: D102
 
     def init(self, layout: Layout) -> Any:
-        """The state before the first call; ``()`` for a compressor that keeps nothing."""
+        """The state before the first call; ``()`` for a compressor without state."""
         ...
 
     def compress(
         self, layout: Layout, values: Sequence[Any], state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
-        """A worker's values as rows, one for each server, uint8 ``[chunks, bytes]``; its state."""
+        """Encodes a worker's values, a row per server, uint8 ``[chunks, bytes]``; the new state."""
         ...
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
-        """What a server sends to all, uint8 ``[bytes]``, given all workers' rows; its state."""
+        """A server's row for all, uint8 ``[bytes]``, from all workers' rows; the new state."""
         ...
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
-        """The values that all servers' rows ``[..., chunks, bytes]`` stand for, in pieces."""
+        """Decodes all servers' rows ``[..., chunks, bytes]`` to pieces."""
         ...
 
 
@@ -100,14 +100,14 @@ class FeedbackCompressor(Compressor, Protocol):
         Args:
           layout: the layout.
           received: servers' rows ``[chunks, bytes]``, or workers' ``[workers, chunks, bytes]``.
-          state: what is active.
+          state: holds the active elements.
         """
         ...
 
     def residuals(
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This worker's ``e_i``, in pieces, and this server's ``E_j``, for each stack it serves."""
+        """This worker's ``e_i``, in pieces, and this server's ``E_j``, for each of its stacks."""
         ...
 
     def with_residual(
@@ -122,15 +122,15 @@ class ExchangeOptions:
     """Options of the exchange that an optimizer with error feedback takes as ``exchange=``.
 
     Attributes:
-      scale: of one-bit compression: ``"rms"`` (root mean square, the papers' and the better one
-        with error feedback) or ``"mean_abs"`` (mean absolute value).
-      residual_dtype: of the arrays that hold residuals, and in a warm-up the momentum:
-        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. What it
-        rounds off is lost: up to one part in 256 of a value, each step.
-      local_dtype: what travels within a node in the hierarchical form: ``"float32"``, or
-        ``"bfloat16"`` for half the bytes there.
-      bucket_bytes: the most that one collective carries from a worker to another, a multiple of
-        128; None for all in one. ``"auto"`` is what was measured to pay (docs/performance.md):
+      scale: the scale at one bit: ``"rms"`` (root mean square, the papers' choice, and better with
+        error feedback) or ``"mean_abs"`` (mean absolute value).
+      residual_dtype: dtype of the arrays that hold residuals, and in a warm-up the momentum:
+        ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. Its
+        rounding errors are lost: up to one part in 256 of a value, each step.
+      local_dtype: dtype within a node in the hierarchical form: ``"float32"``, or ``"bfloat16"``
+        for half the bytes there.
+      bucket_bytes: the largest message from one worker to another in one collective, a multiple of
+        128; None for one message. ``"auto"`` is the fastest as measured (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
       form: ``"two-stage"``, the papers': an all-to-all, a server that averages and compresses
         again, an all-gather. ``"one-stage"``: an all-gather, and every worker averages; with ``n``
@@ -162,7 +162,7 @@ class ExchangeOptions:
         return self.one_bit(axis_name) if bits == 1 else self.of(axis_name, KBits(bits))
 
     def of(self, axis_name: Any, compressor: Compressor) -> "Exchange":
-        """The exchange with another compressor; ``ValueError`` for options that it has not."""
+        """The exchange with a given compressor; ``ValueError`` for options it does not have."""
         given = (self.scale, self.residual_dtype)
         if not isinstance(compressor, OneBit) and given != ("rms", "float32"):
             raise ValueError(
@@ -177,12 +177,12 @@ class ExchangeOptions:
         return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes, self.form)
 
     def travel(self) -> "ExchangeOptions":
-        """The options of how bytes travel alone, which any compressor has."""
+        """The options of sending alone, which apply to any compressor."""
         return dataclasses.replace(self, scale="rms", residual_dtype="float32")
 
 
 def check_options(exchange: Any) -> None:
-    """Raises ``ValueError`` unless an argument ``exchange`` has the options of one."""
+    """Raises ``ValueError`` unless an argument ``exchange`` is an :class:`ExchangeOptions`."""
     if not isinstance(exchange, ExchangeOptions):
         raise ValueError(
             f"exchange={exchange!r} must be options of an exchange: "
@@ -192,15 +192,15 @@ def check_options(exchange: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How values are averaged.
+    """An exchange before it is bound to a tree.
 
     Attributes:
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
-      compressor: what makes bytes of values.
-      local_dtype: what travels within a node, in the hierarchical form.
-      bucket_bytes: the most that one collective carries from a worker to another; see
+      compressor: encodes values as bytes.
+      local_dtype: dtype within a node, in the hierarchical form.
+      bucket_bytes: the largest message from one worker to another in one collective; see
         :class:`ExchangeOptions`.
-      form: one stage or two; see there. Without error feedback there is one form only.
+      form: one stage or two; see there. Without error feedback there is only one form.
 
     Raises:
       ValueError: for an invalid option.
@@ -226,13 +226,13 @@ class Exchange:
 
 
 class BoundExchange:
-    """An exchange over one tree, where its axes are bound; :meth:`Exchange.over` makes it.
+    """An exchange bound to one tree and to its axes; :meth:`Exchange.over` makes it.
 
     Attributes:
-      how: what it was made from.
+      how: the :class:`Exchange` from which it was made.
       axes: the axes that it runs along.
-      layout: of the tree.
-      one_stage: whether every worker averages what all workers sent.
+      layout: the layout of the tree.
+      one_stage: whether every worker averages the rows of all workers.
     """
 
     def __init__(self, how: Exchange, axes: Axes, tree: Any):
@@ -243,7 +243,7 @@ class BoundExchange:
 
     @property
     def compresses(self) -> bool:
-        """Whether there is anything to compress, and anybody to send it to."""
+        """Whether there are values to compress, and other workers or nodes."""
         return bool(self.layout.pieces) and not self.axes.single_node
 
     @property
@@ -271,7 +271,7 @@ class BoundExchange:
         )
 
     def node_mean_tree(self, tree: Any) -> Any:
-        """The same as a tree, of whole tensors on every device."""
+        """The same mean as a tree of whole tensors on every device."""
         if self.axes.single_node:
             return dense_mean(tree, self.axes)
         if self.axes.local is None:
@@ -282,7 +282,7 @@ class BoundExchange:
         return jax.tree.map(lambda x: x.astype(jnp.float32), means)
 
     def pieces(self, tree: Any) -> list[jax.Array]:
-        """Converts values that a node's devices share to what :meth:`all_reduce` takes."""
+        """Converts values that a node's devices share to the input of :meth:`all_reduce`."""
         pieces = self.layout.gather(tree)
         return pieces if self.axes.single_node else self.layout.shard(pieces)
 
@@ -291,20 +291,20 @@ class BoundExchange:
     def all_reduce(
         self, values: Sequence[Any], state: Any, call: Any = Call()
     ) -> tuple[jax.Array, Any]:
-        """Averages values; :meth:`mean` reads what was received.
+        """Averages values; :meth:`mean` decodes the result.
 
-        What comes back for an element that is not active is undefined.
+        The results for inactive elements are undefined.
 
         Args:
           values: the workers' values, from :meth:`node_mean`.
-          state: what the last call returned. Its residuals, if any, are added to the values.
-          call: what the compressor is told besides: with error feedback a
+          state: the state from the last call. Its residuals, if any, are added to the values.
+          call: options of the compressor; with error feedback a
             :class:`~onebit_jax.collectives.error_feedback.Call`.
 
         Returns:
-          What was received, uint8 ``[n, bytes]``, in the hierarchical form ``[L, N, bytes]``, or in
-          one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, from each worker its row for each
-          chunk; the same on all workers, bit for bit; and the next state.
+          The received bytes, uint8 ``[n, bytes]``, in the hierarchical form ``[L, N, bytes]``, or
+          in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, each worker's row for each chunk;
+          the same on all workers, bit for bit; and the next state.
         """
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
@@ -314,7 +314,7 @@ class BoundExchange:
     def all_reduce_shard(
         self, values: Sequence[Any], state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
-        """The same, of which this device receives its shard alone: without the axis ``L``."""
+        """As :meth:`all_reduce`, but only this device's shard: without the axis ``L``."""
         layout, node = self.layout, self.axes.node
         sent, new = self.compressor.compress(layout, values, state, call)
         if isinstance(self.compressor, RandomSigns) and self.compressor.transport == "votes":
@@ -336,7 +336,7 @@ class BoundExchange:
     def _all_reduce_dense(
         self, values: Sequence[Any], state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
-        """On a single node, whose mean the values are: they are kept in the residuals' place."""
+        """Stores the mean of a single node, which the values are, in the residuals' array."""
         held = [
             jnp.where(call.when, new.astype(old.dtype).reshape(old.shape), old)
             for new, old in zip(values, state.worker.value.values, strict=True)
@@ -347,14 +347,14 @@ class BoundExchange:
     def _measured(
         self, received: jax.Array, new: ExchangeState, old: ExchangeState, call: Call
     ) -> ExchangeState:
-        """Divides the residual's norm by the mean's."""
+        """Divides the residual's norm by the norm of the mean."""
         norm = self.feedback.mean_norm(self.layout, received, new)
         ratio = jnp.where(norm > 0, new.residual_ratio.value / jnp.maximum(norm, 1e-38), 0.0)
         kept = jnp.where(call.when, ratio, old.residual_ratio.value)
         return new._replace(residual_ratio=PerWorker(kept))
 
     def nothing_received(self) -> jax.Array:
-        """What :meth:`all_reduce` would return that decodes to zeros."""
+        """Bytes like those of :meth:`all_reduce` that decode to zeros."""
         leading = (*self.layout.shards, self.axes.nodes)
         if not self.compresses:
             return jnp.zeros((*leading, 1), jnp.uint8)
@@ -373,11 +373,11 @@ class BoundExchange:
         return self.mean(received, state), state
 
     def mean(self, received: jax.Array, state: Any) -> Any:
-        """The mean that a call brought, decoded where it is read; float32, like the tree."""
+        """Decodes the mean from a call's received bytes; float32, like the tree."""
         return self.layout.scatter(self.mean_in_pieces(received, state))
 
     def mean_in_pieces(self, received: jax.Array, state: Any) -> list[jax.Array]:
-        """The same in pieces of all shards."""
+        """The mean in pieces of all shards."""
         if not self.compresses:
             return whole_pieces(state.worker.value.values)
         return [
@@ -387,13 +387,13 @@ class BoundExchange:
         ]
 
     def last_mean(self, received: jax.Array, state: Any) -> list[jax.Array]:
-        """The same in the pieces that a worker compresses, to go into the next call's values."""
+        """The mean in the pieces that a worker compresses, for use in the next call's values."""
         if not self.compresses:
             return self.mean_in_pieces(received, state)
         return self._decompress(self.layout.shard(received))
 
     def _decompress(self, received: jax.Array) -> list[jax.Array]:
-        """What the server sent; in one stage the mean of what all workers sent."""
+        """Decodes the servers' rows, or in one stage the mean of all workers' rows."""
         if not self.one_stage:
             return self.compressor.decompress(self.layout, received)
         rows = jnp.moveaxis(received, -3, 0)
@@ -402,19 +402,19 @@ class BoundExchange:
             values = self.compressor.decompress(self.layout, row)
             return [x + y for x, y in zip(total, values, strict=True)], None
 
-        # A row at a time: XLA would write out all decoded rows before it summed them.
+        # One row at a time: otherwise XLA writes all decoded rows before it sums them.
         total = self.compressor.decompress(self.layout, rows[0])
         total, _ = lax.scan(add, total, rows[1:], unroll=min(len(rows) - 1, 8))
         return [x / len(rows) for x in total]
 
-    # Arrays that the optimizer holds, where they serve for something else at other times.
+    # Arrays that the optimizer holds, which have another use in another phase.
 
     def hand_over(self, arrays: Sequence[jax.Array], state: ExchangeState) -> ExchangeState:
-        """The state with a worker's arrays, which an optimizer holds: of its shard.
+        """The state with this device's shard of the arrays that an optimizer holds.
 
         Args:
           arrays: for each piece, of all shards, ``[1, *shards, *shape]``.
-          state: without them.
+          state: the state without them.
         """
         if self.axes.local is not None and not self.axes.single_node:
             index = lax.axis_index(self.axes.local)
@@ -424,23 +424,23 @@ class BoundExchange:
     def hand_back(
         self, arrays: Sequence[jax.Array], state: ExchangeState
     ) -> tuple[list[jax.Array], ExchangeState]:
-        """Undoes :meth:`hand_over`: the arrays as a call left them, and the state without them."""
+        """Undoes :meth:`hand_over`: returns the arrays after a call, and the state without them."""
         values = state.worker.value.values
         if self.axes.local is not None and not self.axes.single_node:
             index = lax.axis_index(self.axes.local)
             values = [x.at[:, index].set(y) for x, y in zip(arrays, values, strict=True)]
         return values, with_worker_values(state, ())
 
-    # What changes the state between calls, with error feedback.
+    # Changes of the state between calls, with error feedback.
 
     def activate(self, state: ExchangeState, alike: Any) -> ExchangeState:
-        """Says which elements take part from the next call on.
+        """Marks the active elements from the next call on.
 
-        Those that were inactive begin with residuals of zero.
+        Newly active elements begin with residuals of zero.
 
         Args:
-          state: of which this is to be changed.
-          alike: a tree of numbers like the tree, above 0 where elements take part; the same on all
+          state: the state.
+          alike: a tree of numbers like the tree, above 0 for active elements; the same on all
             workers.
         """
         if not self.compresses or not isinstance(self.compressor, OneBit):
@@ -448,13 +448,13 @@ class BoundExchange:
         return self.compressor.activate(self.layout, state, alike)
 
     def restart(self, state: ExchangeState) -> ExchangeState:
-        """The state with residuals of zero; what is active stays so."""
+        """The state with residuals of zero and the same active elements."""
         return jax.tree.map(jnp.zeros_like, state)._replace(active=state.active)
 
     # Another number of workers.
 
     def whole_means(self, arrays: Sequence[jax.Array]) -> Any:
-        """The mean over workers of what each has in pieces ``[1, *shape]``, as a tree."""
+        """The mean over the workers of their pieces ``[1, *shape]``, as a tree."""
         pieces = [x[0] for x in arrays]
         if not self.axes.single_node:
             pieces = [
@@ -463,17 +463,17 @@ class BoundExchange:
         return self.layout.scatter(pieces)
 
     def total_residual(self, state: ExchangeState) -> Any:
-        """The residuals of all workers and servers together, a tree; the same on all workers."""
+        """The total residual of all workers and servers, a tree; the same on all workers."""
         if not self.compresses:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self.layout.of_shapes())
         return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
 
     def encode(self, tree: Any, state: ExchangeState) -> jax.Array:
-        """Rows like those received that come as near to a tree as a scale for each chunk allows.
+        """Encodes a tree as received rows, as closely as one scale per chunk allows.
 
         Args:
-          tree: the values, 0 where not active.
-          state: of an exchange at one bit, which says what is active.
+          tree: the values, 0 for inactive elements.
+          state: the state of an exchange at one bit, with the active elements.
         """
         compressor, pieces = cast(OneBit, self.compressor), self.layout.gather(tree)
         counts = cast(Active, state.active).counts
@@ -485,13 +485,13 @@ class BoundExchange:
         return (jax.vmap(of_shard) if self.layout.shards else of_shard)(pieces, counts)
 
     def resumed(self, residual: Any, alike: Any) -> ExchangeState:
-        """The state of a run that goes on with as much of a residual.
+        """A state with the same total residual, from which a run continues.
 
-        On a single node the residual is dropped.
+        A single node drops the residual.
 
         Args:
-          residual: a tree, from :meth:`total_residual` on as many or other workers.
-          alike: which elements take part, as for :meth:`activate`.
+          residual: a tree, from :meth:`total_residual` on any number of workers.
+          alike: marks the active elements, as for :meth:`activate`.
         """
         state = self.activate(self.init(), alike)
         if not self.compresses:
@@ -502,8 +502,8 @@ class BoundExchange:
 def whole_pieces(held: Sequence[jax.Array]) -> list[jax.Array]:
     """Pieces of all shards, float32, from a worker's arrays ``[1, ...]`` that hold a mean.
 
-    For arrays that hold residuals at other times, which workers do not share: checks of programs
-    take them for equal on all workers, which they could not see.
+    In another phase these arrays hold residuals, which differ between workers. This marks them as
+    equal on all workers for checks of programs, which cannot infer it.
     """
     return [x[0].astype(jnp.float32) for x in equal_on_all_workers(list(held))]
 

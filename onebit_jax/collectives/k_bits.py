@@ -1,20 +1,20 @@
 r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (ECk) or without.
 
-The two stages are those of :mod:`~onebit_jax.collectives.one_bit`, with another rounding. In blocks
-of 256 values, with :math:`\ell = 2^{k-1} - 1` levels on each side of 0,
+The two stages are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding differs. In
+blocks of 256 values, with :math:`\ell = 2^{k-1} - 1` levels on each side of 0,
 
 .. math::
 
     Q_k(c) = \frac{s}{\ell} \, \mathrm{round}\Bigl(\frac{\ell \, c}{s}\Bigr), \qquad
     s = \max |c| \text{ over the block},
 
-so that no value is off by more than :math:`s / (2 \ell)`, and a block of zeros stays one (:math:`s`
-is :math:`2^{-117}` at least, which keeps :math:`\ell / s` finite). Worker :math:`i` sends
-:math:`Q_k(c_i)` of :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its own
-residual, and sends :math:`Q_k` of that to all.
+so the rounding error is at most :math:`s / (2 \ell)`, and zeros stay zeros (:math:`s` is at least
+:math:`2^{-117}`, which keeps :math:`\ell / s` finite). Worker :math:`i` sends :math:`Q_k(c_i)`,
+where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its residual, and
+sends :math:`Q_k` of the sum to all.
 
-Each way ``k / 8 + 4 / 256`` bytes per value travel. The state takes ``4.1 + 4.1 / n`` bytes, and
-without error feedback, where :math:`e_i = E_j = 0`, nothing.
+Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
+value; without error feedback :math:`e_i = E_j = 0`, and there is no state.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
 from onebit_jax.collectives.packing import pack, unpack
 from onebit_jax.markers import PerWorker
 
-# 127 divided by it is finite; half a level of it is a normal number, which no device takes for 0.
+# 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
 _LEAST = 2.0**-117
-# Values of a piece that are enough to estimate a norm from.
+# The number of values of a piece from which a norm is estimated.
 _SAMPLE = 2**14
 
 
 def levels(bits: int) -> int:
-    """Levels on each side of 0, for numbers of so many bits."""
+    """The number of levels on each side of 0."""
     return 2 ** (bits - 1) - 1
 
 
@@ -57,11 +57,11 @@ def block_scales(c: jax.Array) -> jax.Array:
 
 
 def quantize(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels that ``Q_k`` rounds to: ``round(levels c / s)``.
+    """The levels to which ``Q_k`` rounds: ``round(levels c / s)``.
 
     Args:
-      c: float32 ``[..., 256]``.
-      scales: :func:`block_scales` of it, float32 ``[...]``.
+      c: values, float32 ``[..., 256]``.
+      scales: :func:`block_scales` of ``c``, float32 ``[...]``.
       bits: 2, 4 or 8.
 
     Returns:
@@ -71,12 +71,12 @@ def quantize(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     >>> quantize(c, block_scales(c), bits=8).tolist()
     [[-127.0, 0.0, 64.0, 127.0]]
     """
-    # One division per block. A state of zeros, scales too, is one without residuals.
+    # One division per block. The maximum gives a state of zeros, scales too, residuals of 0.
     return jnp.round(c * (levels(bits) / jnp.maximum(scales, _LEAST))[..., None])
 
 
 def dequantize(q: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``Q_k(c)``: the numbers that levels from :func:`quantize` stand for; float32."""
+    """``Q_k(c)``: decodes levels from :func:`quantize`; float32."""
     return q * (scales / levels(bits))[..., None]
 
 
@@ -87,11 +87,11 @@ def residual(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class KBits:
-    """Levels of a few bits per value, and error feedback on workers and servers.
+    """Compresses to 2, 4 or 8 bits per value, with error feedback on workers and servers.
 
     Attributes:
-      bits: per value: 2, 4 or 8.
-      keeps_residuals: whether there is error feedback. Without, the state is ``()``.
+      bits: bits per value: 2, 4 or 8.
+      keeps_residuals: whether there is error feedback. Without it the state is ``()``.
 
     Raises:
       ValueError: for another number of bits.
@@ -106,7 +106,7 @@ class KBits:
 
     @property
     def planes(self) -> int:
-        """Numbers to a byte."""
+        """The number of values per byte."""
         return 8 // self.bits
 
     def init(self, layout: Layout) -> Any:
@@ -136,7 +136,7 @@ class KBits:
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call
     ) -> tuple[jax.Array, Any]:
-        """The worker's stage: ``c_i``, its scales, and what to send, ``[chunks, bytes]``."""
+        """The worker's stage: returns rows to send, ``[chunks, bytes]``, and the next state."""
         if not self.keeps_residuals:
             return self._rounded(layout, values), ()
         held, last_scales = state.worker.value
@@ -146,9 +146,9 @@ class KBits:
             last_s = piece.scales_of(last_scales, layout.at)
             e = residual(last, last_s, self.bits)
             c = jnp.where(call.when, z[None] + call.residual_decay * e, last)
-            # Written once, for the scales and for the levels to read.
+            # Materialized once; the scales and the levels read it.
             c = lax.optimization_barrier(c)
-            # The last scales may be larger than the last c: see `with_residual`.
+            # The last scales may exceed those of the last c: see `with_residual`.
             s = jnp.where(call.when, block_scales(c), last_s)
             compensated.append(c)
             scales.append(s)
@@ -163,7 +163,7 @@ class KBits:
         )
 
     def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> jax.Array:
-        """What to send of values that no residual is added to."""
+        """The rows to send without error feedback."""
         scales = [block_scales(z) for z in values]
         sections = [
             piece.pack(self._offset(quantize(z, s, self.bits)), self.bits)
@@ -174,7 +174,7 @@ class KBits:
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Call
     ) -> tuple[jax.Array, Any]:
-        """The server's stage: ``a_j``, its scales, and what to send to all, ``[bytes]``."""
+        """The server's stage: returns the row to send to all, ``[bytes]``, and the next state."""
         if not self.keeps_residuals:
             a = lax.optimization_barrier(self._mean(layout, rows, 0.0))
             return self._answer(layout, a, block_scales(a)[0]), ()
@@ -187,13 +187,13 @@ class KBits:
         return self._answer(layout, a, S), kept
 
     def _mean(self, layout: Layout, rows: jax.Array, residual: jax.Array | float) -> jax.Array:
-        """The mean of what the workers sent of a chunk, and the server's residual."""
+        """The mean of the workers' rows of a chunk, plus the server's residual."""
         [stack] = layout.stacks
 
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total + self._numbers(*row)[None], None
 
-        # A row at a time: XLA would write out all decoded rows before it summed them.
+        # One row at a time: otherwise XLA writes all decoded rows before it sums them.
         received = stack.bytes(rows), layout.scales(rows)[:, None] / len(rows)
         first, others = (jax.tree.map(lambda x, i=i: x[i], received) for i in (0, slice(1, None)))
         total = residual + self._numbers(*first)[None]
@@ -204,7 +204,7 @@ class KBits:
         return layout.row([section], S[0])
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
-        """The numbers that rows stand for, in pieces."""
+        """Decodes rows to pieces."""
         scales, at = layout.scales(rows), layout.at
         return [
             piece.array(
@@ -246,7 +246,7 @@ class KBits:
     ) -> ExchangeState:
         """A fresh state in which every worker's residual is ``R``, in pieces of all shards."""
         c = [layout.shard(x)[None] for x in pieces]
-        # A scale so large that everything quantizes to 0, so that the residual is the value.
+        # The scale is so large that everything quantizes to 0, so the residual is the value.
         scales = [4 * levels(self.bits) * block_scales(x) for x in c]
         return state._replace(worker=PerWorker(Compensated(c, jnp.concatenate(scales, -1))))
 
@@ -254,13 +254,13 @@ class KBits:
         return (q + levels(self.bits)).astype(jnp.uint8)
 
     def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
-        """From bytes ``[..., rows, 256]`` and scales ``[..., k, rows]`` ``[..., k, rows, 256]``."""
+        """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
         unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
         return dequantize(unsigned.astype(jnp.float32) - levels(self.bits), scales, self.bits)
 
 
 def _sampled_rows(rows: int, size: int) -> tuple[slice, float]:
-    """Some rows, evenly spread, of an array of this size, and how many rows each stands for."""
+    """Evenly spread rows of an array of this size, and the number of rows that each represents."""
     step = max(size // _SAMPLE, 1)
     sample = slice(min(step, rows) // 2, None, step)
     return sample, rows / len(range(rows)[sample])

@@ -1,4 +1,4 @@
-"""A worker's loss and gradients, of a batch or of its microbatches in turn."""
+"""A worker's loss and gradients, for a whole batch or in microbatches."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,13 +15,13 @@ LossFn = Callable[..., Any]
 
 
 class LossAndGradients(NamedTuple):
-    """What :func:`loss_and_gradients` returns.
+    """The result of :func:`loss_and_gradients`.
 
     Attributes:
       loss: mean over the microbatches; ``[]``.
-      metrics: means over them, float32.
-      grads: means over them, summed in float32.
-      model_state: as the loss returned it, one microbatch after the other; None without one.
+      metrics: means over the microbatches, float32.
+      grads: means over the microbatches, summed in float32.
+      model_state: the state that the loss returned for the last microbatch; None without one.
     """
 
     loss: jax.Array
@@ -39,7 +39,7 @@ def loss_and_gradients(
     model_state: Any = None,
     loss_scale: jax.Array | None = None,
 ) -> LossAndGradients:
-    """Takes the gradients of one worker, in the worker view.
+    """Computes the loss and gradients of one worker, in the worker view.
 
     Args:
       loss_fn: as for :func:`onebit_jax.train_step`.
@@ -47,11 +47,11 @@ def loss_and_gradients(
       batch: the worker's share.
       accumulation: number of microbatches.
       rng: the worker's random key, from which each microbatch's key is folded.
-      model_state: what ``loss_fn`` reads and returns besides.
-      loss_scale: a factor of the loss while its gradients are taken.
+      model_state: the model's state, which ``loss_fn`` reads and returns.
+      loss_scale: a factor of the loss, by which gradients are divided again afterwards.
 
     Raises:
-      ValueError: for a ``loss_fn`` that returns the wrong things.
+      ValueError: for a ``loss_fn`` whose results have a wrong type or shape.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
@@ -63,8 +63,8 @@ def loss_and_gradients(
 
     def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
         options = {} if rng is None else {"rng": rng}
-        # The loss gets a copy of the tree: Flax NNX writes into a tree's variables, which must be
-        # made where they are written to, and Equinox lets a State be used once.
+        # The loss gets a copy of the tree: Flax NNX writes to a tree's variables, which must be
+        # created in the same trace, and Equinox allows one use of a State.
         copied = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": copied}
         loss, aux = _parts(loss_fn(params, batch, **options), model_state)
@@ -109,7 +109,7 @@ def _unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
 
 
 def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
-    """Splits what a loss returned into the loss, and its metrics and the model's state."""
+    """Splits a loss function's result into the loss, and the metrics and the model's state."""
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
     count = len(result) if isinstance(result, tuple) else 1
     if count not in ((1, 2) if model_state is None else (3,)):

@@ -1,4 +1,4 @@
-"""What a step remembers of a run: which phase comes next, and how many steps were skipped."""
+"""A step's record of a run: the next phase, and the account of skipped steps."""
 
 import collections
 import weakref
@@ -13,7 +13,7 @@ from onebit_jax.transforms.nonfinite import NonFiniteError, Skips, no_skips
 
 
 class Run:
-    """A run of a training step, recognised by the state that its last call returned.
+    """A run of a training step, identified by the state that its last call returned.
 
     Attributes:
       phases: chooses the phase of the next call.
@@ -30,19 +30,19 @@ class Run:
         return self._returned() is _first_array(params, opt_state)
 
     def is_over(self) -> bool:
-        """Whether nobody holds the state that the last call returned."""
+        """Whether the state that the last call returned no longer exists."""
         return self._returned() is None
 
     def observe(self, params: optax.Params, opt_state: optax.OptState, skips: Skips) -> None:
-        """Takes note of what a call returned."""
+        """Records the results of a call."""
         self._returned = weakref.ref(_first_array(params, opt_state))
         self.skips.append(skips)
 
     def check(self, params: optax.Params, max_skipped: int) -> None:
-        """Raises ``NonFiniteError`` for too many skipped steps, from which a run may go on.
+        """Raises ``NonFiniteError`` after too many skipped steps; the run may then continue.
 
-        It looks at the call before the last, as the choice of the phase does, and so waits for no
-        other.
+        It reads the account of the call before the last, as the choice of the phase does, and so
+        waits for no later call.
         """
         try:
             self.skips[0].check(params, max_skipped)
@@ -54,5 +54,5 @@ class Run:
 
 
 def _first_array(params: optax.Params, opt_state: optax.OptState) -> Any:
-    # Updates keep the identity of no array. Some optimizers have no state.
+    # Every update makes new arrays, so one array identifies a state. Some optimizers have no state.
     return next(iter(jax.tree.leaves(opt_state) or jax.tree.leaves(params)), None)

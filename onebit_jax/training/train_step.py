@@ -1,4 +1,4 @@
-"""From a loss and an optimizer to a training step on a mesh."""
+"""Builds a training step on a mesh from a loss and an optimizer."""
 
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -39,7 +39,7 @@ ModelStateT = TypeVar("ModelStateT")
 
 
 class _Arguments(NamedTuple):
-    """What a step is called with; the first three are donated."""
+    """The arguments of a step; the first three are donated."""
 
     params: Any
     opt_state: Any
@@ -59,7 +59,7 @@ def _by_name(given: _Arguments) -> dict[str, Any]:
 
 
 class _Options(NamedTuple):
-    """What :func:`train_step` is given by keyword."""
+    """The keyword arguments of :func:`train_step`."""
 
     accumulation: int
     max_grad_norm: float | None
@@ -69,7 +69,7 @@ class _Options(NamedTuple):
 
 
 class TrainStep:
-    """A compiled training step; :func:`train_step` makes it and says what it does."""
+    """A compiled training step; :func:`train_step` makes and documents it."""
 
     def __init__(
         self, loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, options: _Options
@@ -125,7 +125,7 @@ class TrainStep:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        # Within a jitted loop of steps a state does not tell its phase.
+        # In a jitted loop of steps the host cannot read a state's phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         skips, run = no_skips(), Run()
         every = self._options.grad_norm_every
@@ -136,11 +136,11 @@ class TrainStep:
                 if self._options.max_skipped is not None:
                     run.check(params, self._options.max_skipped)
                 phase = run.phases.choose(opt_state, phase)
-                # Placed otherwise the first would cost a second compilation.
+                # A different placement in the first call would cost a second compilation.
                 replicated = jax.tree.map(lambda _: self._replicated, skips)
                 skips = placement.place(run.skips[-1], replicated)
             placed = self._placed(given)
-        # With the mesh itself, not its abstract form, this and `lower` share what is compiled.
+        # With the mesh itself, not its abstract form, a call and `lower` share compiled programs.
         with placement.computing_on(self._mesh, concretely=not traced):
             program = self._program(placed, phase, skips)
             arguments = *_by_donation(placed), np.bool(measured), skips
@@ -161,13 +161,13 @@ class TrainStep:
     def skips(self) -> Skips:
         """The account of skipped steps after the last call.
 
-        Its ``check(params, max_skipped)`` waits for that call, and raises where so many steps in a
-        row were skipped: call it after a run's last step, of which no later call can tell.
+        Its ``check(params, max_skipped)`` waits for that call, and raises after ``max_skipped``
+        skipped steps in a row: call it after a run's last step, which no later call checks.
         """
         return self._runs[-1].skips[-1]
 
     def _run(self, params: optax.Params, opt_state: optax.OptState) -> Run:
-        """The run that goes on from this state; it becomes the last one."""
+        """The run that this state continues, or a new one; it becomes the last in the list."""
         others = [run for run in self._runs if not run.is_over()]
         run = next((run for run in others if run.returned(params, opt_state)), None)
         self._runs = [x for x in others if x is not run] + [run or Run()]
@@ -187,10 +187,10 @@ class TrainStep:
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it.
 
-        A call with arguments of these shapes, and this ``phase``, shares what is compiled.
+        A call with arguments of these shapes and this ``phase`` shares the compiled program.
 
-        Without ``phase`` it is the program that has all phases and chooses on the devices, which is
-        not what a call without ``phase`` runs.
+        Without ``phase`` the program contains all phases and chooses on the devices; a call without
+        ``phase`` runs another program.
         """
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
@@ -205,7 +205,7 @@ class TrainStep:
             return program.lower(*_by_donation(placed), np.bool(True), skips)
 
     def _placement(self, given: _Arguments) -> _Arguments:
-        """Where arguments belong: shardings in a tree like theirs."""
+        """The shardings of the arguments, in a tree like theirs."""
         structure = jax.tree.structure(given)
         if structure not in self._placements:
             axes = self._mesh.axis_names
@@ -220,7 +220,7 @@ class TrainStep:
         return self._placements[structure]
 
     def _placed(self, given: _Arguments) -> _Arguments:
-        """The arguments where they belong; those that a step did not leave there are checked."""
+        """Places the arguments, and checks any state that an earlier step did not place."""
         placement.check_donated(_by_name(given))
         known = len(self._placements)
         shardings = self._placement(given)
@@ -240,7 +240,7 @@ class TrainStep:
         return placed._replace(rng=rng)
 
     def _check(self, given: _Arguments) -> None:
-        """Checks what a user may have got wrong, by shapes and types alone."""
+        """Checks arguments for users' errors, by shapes and types alone."""
         params, opt_state = given.params, given.opt_state
         placement.check_donated(_by_name(given), placement.buffer)
         placement.check_whole(params)
@@ -252,7 +252,7 @@ class TrainStep:
         check_replicas(self._tx, params, shapes, specs, self._mesh, given.extra_args)
 
     def _program(self, placed: _Arguments, phase: Phase | None, skips: Skips) -> Any:
-        """The jitted step for arguments of this structure, which lie where they belong."""
+        """The jitted step for placed arguments of this structure."""
         key = (jax.tree.structure(placed), phase)
         if key not in self._programs:
             replicated = self._replicated
@@ -262,8 +262,8 @@ class TrainStep:
             def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
                 return self._worker(_Arguments(*donated, *others), measured, skips, phase)
 
-            # check_vma would call a momentum varying that lies in a residual's place and yet is
-            # equal on all workers. It would also sum the gradients of replicated parameters.
+            # check_vma would treat a momentum as varying that shares an array with residuals,
+            # though it is equal on all workers. It would also sum replicated parameters' gradients.
             mapped = jax.shard_map(
                 step,
                 mesh=self._mesh,
@@ -307,7 +307,7 @@ class TrainStep:
     def _worker(
         self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
     ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """The step as one worker makes it, in the worker view, its outlook and account of skips."""
+        """One worker's step, in the worker view, with the upcoming phases and skipped steps."""
         given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
         axes = self._mesh.axis_names
         rng = given.rng
@@ -386,116 +386,115 @@ def train_step(
 ) -> TrainStep:
     r"""Builds a training step in which every device of a mesh is a worker.
 
-    Each worker computes the gradient of its own share of the batch, and the optimizer sees exactly
-    that: nothing is averaged before it. The objective is the mean of the workers' losses.
+    Each worker computes the gradient of its own share of the batch and passes it to the optimizer;
+    nothing is averaged before it. The objective is the mean of the workers' losses.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` gives a scalar, the mean over the batch it is given, or
-        that and a dict of scalar metrics. Where the step is given a random key or a model's state,
-        it takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns ``loss,
-        metrics, model_state``.
-      tx: the optimizer. It must average over the mesh itself, as this library's do; put
+      loss_fn: ``loss_fn(params, batch)`` returns a scalar, the mean over its batch, or this scalar
+        and a dict of scalar metrics. If the step is called with a random key or a model's state,
+        ``loss_fn`` takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns
+        ``loss, metrics, model_state``.
+      tx: the optimizer. It must average over the mesh itself, as this library's optimizers do; put
         :func:`onebit_jax.mean_gradients` before a dense one.
-      mesh: as for :func:`init`; all its devices are workers, along whichever axis they lie.
-      accumulation: number of microbatches that a worker's share is cut into; their gradients are
-        averaged in float32.
-      max_skipped: how many steps in a row may be skipped. All workers skip a step if one worker's
-        loss, gradient or new model state is not finite, or its gradient's norm is above ``2**48``.
-        Parameters, states and random keys stay as they were, bit for bit. After ``max_skipped``
-        skipped steps in a row a call raises. Workers tell each other two float32 before the
-        exchange, and one with the metrics; the norm takes a pass over the gradients, which clipping
-        takes anyway. None turns this off: one worker's NaN is then in all parameters and residuals,
-        for good.
+      mesh: as for :func:`init`; all its devices are workers, along all its axes.
+      accumulation: the number of microbatches into which a worker's share is divided; their
+        gradients are averaged in float32.
+      max_skipped: the number of skipped steps in a row after which a call raises. All workers skip
+        a step if one worker's loss, gradient or new model state is not finite, or its gradient's
+        norm is above ``2**48``. Parameters, states and random keys stay as they were, bit for bit.
+        Each worker sends two float32 before the exchange, and one with the metrics; the norm takes
+        a pass over the gradients, which clipping needs anyway. None turns the check off: one
+        worker's NaN then stays in all parameters and residuals.
 
-        An update that is not finite, as a schedule of the learning rate or of the decay may make
-        it, is seen only once it is made: parameters stay as they were, the step counts as skipped,
-        and the optimizer's state has made it. Looked at is the smallest update of a matrix, of a
-        vector and so on, since a pass over all updates would cost as much as writing them;
-        optimizers whose states hold updates (``local_steps``, ``zero_one_adam``, ``ef_signsgd``) do
+        An update that is not finite, because of a schedule of the learning rate or of the decay, is
+        detected only after it is made: parameters stay as they were and the step counts as skipped,
+        but the optimizer's state has changed. The check reads the smallest update of a matrix, of a
+        vector and so on, since a pass over all updates would cost as much as writing them.
+        Optimizers whose states hold updates (``local_steps``, ``zero_one_adam``, ``ef_signsgd``) do
         not recover, and raise after ``max_skipped`` steps.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
       clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
         mean squared norm is at most ``max_grad_norm`` (one more float32 in the exchange).
         ``"local"`` clips each worker's gradient by its norm, which biases the mean towards workers
         with small gradients.
-      grad_norm_every: in which calls the norm of the gradients is measured, which takes a pass
-        over them: in the first, and every ``grad_norm_every`` calls after it. None for none. If
-        gradients are clipped it is known in every call.
+      grad_norm_every: measures the norm of the gradients, which takes a pass over them, in the
+        first call and every ``grad_norm_every`` calls after it. None for never. If gradients are
+        clipped, every call measures it.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from
       :func:`onebit_jax.init`. ``batch`` is a tree of global arrays whose first axis is split over
-      the workers. ``params`` and ``opt_state`` are donated. By keyword it takes besides
+      the workers. ``params`` and ``opt_state`` are donated. Optional keyword arguments are
 
       - ``rng``, one random key, a new one for every step: each worker, and each microbatch, gets
         its own, folded from it;
-      - ``model_state``, what the model changes without gradients, such as batch statistics: the
-        step is then ``-> (params, opt_state, model_state, metrics)``, and it is donated too. Each
+      - ``model_state``, which the model changes without gradients, such as batch statistics: the
+        step then returns ``(params, opt_state, model_state, metrics)``, and it is donated too. Each
         worker changes it on its own share of the batch, one microbatch after the other; then float
-        leaves are averaged over the workers, in the exchange of the metrics. Others must become
-        the same on all. Of random keys in it, as Flax NNX has them, each worker sees its own;
-      - ``loss_scale``, a number that the loss is multiplied with before its gradients are taken,
-        and they are divided by after it, for gradients that float16 would round to 0;
-      - whatever the optimizer's ``update`` takes, the same on all workers, such as ``value`` for
+        leaves are averaged over the workers, together with the metrics. Other leaves must become
+        equal on all workers. Random keys in it, as of Flax NNX, are folded for each worker;
+      - ``loss_scale``, a factor of the loss by which gradients are divided again afterwards, for
+        gradients that float16 would round to 0;
+      - any argument of the optimizer's ``update``, the same on all workers, such as ``value`` for
         :func:`optax.contrib.reduce_on_plateau`: the loss of an earlier step costs no waiting.
 
       ``metrics`` are scalars on all workers:
 
-      - ``loss``, and whatever else ``loss_fn`` returned: means over the workers;
-      - ``grad_norm``, in calls in which it is measured: root of the workers' mean squared gradient
+      - ``loss`` and the metrics that ``loss_fn`` returned: means over the workers;
+      - ``grad_norm``, in calls that measure it: the root of the workers' mean squared gradient
         norm, before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
-        "refresh"; -1 if it was refused, 0 for an optimizer that has no phases;
+        "refresh"; -1 if it was refused, 0 for an optimizer without phases;
       - ``skipped``, the number of skipped steps of this run, and ``skipped_in_a_row``, unless
         ``max_skipped`` is None;
-      - what else the optimizer's state reports, such as ``residual_ratio``. Where several in one
-        ``optax.partition`` report the same, their labels stand in front: ``matrices/phase``.
+      - further metrics of the optimizer's state, such as ``residual_ratio``. If several optimizers
+        in one ``optax.partition`` report the same metric, labels distinguish: ``matrices/phase``.
 
       Each phase of an optimizer is compiled separately, at the first call that needs it. A call
-      finds out which phase is next from what the update before the last returned, and so waits for
-      that update: no more than two updates are ever under way. At a change of phase, and where
+      reads the next phase from the result of the update before the last, and so waits for that
+      update: at most two updates run at a time. At a change of phase, and while
       :func:`onebit_jax.variance_stable` may end the warm-up at any update, it waits for the last
-      one. Optimizers that are in different phases share a program that has them all.
+      one. Optimizers that are in different phases use a program that contains all phases.
 
-      One step may serve several runs, in turn or one after the other. A call that is given the
-      state which an earlier call returned goes on with that call's run; any other state begins a
-      run. After an error for skipped steps the same state may be given again, with good batches.
-      No call can tell of the skipped steps after it: ``step.skips.check(params, max_skipped)``,
-      after the last call, waits for it and raises if so many steps at the end were skipped.
+      One step may serve several runs, alternately or one after the other. A call with the state
+      that an earlier call returned continues that call's run; any other state begins a run. After
+      an error for skipped steps the same state may be passed again, with good batches. No call
+      checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last call waits
+      for that call and raises if the last ``max_skipped`` steps were skipped.
 
-      Inside ``jax.jit``, as in a ``lax.scan`` of the step, nothing is known from one step to the
+      Inside ``jax.jit``, as in a ``lax.scan`` of the step, no account passes from one step to the
       next: ``skipped`` and ``skipped_in_a_row`` are 0 or 1, and no step raises. Count there with
       ``max_skipped=None`` and :func:`onebit_jax.skip_nonfinite` around ``tx``. Such a loop runs the
-      program that has all phases, whose results may differ in the last bits from those of calls.
+      program of all phases, whose results may differ in the last bits from those of calls.
 
       Several processes compare their options, their settings of JAX and their programs at the first
-      call, and all raise if these differ. From then on a process waits in a collective for all
-      others, as long as JAX's runtime lets it.
+      call, and all raise if these differ. Later each process waits in a collective for all others,
+      as long as JAX's runtime permits.
 
-      The step sets JAX's defaults for dtype and rank promotion, transfer guards, ``jax_debug_nans``
-      and ``jax_debug_infs``, whatever a user has set.
+      The step uses JAX's defaults for dtype and rank promotion, transfer guards, ``jax_debug_nans``
+      and ``jax_debug_infs``, and overrides the user's settings.
 
-      ``step(..., phase="compression")`` is for a host that knows the phase. A phase that is not
-      the optimizer's changes neither parameters nor state, and the metric ``phase`` is -1. That
-      call returns, since its arguments are donated; one of the next two calls raises.
-      ``step.lower`` takes the same arguments.
+      Pass ``phase``, as in ``step(..., phase="compression")``, if the host knows the phase. A wrong
+      phase changes neither parameters nor state, and the metric ``phase`` is -1. That call returns,
+      since its arguments are donated; one of the next two calls raises. ``step.lower`` takes the
+      same arguments.
 
     Raises:
-      NonFiniteError: from the step, for ``max_skipped`` skipped steps in a row, the last of them
+      NonFiniteError: from the step, after ``max_skipped`` skipped steps in a row, the last of them
         two calls ago or earlier.
       ValueError: for ``accumulation``, ``max_grad_norm``, ``clip``, ``grad_norm_every`` or
         ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
         step, before anything is compiled: for a batch that does not divide into workers and
-        microbatches; a state that does not belong to the optimizer, these parameters and this mesh,
-        has lost its :class:`~onebit_jax.PerWorker` nodes, or was saved by a
-        :func:`onebit_jax.local_steps` that exchanges at other times; parameters that are split
-        between devices; an array that is to be donated twice, or was donated before; an ``rng``
-        that is not one key, and equal keys in a batch; a ``loss_fn`` that returns the wrong things;
-        updates that would differ between workers, naming the parameter; a collective under a
-        condition that workers do not share, on which they would wait for each other for ever;
-        processes that make different steps; ``jax_disable_jit``. For a ``phase`` given to an
-        earlier call that was not the optimizer's; and from this library's optimizers, for an axis
-        that the mesh lacks, or one that they would not average over.
+        microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
+        :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` with
+        another schedule; parameters that are split between devices; an array that would be donated
+        twice, or was donated before; an ``rng`` that is not a single key, and equal keys in a
+        batch; a ``loss_fn`` whose results have a wrong type or shape; updates that would differ
+        between workers, with the parameter's name; a collective under a condition that may differ
+        between workers, which would then wait for each other for ever; processes with different
+        steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from this
+        library's optimizers, for an axis that is not in the mesh, or a mesh axis that they would
+        not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -522,7 +521,7 @@ def train_step(
         validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
     if max_skipped is not None:
         validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
-    # Where gradients are clipped by it, their norm is known in every step.
+    # Clipping computes the norm in every step.
     every = grad_norm_every if max_grad_norm is None else 1
     options = _Options(accumulation, max_grad_norm, clip, every, max_skipped)
     return TrainStep(loss_fn, tx, mesh, options)

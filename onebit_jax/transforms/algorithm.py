@@ -1,14 +1,14 @@
-"""What an optimizer of this library is, and the one driver that makes Optax transformations of all.
+"""The interface of this library's optimizers, and the driver that makes Optax transformations.
 
-An algorithm is a frozen dataclass of its hyperparameters that derives from :class:`Algorithm` and
-says what it computes: the state before the first update, a step, the direction of an update. Its
-state is a NamedTuple with a :class:`~.phases.Progress` in a field ``progress``; other fields are
-equal on all workers, bit for bit, or stand in a :class:`~onebit_jax.PerWorker`. It answers what
-others ask of states by methods; :func:`ask` has their defaults.
+An algorithm is a frozen dataclass of hyperparameters that derives from :class:`Algorithm` and
+defines the state before the first update, a step, and the direction of an update. Its state is a
+NamedTuple with a :class:`~.phases.Progress` in a field ``progress``; other fields are equal on all
+workers, bit for bit, or inside a :class:`~onebit_jax.PerWorker`. Other modules query a state
+through its methods; :func:`ask` has the defaults.
 
-:func:`transformation` does the same for all of them: it refuses what does not fit, chooses the
-phase, skips an update, counts, and casts. Gradients, parameters and updates are lists of float
-arrays in an algorithm's methods, in the order of the tree's leaves.
+:func:`transformation` is the common driver: it checks arguments, chooses the phase, skips updates,
+counts them, and casts. In an algorithm's methods gradients, parameters and updates are lists of
+float arrays, in the order of the tree's leaves.
 """
 
 import contextvars
@@ -31,15 +31,15 @@ Arrays = list[jax.Array]
 
 
 class Update(NamedTuple):
-    """What an update is given.
+    """The arguments of an update.
 
     Attributes:
       grads: the worker's own gradients.
       params: the parameters, or None.
       when: where false, the state stays as it is; the same on all workers.
-      phase: the phase to make; None for the one that the state's ``progress`` has upcoming.
-      extra_args: what else ``tx.update`` was given.
-      tree: the gradients as the tree that they came in.
+      phase: the phase of the update; None for the upcoming phase in the state's ``progress``.
+      extra_args: the other arguments of ``tx.update``.
+      tree: the gradients in their original tree.
     """
 
     grads: Arrays
@@ -50,17 +50,17 @@ class Update(NamedTuple):
     tree: Any
 
 
-# Makes the state after an update in one phase.
+# Computes the state after an update in one phase.
 Step = Callable[[Any, Update], Any]
 
 
 class Algorithm:
-    """What an algorithm computes; the driver does the rest.
+    """The computations of an algorithm; the driver does the rest.
 
     Attributes:
-      phases: those it has. One with several says by :meth:`upcoming` which come.
-      needs_params: why ``update`` must be given the parameters, if it must.
-      exchange: how its workers exchange; it has the axis that they run along.
+      phases: the phases it has. If there are several, :meth:`upcoming` gives the next ones.
+      needs_params: the reason why ``update`` needs the parameters, if it does.
+      exchange: the exchange between its workers, with the axis that they run along.
     """
 
     exchange: Exchange
@@ -72,15 +72,15 @@ class Algorithm:
         raise NotImplementedError
 
     def tree(self, state: Any) -> Any:
-        """A tree in the state that is like the parameters, if there is one."""
+        """A tree in the state with the structure of the parameters, if there is one."""
         del state
 
     def step(self, state: Any, update: Update) -> tuple[Any, Any]:
-        """The state after an update, and what the direction needs besides."""
+        """The state after an update, and further input of :meth:`direction`."""
         raise NotImplementedError
 
     def direction(self, state: Any, received: Any, update: Update) -> Arrays:
-        """The update itself, float32, from what :meth:`step` returned; ``progress`` counts it."""
+        """The update itself, float32, from the result of :meth:`step`; ``progress`` counts it."""
         raise NotImplementedError
 
     def upcoming(self, state: Any) -> Any:
@@ -94,12 +94,12 @@ class Algorithm:
         return True
 
     def carry(self, state: Any, like: Any) -> Any:
-        """What of the workers' state is not to be averaged when their number changes.
+        """Extracts state that must not be averaged when the number of workers changes.
 
-        Called in the worker view, of all workers before.
+        Called in the worker view, on all workers before the change.
 
         Args:
-          state: the state; its ``progress`` is no tracer.
+          state: the state; its ``progress`` is not traced.
           like: the shapes of the parameters.
 
         Returns:
@@ -109,13 +109,13 @@ class Algorithm:
         return ()
 
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
-        """The fields of the state that :meth:`carry` stands for, on another number of workers.
+        """Restores fields of the state from :meth:`carry`, on another number of workers.
 
-        Called in the worker view, of all workers afterwards.
+        Called in the worker view, on all workers after the change.
 
         Args:
-          state: what all workers share of it; its ``progress`` is no tracer.
-          carried: what :meth:`carry` returned.
+          state: the part of the state that all workers share; its ``progress`` is not traced.
+          carried: the result of :meth:`carry`.
           like: the shapes of the parameters.
         """
         del state, carried, like
@@ -123,11 +123,10 @@ class Algorithm:
 
 
 class PhasedAlgorithm(Algorithm):
-    """An algorithm that changes for good at some update: at its *freeze*.
+    """An algorithm that changes permanently at one update, its *freeze*.
 
-    Its updates before the freeze and after it have phases of their own; the state after one says
-    all about it, so that the direction is read off the state, and nothing else of full size leaves
-    a step.
+    Updates before and after the freeze have different phases. The direction follows from the state
+    after an update alone, so a step returns nothing else of full size.
     """
 
     def before(self) -> Mapping[Phase, Step]:
@@ -135,28 +134,28 @@ class PhasedAlgorithm(Algorithm):
         raise NotImplementedError
 
     def after(self) -> Mapping[Phase, Step]:
-        """The steps after it, by phase."""
+        """The steps after the freeze, by phase."""
         raise NotImplementedError
 
     def ends(self, state: Any) -> jax.Array:
-        """Whether the update that was made, not counted yet, is the last one before the freeze."""
+        """Whether the update just made, not counted yet, is the last one before the freeze."""
         raise NotImplementedError
 
     def freeze(self, state: Any, params: Any) -> Any:
-        """What becomes of the state then."""
+        """The state after the freeze."""
         raise NotImplementedError
 
     @property
     def phases(self) -> tuple[Phase, ...]:  # type: ignore[override]
-        """Before the freeze and after it."""
+        """All phases, those before the freeze first."""
         return (*self.before(), *self.after())
 
     def accepts(self, progress: Progress, phase: Phase) -> jax.Array | bool:
-        """Only phases of the side that the state is on."""
+        """Accepts a phase only on its side of the freeze."""
         return (progress.frozen_at >= 0) == (phase in self.after())
 
     def step(self, state: Any, update: Update) -> tuple[Any, Any]:
-        """The step of the phase; without one, of all phases the upcoming one, written in place."""
+        """The step of the given phase, or a program that chooses the upcoming one, in place."""
         if update.phase is not None:
             return self._make(update.phase, state, update), None
         index, names = state.progress.upcoming[0], self._axis_names
@@ -188,9 +187,9 @@ class PhasedAlgorithm(Algorithm):
 def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArgs:
     """Makes an Optax transformation of an algorithm.
 
-    Its ``update`` takes two extra arguments. ``phase`` leaves the other phases' programs out; an
-    update of a phase that cannot follow changes nothing, and the metric ``phase`` is -1. With
-    ``when`` (:class:`~.when.When`) all workers skip an update.
+    Its ``update`` takes two extra arguments. ``phase`` compiles that phase alone; if the phase
+    cannot follow, the update changes nothing and the metric ``phase`` is -1. With ``when``
+    (:class:`~.when.When`) all workers skip an update.
     """
     name = type(algorithm).__name__
 
@@ -253,7 +252,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
 def chain(
     first: optax.GradientTransformationExtraArgs, *others: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """As :func:`optax.chain`, but an update that ``first`` refuses changes nothing at all."""
+    """As :func:`optax.chain`, but an update that ``first`` refuses changes no state at all."""
     chained = optax.chain(first, *others)
 
     def update_fn(
@@ -275,7 +274,7 @@ def chain(
     return optax.GradientTransformationExtraArgs(chained.init, update_fn)
 
 
-# What a state is asked.
+# Queries of a state.
 
 
 def has_progress(node: Any) -> bool:
@@ -284,15 +283,15 @@ def has_progress(node: Any) -> bool:
 
 
 def states_of(tree: Any) -> list[Any]:
-    """All states of algorithms in an optimizer's state, without those within them."""
+    """All outermost states of algorithms in an optimizer's state."""
     return list(filter(has_progress, jax.tree.leaves(tree, is_leaf=has_progress)))
 
 
-# What a state answers without a method of that name. Others it may have:
-# - synced_parameters(params): the parameters that all workers share, where theirs differ;
-# - worker_parameters(params): those that a worker trains, in the worker view;
-# - own_parameters(): which of them may differ between workers, a tree of booleans;
-# - plan: what exchanges a state was made for, and check_plan(expected), which refuses another.
+# Defaults for states without a method of that name. A state may also have:
+# - synced_parameters(params): the parameters that all workers share, if theirs differ;
+# - worker_parameters(params): the parameters that a worker trains, in the worker view;
+# - own_parameters(): a tree of booleans, true where parameters may differ between workers;
+# - plan: the schedule of exchanges it was made for, and check_plan(expected), which checks it.
 _DEFAULTS: dict[str, Callable[[Any], Any]] = {
     "metrics": lambda state: {"phase": state.progress.phase},
     "diagnostics": lambda state: {},
@@ -300,18 +299,18 @@ _DEFAULTS: dict[str, Callable[[Any], Any]] = {
 
 
 def ask(state: Any, question: str, *args: Any) -> Any:
-    """What an algorithm's state answers, by its method or by default; None if neither is there."""
+    """Calls a method of an algorithm's state, or its default; None if there is neither."""
     method = getattr(type(state), question, _DEFAULTS.get(question))
     return None if method is None else method(state, *args)
 
 
 def states_that(tree: Any, question: str) -> list[Any]:
-    """The states of algorithms in an optimizer's state that answer a question."""
+    """The states of algorithms in an optimizer's state that have such a method or default."""
     return [x for x in states_of(tree) if hasattr(type(x), question) or question in _DEFAULTS]
 
 
 def check_contract(name: str, state: Any) -> None:
-    """Raises ``ValueError`` for a state that is none of an algorithm, by its name."""
+    """Raises ``ValueError`` unless a state is a NamedTuple with a ``progress``."""
     if not (isinstance(state, tuple) and hasattr(state, "_fields") and has_progress(state)):
         raise ValueError(
             f"{name}.init returned a {type(state).__name__}, expected a NamedTuple with a field "
@@ -321,7 +320,7 @@ def check_contract(name: str, state: Any) -> None:
 
 
 def _check_same(name: str, new: Any, old: Any) -> None:
-    """Raises ``ValueError`` for a step that changes the state's structure, shapes or dtypes."""
+    """Raises ``ValueError`` if a step changed the state's structure, shapes or dtypes."""
     got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (new, old))
     if jax.tree.structure(new) != jax.tree.structure(old):
         differing = got.keys() ^ wanted.keys()
@@ -340,11 +339,11 @@ def _check_same(name: str, new: Any, old: Any) -> None:
             )
 
 
-# Which algorithm each state belongs to.
+# The algorithm of each state.
 
 
 class Noted(NamedTuple):
-    """An algorithm whose state an ``init`` made, and the shapes of the tree that it is over."""
+    """An algorithm whose state ``init`` made, and the shapes of ``init``'s parameters."""
 
     algorithm: Algorithm
     like: Any
@@ -363,10 +362,10 @@ def _note(mark: Any, algorithm: Algorithm, params: Any) -> None:
 
 
 def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
-    """The algorithms of the states that ``init(params)`` makes, where its axes are bound.
+    """The algorithms of the states that ``init(params)`` makes; its axes must be bound.
 
-    A state of arrays does not tell its options, nor what tree it is over; so each is noted when it
-    is made, by the array of its count.
+    A state holds arrays, not its options or its parameters' shapes; so ``init`` notes each
+    algorithm, and the array of its count identifies it.
     """
     token = _noted.set([])
     try:
@@ -384,12 +383,12 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
 
 
 def named(exchange: BoundExchange, pieces: Arrays) -> dict[str, jax.Array]:
-    """A worker's pieces by the names of their first tensors, for a state that holds them."""
+    """A dict of a worker's pieces by the names of their first tensors, for a state."""
     return dict(zip(exchange.layout.names, pieces, strict=True))
 
 
 def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
-    """Undoes :func:`named`; ``ValueError`` where they are of other tensors or workers."""
+    """Undoes :func:`named`; raises ``ValueError`` for pieces of other tensors or workers."""
     expected = named(exchange, worker_arrays(exchange.layout, jnp.float32))
     if held.keys() != expected.keys():
         raise ValueError(
@@ -401,5 +400,5 @@ def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
 
 
 def fits(exchange: BoundExchange, state: Any) -> None:
-    """Raises ``ValueError`` for a state that a bound exchange cannot go on from."""
+    """Raises ``ValueError`` for a state that does not fit a bound exchange."""
     check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)

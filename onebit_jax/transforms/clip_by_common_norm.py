@@ -1,4 +1,4 @@
-"""Clipping of gradients that differ between workers, by one factor for all."""
+"""Clips the gradients of all workers by one factor."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def squared_norm(grads: optax.Updates) -> jax.Array:
 
 
 def clipped(grads: optax.Updates, squared: jax.Array, max_norm: float) -> optax.Updates:
-    """Scales gradients so that what has the given squared norm has at most ``max_norm``."""
+    """Scales gradients by the factor that clips a norm, given squared, to ``max_norm``."""
     factor = jnp.minimum(1.0, max_norm * lax.rsqrt(squared))
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
@@ -31,11 +31,11 @@ def clip_by_common_norm(
         g_i \leftarrow g_i \, \min\Bigl(1, \frac{\text{max\_norm}}
           {\sqrt{\tfrac1n \sum_j \lVert g_j \rVert^2}}\Bigr)
 
-    The mean of the gradients keeps its direction, and its norm is at most ``max_norm``, since that
-    of a mean is at most the root of the mean squared norm. It costs one float32 more in the
-    exchange. :func:`optax.clip_by_global_norm` before an exchange clips each worker's gradient by
-    its own norm, which bends the mean towards workers with small gradients; behind a dense exchange
-    it is what one expects, and behind a compressed one it acts on what was received.
+    The mean gradient keeps its direction, and its norm is at most ``max_norm``, since the norm of a
+    mean is at most the root mean squared norm. The cost is one more float32 in the exchange.
+    :func:`optax.clip_by_global_norm` before an exchange clips each worker's gradient by its own
+    norm, which biases the mean towards workers with small gradients; after a dense exchange it
+    clips the mean gradient, and after a compressed one the values received.
 
     :func:`onebit_jax.train_step` does the same with ``max_grad_norm``.
 
@@ -44,8 +44,8 @@ def clip_by_common_norm(
       axis_name: the axis that the workers run along, or a pair of axes.
 
     Returns:
-      A stateless gradient transformation; its update raises ``ValueError`` where ``axis_name`` is
-      not bound.
+      A stateless gradient transformation; its update raises ``ValueError`` if ``axis_name`` is not
+      bound.
 
     Raises:
       ValueError: for a ``max_norm`` that is not a finite number above 0.

@@ -1,4 +1,4 @@
-"""An error-compensated exchange at a few bits per value before any Optax optimizer."""
+"""The mean of gradients at a few bits per value, with error feedback, for any Optax optimizer."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from onebit_jax.transforms.phases import Progress
 
 
 class CompressedMeanState(NamedTuple):
-    """What :func:`compressed_mean` keeps for ``n`` workers: ``4.1 + 4/n`` bytes per parameter.
+    """State of :func:`compressed_mean` for ``n`` workers: ``4.1 + 4/n`` bytes per parameter.
 
     Attributes:
       progress: updates made; equal on all workers.
@@ -28,17 +28,17 @@ class CompressedMeanState(NamedTuple):
     exchange: ExchangeState
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase``, the place of ``"compression"`` in
           :data:`~onebit_jax.transforms.phases.PHASES`, since every update is compressed; and
-          ``residual_ratio``, ``||e_i|| / ||mean||`` over what this worker compresses.
+          ``residual_ratio``, ``||e_i|| / ||mean||`` over the elements that this worker compresses.
         """
         return {"phase": self.progress.phase, **self.exchange.metrics()}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """With one bit ``scale_spread`` of the tensors, seen from one worker: a scalar."""
+        """At one bit the ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
         return self.exchange.diagnostics()
 
 
@@ -47,7 +47,7 @@ State = CompressedMeanState
 
 @dataclasses.dataclass(frozen=True)
 class CompressedMean(Algorithm):
-    """The algorithm; :func:`compressed_mean` says what its fields are."""
+    """The algorithm; :func:`compressed_mean` documents its fields."""
 
     residual_decay: float
     exchange: Exchange
@@ -72,11 +72,11 @@ class CompressedMean(Algorithm):
         return received
 
     def carry(self, state: State, like: Any) -> Any:
-        """The residuals."""
+        """The total residual of all workers and servers."""
         return self.exchange.over(like).total_residual(state.exchange)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """The residuals."""
+        """Gives every worker this residual."""
         del state
         ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
         return {"exchange": self.exchange.over(like).resumed(carried, ones)}
@@ -89,12 +89,12 @@ def compressed_mean(
     residual_decay: float = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Averages gradients over the workers with one bit per element each way, or a few.
+    r"""Averages gradients over the workers at one bit per element each way, or at a few.
 
-    The sibling of :func:`onebit_jax.mean_gradients`: put it in front of any Optax optimizer. Of
-    worker :math:`i`'s own gradient :math:`g_i` and residual :math:`e_i`, one scale per tensor, it
-    sends signs and a scale; worker :math:`j` averages chunk :math:`j` of what was sent, with a
-    residual :math:`E_j` of its own, and sends signs and a scale back:
+    Put it before any Optax optimizer, instead of :func:`onebit_jax.mean_gradients`. Worker
+    :math:`i` adds its residual :math:`e_i` to its gradient :math:`g_i` and sends the signs of the
+    sum and one scale per tensor. Worker :math:`j` averages chunk :math:`j` of these, adds its
+    residual :math:`E_j` as server, and sends signs and a scale back:
 
     .. math::
 
@@ -107,34 +107,33 @@ def compressed_mean(
 
     With ``bits`` 2, 4 or 8 the compressor rounds to levels instead, with a scale per 256 values
     (:mod:`onebit_jax.collectives.k_bits`); 32 is a plain mean. The updates :math:`u` are the
-    same on all workers, bit for bit. What one of them leaves out,
-    later ones make up for: the sum of all updates and of the residuals is the sum of the exact
-    means.
+    same on all workers, bit for bit. Later updates correct the rounding errors of earlier ones: the
+    sum of all updates plus the residuals is the sum of the exact means.
 
-    When to choose it: before optimizers that see gradients through sums or running averages alone,
-    in which what is made up for later comes to the same: :func:`optax.sgd`, :func:`optax.lion`,
-    :func:`optax.contrib.muon`. Before :func:`optax.adamw` it runs, but the variance then sees
-    compressed gradients, whose magnitude is one for all elements of a chunk: what Adam knows of
-    each coordinate is lost, and with it much of what Adam is taken for. The method for Adam is
+    When to choose it: before optimizers that use only sums or running averages of gradients, in
+    which late corrections still count: :func:`optax.sgd`, :func:`optax.lion`,
+    :func:`optax.contrib.muon`. It works before :func:`optax.adamw`, but the variance is then
+    computed from compressed gradients, whose magnitude is equal for all elements of a chunk: Adam
+    loses its scaling per coordinate, and much of its advantage. For Adam use
     :func:`onebit_jax.onebit_adam`, which compresses the momentum once the variance is known. For
-    SGD with a learning rate that falls there is :func:`onebit_jax.ef_signsgd`: residuals here are
-    of gradients, and one that arose at a high learning rate is applied with the low one of the step
-    that sends it. What is sent late limits the learning rate, too: where elements of a tensor
-    differ much in size, SGD may bear no more than a small part of the dense form's.
+    SGD with a decreasing learning rate use :func:`onebit_jax.ef_signsgd`: the residuals here are of
+    gradients, so an error made at a high learning rate is corrected at the lower one of a later
+    step. The delay also limits the learning rate: if the elements of a tensor differ much in size,
+    SGD may be stable only at a small fraction of the dense form's learning rate.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of
-    :func:`onebit_jax.onebit_adam`. Transformations that are to see each worker's own gradients, a
-    clip say, go before it. ``update`` accepts any ``phase`` and has no use for it.
+    :func:`onebit_jax.onebit_adam`. Transformations of each worker's own gradients, such as
+    clipping, go before it. ``update`` accepts any ``phase`` and ignores it.
 
     Args:
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
-      bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 serve Adam's variance too.
+      bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
-      residual_decay: what residuals are multiplied with before they are added, in [0, 1]: with 1
-        all that is left out is made up for; below, less of what was true of earlier parameters.
+      residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
+        errors in full; less than 1 reduces the weight of errors from earlier parameters.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -170,9 +169,9 @@ def compressed_mean(
       <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
 
     Differences from the papers:
-      Karimireddy et al. compress steps, the learning rate included, and do not compress what the
-      server sends back. Tang et al. compress momenta. Here any optimizer may follow, so that it is
-      gradients that are compressed.
+      Karimireddy et al. compress steps, the learning rate included, and the server's reply is not
+      compressed. Tang et al. compress momenta. Here any optimizer may follow, so gradients are
+      compressed.
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)

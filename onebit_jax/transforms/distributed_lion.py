@@ -1,4 +1,4 @@
-"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of."""
+"""Distributed Lion: Lion whose workers vote with the signs of their updates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,13 +30,13 @@ Aggregation = Literal["majority", "mean"]
 
 
 class ScaleByDistributedLionState(NamedTuple):
-    """State of Distributed Lion: half of Adam's, four bytes per parameter.
+    """State of Distributed Lion: four bytes per parameter, half as much as Adam's.
 
     Attributes:
       progress: updates made, equal on all workers.
-      momentum: the worker's own ``m_i``, in pieces (:mod:`onebit_jax.collectives.layout`), by the
-        names of their first tensors; float32, ``[1, *shape]``. In the hierarchical form a worker is
-        a node, and a device has its shard.
+      momentum: the worker's momentum ``m_i``, in pieces (:mod:`onebit_jax.collectives.layout`) by
+        the names of their first tensors; float32, ``[1, *shape]``. In the hierarchical form a
+        worker is a node, and a device holds its shard.
     """
 
     progress: Progress
@@ -53,7 +53,7 @@ State = ScaleByDistributedLionState
 
 @dataclasses.dataclass(frozen=True)
 class DistributedLion(Algorithm):
-    """The algorithm; :func:`distributed_lion` says what its fields are."""
+    """The algorithm; :func:`distributed_lion` documents its fields."""
 
     b1: Any
     b2: Any
@@ -66,16 +66,16 @@ class DistributedLion(Algorithm):
         return ScaleByDistributedLionState(phases.begin(), m)
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
-        """A vote with ``sgn(b1 m_i + (1 - b1) g_i)``, and ``m_i <- b2 m_i + (1 - b2) g_i``."""
+        """Votes with ``sgn(b1 m_i + (1 - b1) g_i)``; sets ``m_i <- b2 m_i + (1 - b2) g_i``."""
         exchange = self.exchange.over(update.tree)
         m, g = pieces_of(exchange, state.momentum.value), exchange.node_mean(update.grads)
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
             received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
         else:
-            # A single node's devices share the gradient, so that they agree.
+            # A single node averages gradients at full precision, so its devices agree on the signs.
             received = list(map(jnp.sign, equal_on_all_workers(values)))
-        # The new m is written over the old only when nobody reads that any more; XLA would copy.
+        # Overwrites m only after its last use; otherwise XLA copies it.
         kept: tuple[Arrays, Any] = (m, received)
         m, received = materialize(kept, exchange.axes.node)
         new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
@@ -83,7 +83,7 @@ class DistributedLion(Algorithm):
         return state._replace(momentum=m), received
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """What the votes came to."""
+        """``u``, decoded from the votes."""
         del state
         exchange = self.exchange.over(update.tree)
         if exchange.compresses:
@@ -95,7 +95,7 @@ class DistributedLion(Algorithm):
         return self.exchange.over(like).whole_means(state.momentum.value)
 
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
-        """The mean momentum, on every worker."""
+        """Gives the mean momentum to every worker."""
         del state
         exchange = self.exchange.over(like)
         m = [x[None] for x in exchange.pieces(carried)]
@@ -110,7 +110,7 @@ def scale_by_distributed_lion(
     aggregation: Aggregation = "majority",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes updates of signs; see :func:`distributed_lion`, which adds decay and learning rate."""
+    """Replaces gradients by voted signs; :func:`distributed_lion` adds decay and learning rate."""
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_name("aggregation", aggregation, "majority", "mean")
@@ -130,10 +130,10 @@ def distributed_lion(
     aggregation: Aggregation = "majority",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformation:
-    r"""Distributed Lion: Lion, whose workers exchange the signs that its update is made of.
+    r"""Distributed Lion: Lion whose workers vote with the signs of their updates.
 
-    Every worker :math:`i` keeps a momentum of its own gradients, and votes with the sign of a mean
-    of it and the new gradient:
+    Every worker :math:`i` keeps a momentum of its own gradients, and votes with the sign of a
+    weighted mean of this momentum and the new gradient:
 
     .. math::
 
@@ -145,11 +145,11 @@ def distributed_lion(
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
         \end{aligned}
 
-    When to choose it: where you would train with Lion anyway, or where memory counts, since its
-    state is half of Adam's. As for Lion the learning rate is a third to a tenth of Adam's and the
-    weight decay as many times larger, and since every parameter moves by about the learning rate in
-    each step it must fall to near 0. There is no warm-up and no error feedback: where the loss that
-    Adam reaches is the aim take :func:`onebit_jax.onebit_adam`, which says where ``init`` and
+    When to choose it: if you would train with Lion anyway, or to save memory, since its state is
+    half of Adam's. As for Lion the learning rate is a third to a tenth of Adam's and the weight
+    decay as many times larger. Every parameter moves by about the learning rate in each step, so
+    the learning rate must fall to near 0. There is no warm-up and no error feedback: to reach
+    Adam's loss use :func:`onebit_jax.onebit_adam`, whose documentation also says where ``init`` and
     ``update`` run. A worker whose gradient is NaN votes -1 from then on.
 
     Args:
@@ -161,7 +161,7 @@ def distributed_lion(
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``: then a
         node votes with the mean gradient of its devices.
       aggregation: ``"majority"`` sends one bit per parameter back, ``"mean"`` the number of votes,
-        ``bit_length(n)`` bits: steps are smaller where workers do not agree.
+        ``bit_length(n)`` bits: steps are smaller where workers disagree.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -191,9 +191,9 @@ def distributed_lion(
 
     Differences from the paper:
       **Zeros and ties take turns, which is not the published behaviour**
-      (:mod:`onebit_jax.collectives.votes`). So a parameter that never had a gradient goes one
-      learning rate there and one back; with ``"mean"`` ``1/n`` of that, and with an even number of
-      workers it stays.
+      (:mod:`onebit_jax.collectives.votes`). So a parameter that never had a gradient moves forth
+      and back by one learning rate; with ``"mean"`` by ``1/n`` of it, or, with an even number of
+      workers, not at all.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

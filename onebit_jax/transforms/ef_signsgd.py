@@ -23,7 +23,7 @@ class EfSignsgdState(NamedTuple):
 
     Attributes:
       progress: updates made; equal on all workers.
-      momentum: the worker's own ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
+      momentum: the worker's momentum ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
       exchange: the residuals of steps.
     """
 
@@ -36,7 +36,7 @@ class EfSignsgdState(NamedTuple):
         return {"phase": self.progress.phase, **self.exchange.metrics()}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """``scale_spread`` of the tensors, seen from one worker: a scalar."""
+        """The ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
         return self.exchange.diagnostics()
 
 
@@ -49,10 +49,10 @@ State = EfSignsgdState
 
 @dataclasses.dataclass(frozen=True)
 class EfSignsgd(Algorithm):
-    """Makes what is added to the parameters, but for weight decay.
+    """The algorithm without weight decay; :func:`ef_signsgd` documents its fields.
 
-    The learning rate is in what is compressed: a residual then counts for what it was when it
-    arose, whatever the learning rate is when it is sent.
+    It compresses steps, learning rate included: a residual keeps the learning rate of the step in
+    which it arose, whatever the learning rate is when it is sent.
     """
 
     learning_rate: optax.ScalarOrSchedule
@@ -83,8 +83,8 @@ class EfSignsgd(Algorithm):
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return self.momentum * m + g[None].astype(jnp.float32)
 
-        # Written out, and in the shape that it is held in, m is written over in place; XLA would
-        # copy it, to work it out twice.
+        # Materialized in the shape of the state, m is overwritten in place; otherwise XLA copies it
+        # and computes it twice.
         m = keep(update.when, list(map(add, m, update.grads)), m)
         m = materialize(m, exchange.axes.node)
         nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
@@ -97,11 +97,11 @@ class EfSignsgd(Algorithm):
         return [-x for x in received]
 
     def carry(self, state: State, like: Any) -> Any:
-        """The residuals."""
+        """The total residual of all workers and servers."""
         return self.exchange.over(like).total_residual(state.exchange)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """The residuals."""
+        """Gives every worker this residual."""
         del state
         ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
         return {"exchange": self.exchange.over(like).resumed(carried, ones)}
@@ -110,7 +110,7 @@ class EfSignsgd(Algorithm):
 def _decay_steps(
     learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
-    """Adds decoupled decay to what is a step already, learning rate included."""
+    """Adds decoupled weight decay to steps, which include the learning rate already."""
 
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -136,9 +136,9 @@ def ef_signsgd(
 ) -> optax.GradientTransformation:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 
-    Every worker :math:`i` keeps a Nesterov momentum of its own gradients, and what the workers
-    would step is averaged by :func:`onebit_jax.compressed_mean`, whose scale is the mean absolute
-    value:
+    Every worker :math:`i` keeps a Nesterov momentum of its own gradients. The workers' steps are
+    averaged at one bit as by :func:`onebit_jax.compressed_mean`, with the mean absolute value as
+    the scale:
 
     .. math::
 
@@ -148,14 +148,14 @@ def ef_signsgd(
           p &\leftarrow p - \Delta - \alpha_t \lambda p
         \end{aligned}
 
-    The learning rate is inside the error feedback, so that a residual counts for what it was when
-    it arose, whatever the learning rate is when it is sent. This is why there is no form without a
-    learning rate.
+    The learning rate is inside the error feedback: a residual keeps the learning rate of the step
+    in which it arose, whatever the learning rate is when it is sent. Therefore there is no form
+    without a learning rate.
 
-    When to choose it: where SGD with momentum is what you would train with anyway, as for
-    convolutional networks: it has no warm-up, and its error feedback makes it follow SGD closely,
-    with SGD's learning rates. Where Adam's scaling of each coordinate matters, as it mostly does
-    for Transformers, take :func:`onebit_jax.onebit_adam`.
+    When to choose it: if you would train with SGD with momentum anyway, as for convolutional
+    networks: it has no warm-up, and with error feedback it follows SGD closely, at SGD's learning
+    rates. If Adam's scaling of each coordinate matters, as it mostly does for Transformers, use
+    :func:`onebit_jax.onebit_adam`.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of
@@ -163,14 +163,14 @@ def ef_signsgd(
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
-      momentum: decay of the momentum, a sum and not a mean, in [0, 1); 0 for none.
+      momentum: decay of the momentum, which is a sum and not a mean; in [0, 1), 0 for no momentum.
       weight_decay: decoupled weight decay, multiplied with the learning rate. It is computed on
         every worker and never sent.
       mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``, as for
-        :func:`onebit_jax.compressed_mean`. Momenta are each device's own in both forms.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; the default
-        has the mean absolute value for a scale.
+        :func:`onebit_jax.compressed_mean`. In both forms every device has its own momentum.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; by default the scale
+        is the mean absolute value.
 
     Returns:
       The corresponding :class:`optax.GradientTransformation`. Updates have the dtype of the
@@ -179,7 +179,7 @@ def ef_signsgd(
     Raises:
       ValueError: for a hyperparameter outside its range, before anything is compiled; from
         ``init`` for parameters that are not real floating-point arrays or an axis that is not
-        bound; from ``update`` for gradients of another tree than the parameters given to ``init``.
+        bound; from ``update`` if the tree of the gradients is not that of ``init``'s parameters.
 
     Example:
       Four workers, simulated on one device:
@@ -207,11 +207,11 @@ def ef_signsgd(
 
     Differences from the paper:
       Zheng et al. keep residuals of gradients and multiply them by
-      :math:`\alpha_{t-1} / \alpha_t` in every step; residuals of steps are the same, and defined
-      where the learning rate is 0. Their server is one machine that holds the whole model; here
-      every worker serves a chunk of each tensor, with a scale of its own. Weight decay is decoupled
-      and not sent. A parameter that never had a gradient is told to step by the scale, and error
-      feedback takes it back: it stays within its residuals of where it began, as published.
+      :math:`\alpha_{t-1} / \alpha_t` in every step; residuals of steps are equivalent, and also
+      defined if the learning rate is 0. Their server is one machine that holds the whole model;
+      here every worker serves a chunk of each tensor, and each chunk has its scale. Weight decay is
+      decoupled and not sent. As in the paper, a parameter that never had a gradient moves by the
+      scale and error feedback moves it back: it stays within its residuals of its initial value.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

@@ -1,4 +1,4 @@
-"""The tensors of a tree in groups that take turns in an exchange."""
+"""Divides the tensors of a tree into groups that take turns in an exchange."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import optax
 
 
 class Fragments:
-    """The tensors of a tree in groups of about the same size, which take turns."""
+    """Groups of the tensors of a tree, of about the same size."""
 
     def __init__(self, tree: Any, count: int):
         leaves, self._structure = jax.tree.flatten(tree)
@@ -18,15 +18,15 @@ class Fragments:
             )
         sizes, self.count = [0] * count, count
         of_leaf = {}
-        # Largest first, each to the group that is smallest so far: no group is more than a tensor
-        # larger than another.
+        # Assigns the largest first, each to the smallest group so far: sizes of groups differ by
+        # at most one tensor.
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             of_leaf[i] = sizes.index(min(sizes))
             sizes[of_leaf[i]] += leaves[i].size
         self.of_leaf = [of_leaf[i] for i in range(len(leaves))]
 
     def split(self, tree: Any) -> list[Any]:
-        """For each group the tree, with :class:`optax.MaskedNode` in place of other tensors."""
+        """The tree of each group, with :class:`optax.MaskedNode` for all other tensors."""
         leaves = jax.tree.leaves(tree)
         return [
             self._structure.unflatten(
@@ -42,5 +42,5 @@ class Fragments:
         return self._structure.unflatten(next(leaves[own]) for own in self.of_leaf)
 
     def numbers(self) -> Any:
-        """A tree of the group of each tensor."""
+        """A tree of group numbers, one for each tensor."""
         return self._structure.unflatten(self.of_leaf)

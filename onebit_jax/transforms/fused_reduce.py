@@ -1,4 +1,4 @@
-"""Several sums over the same large arrays, in one pass over them."""
+"""Several reductions over the same large arrays, in one pass."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,21 +10,21 @@ from jax import lax
 
 SUM, LEAST = (lax.add, 0.0), (lax.min, math.inf)
 
-# An array is taken as [..., 8, 16]. XLA for CPUs unrolls and vectorises loops of these lengths;
-# longer ones it leaves to a single running sum.
+# Arrays are reshaped to [..., 8, 16]. XLA for CPUs unrolls and vectorises loops of these lengths;
+# longer loops keep a single running sum.
 _ROWS, _COLUMNS = 8, 16
 
 
 def fused_reduce(
     terms: Callable[..., tuple[jax.Array, ...]], arrays: Sequence[jax.Array], *kinds: Any
 ) -> tuple[jax.Array, ...]:
-    """Sums, or finds the least of, several terms over all elements of some arrays.
+    """Computes sums or minima of several terms over all elements of some arrays.
 
-    XLA for CPUs reads the arrays once for all terms, and writes no term out: of sums asked for one
-    by one it writes out each, at full size.
+    XLA for CPUs then reads the arrays once for all terms and stores no term. For separate sums it
+    stores every term at full size.
 
     Args:
-      terms: makes float32 terms, elementwise, of pieces of the arrays.
+      terms: computes float32 terms, elementwise, from pieces of the arrays.
       arrays: arrays of one shape.
       *kinds: for each term :data:`SUM` or :data:`LEAST`.
 

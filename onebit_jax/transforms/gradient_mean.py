@@ -1,4 +1,4 @@
-"""The mean of gradients that moments are made of, at full precision or a few bits per value."""
+"""The mean of gradients for the moments, at full precision or a few bits per value."""
 
 import dataclasses
 from typing import Any
@@ -17,13 +17,13 @@ from onebit_jax.transforms.algorithm import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class GradientMean:
-    """How dense updates average gradients.
+    """Averages the gradients of dense updates.
 
     Attributes:
       axis_name: the axis that the workers run along, or a pair.
-      bits: per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with a scale per 256
-        values, and at 4 with error feedback.
-      options: of the exchange.
+      bits: bits per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with a scale per
+        256 values, and at 4 with error feedback.
+      options: options of the exchange.
 
     Raises:
       ValueError: for another number of bits.
@@ -45,7 +45,7 @@ class GradientMean:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether it keeps residuals; at 8 bits losses are the same without (docs/warm-up.md)."""
+        """Whether it keeps residuals; 8 bits reach the same loss without them (docs/warm-up.md)."""
         return self.bits == 4
 
     def exchange(self) -> Exchange:
@@ -53,17 +53,17 @@ class GradientMean:
         return self.options.travel().of(self.axis_name, KBits(self.bits or 8, self.has_feedback))
 
     def init(self, params: Any) -> Any:
-        """What it keeps for a tree, before the first call; ``()`` without error feedback."""
+        """The state for a tree before the first call; ``()`` without error feedback."""
         return self.exchange().over(jax.tree.leaves(params)).init() if self.has_feedback else ()
 
     def average(self, grads: Arrays, state: Any, when: jax.Array) -> tuple[Arrays, Any]:
-        """The mean over all workers, float32, and the next state; where not ``when``, the old."""
+        """The mean over all workers, float32, and the next state, unchanged where not ``when``."""
         if not self.compresses:
             return self.dense(grads), state
         return self.exchange().over(grads).average(grads, state, Call(when))
 
     def dense(self, grads: Arrays) -> Arrays:
-        """The mean of sums in float32 or bfloat16; float32."""
+        """The mean, summed in float32 or bfloat16; float32."""
         axes = bound_axes(self.axis_name)
         if self.bits != 16:
             return dense_mean(grads, axes)
@@ -71,13 +71,13 @@ class GradientMean:
         return [x.astype(jnp.float32) / axes.workers for x in sums]
 
     def carry(self, like: Any, state: Any) -> Any:
-        """Its residuals for any number of workers, in the worker view; trees, float32."""
+        """The total residual, for any number of workers, in the worker view; trees, float32."""
         if not self.has_feedback:
             return ()
         return self.exchange().over(jax.tree.leaves(like)).total_residual(state)
 
     def resume(self, like: Any, carried: Any) -> Any:
-        """The state that goes on with as much, in the worker view."""
+        """A state with this total residual, in the worker view."""
         if not self.has_feedback:
             return ()
         leaves = jax.tree.leaves(like)

@@ -1,7 +1,7 @@
-"""What 1-bit LAMB computes for each tensor: coefficients, momentum scales and ratios.
+"""1-bit LAMB's numbers for each tensor: coefficients, momentum scales and ratios.
 
-All are float32 ``[P]``, one number for each of ``P`` tensors. Sums over a tensor are made in one
-pass over its arrays.
+All are float32 ``[P]``, one number for each of ``P`` tensors. One pass over the arrays of a tensor
+computes all its sums.
 """
 
 import functools
@@ -18,7 +18,7 @@ from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 
 
 class Bounds(NamedTuple):
-    """Decay of the running coefficient, and what coefficients and ratios may be."""
+    """Decay of the running coefficient, and bounds of coefficients and ratios."""
 
     coeff_beta: Any
     min_coeff: Any
@@ -29,11 +29,11 @@ class Bounds(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor's arrays, of one shape, and the numbers that go with all of their elements.
+    """A tensor's arrays, all of one shape, and the scalars that apply to all elements.
 
     Attributes:
-      numbers: its weight decay, its inverse momentum scale and the like.
-      arrays: momentum, variance, parameter and the like.
+      numbers: scalars such as weight decay and inverse momentum scale.
+      arrays: arrays such as momentum, variance and parameter.
     """
 
     numbers: tuple[Any, ...]
@@ -47,13 +47,13 @@ class Tensor(NamedTuple):
 def _for_each(
     terms: Callable[..., tuple[jax.Array, ...]], tensors: Sequence[Tensor], *kinds: Any
 ) -> list[jax.Array]:
-    """Each term's sum, or least, over every tensor."""
+    """The sum or minimum of each term over each tensor."""
     rows = [fused_reduce(functools.partial(terms, *x.numbers), x.arrays, *kinds) for x in tensors]
     return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(len(kinds))]
 
 
 def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> list[Any]:
-    """``lambda`` of each tensor, from the optimizer's hyperparameters; 0.0 where it is off."""
+    """``lambda`` of each tensor, from the optimizer's hyperparameters; 0.0 without decay."""
     decay: Any = h.weight_decay
     value: Any = decay(count) if callable(decay) else decay
     rate = validation.float32(value)
@@ -76,12 +76,12 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 def lamb_coefficients(
     bounds: Bounds, u: Callable[..., jax.Array], tensors: Sequence[Tensor]
 ) -> tuple[jax.Array, jax.Array]:
-    """``c = clip(||p|| / ||u||)``, 1 where either norm is 0; and ``||v_l||_1``, from one pass.
+    """``c = clip(||p|| / ||u||)``, 1 if either norm is 0; and ``||v_l||_1``; in one pass.
 
     Args:
-      bounds: what ``c`` may be.
-      u: makes an update of a tensor's numbers and arrays.
-      tensors: their arrays are ``m``, ``v`` and ``p``.
+      bounds: the bounds of ``c``.
+      u: computes an update from a tensor's numbers and arrays.
+      tensors: tensors with the arrays ``m``, ``v`` and ``p``.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
@@ -96,15 +96,15 @@ def lamb_coefficients(
 
 
 def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> jax.Array:
-    """``c~ <- b3 c~ + (1 - b3) c``; it stays where the coefficient is 1."""
+    """``c~ <- b3 c~ + (1 - b3) c``; unchanged where ``c`` is 1."""
     new = bounds.coeff_beta * running + (1 - bounds.coeff_beta) * c
     return jnp.where(c == 1, running, new)
 
 
 def momentum_scales(m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]) -> jax.Array:
-    """``k_l = mean(sigma) / sigma_l``; sigma is the root mean square of what is not dead.
+    """``k_l = mean(sigma) / sigma_l``; sigma is the root mean square of active elements.
 
-    A tensor whose momentum is 0 has ``k = 1`` and no part in the mean.
+    A tensor whose momentum is 0 has ``k = 1`` and is not part of the mean.
     """
 
     def terms(m: jax.Array, inverse_root: jax.Array) -> tuple[jax.Array, ...]:
@@ -120,12 +120,12 @@ def momentum_scales(m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]) 
 
 
 def fresh_variance(b1: Any, b2: Any, last: jax.Array, F: jax.Array, last_F: jax.Array) -> jax.Array:
-    """``v~ <- b2 v~ + (1 - b2) ((m' - b1 m) / (1 - b1))^2``, all of it scaled by ``k^2``."""
+    """``v~ <- b2 v~ + (1 - b2) ((m' - b1 m) / (1 - b1))^2``, everything scaled by ``k^2``."""
     return b2 * last + (1 - b2) / (1 - b1) ** 2 * (F - b1 * last_F) ** 2
 
 
 def momentum_over_root(fresh: jax.Array, inverse_root: jax.Array, size: jax.Array) -> jax.Array:
-    """``q = m / (sqrt(v) + eps)``, of ``|m|`` and of what has the sign of ``m``."""
+    """``q = m / (sqrt(v) + eps)``, from ``|m|`` (``size``) and the sign bit of ``fresh``."""
     return jnp.where(jnp.signbit(fresh), -size, size) * inverse_root
 
 
@@ -143,10 +143,10 @@ def frozen_update(
 
 
 def ratios(bounds: Bounds, eps: Any, last: jax.Array, tensors: Sequence[Tensor]) -> jax.Array:
-    r"""``r``: how much the variance would have changed the largest step of a tensor.
+    r"""``r``: the factor by which the fresh variance would change the largest step of a tensor.
 
     Args:
-      bounds: what it may be, and by how much of itself it may change.
+      bounds: the bounds of the ratio and of its relative change.
       eps: added to the root of the variance.
       last: the last ratios.
       tensors: the arguments of :func:`frozen_update`.

@@ -26,10 +26,10 @@ _LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
 
 
 class Plan(NamedTuple):
-    """When what is exchanged, as far as a state depends on it.
+    """The schedule of exchanges for which a state was made.
 
     Attributes:
-      every: the number of updates between two exchanges of a tensor, 0 where a function gives it;
+      every: the number of updates between two exchanges of a tensor, 0 if a function gives it;
         int32 ``[]``.
       fragments: the number of groups of tensors that take turns; int32 ``[]``.
     """
@@ -39,19 +39,19 @@ class Plan(NamedTuple):
 
 
 class LocalStepsState(NamedTuple):
-    """State of :func:`local_steps`, equal on all workers but for what is in a ``PerWorker``.
+    """State of :func:`local_steps`, equal on all workers except inside a ``PerWorker``.
 
     Attributes:
       progress: updates made, and the phase; ``"local"`` or ``"sync"``.
-      plan: when it exchanges what.
+      plan: the schedule of exchanges.
       since_sync: number of updates since the last exchange; int32 ``[]``.
       fragment: the group of tensors whose turn is next; int32 ``[]``.
-      inner: the inner optimizer's state, each worker's own; leaves ``[1, *shape]``.
-      outer: the outer optimizer's, for each group of tensors.
+      inner: each worker's state of the inner optimizer; leaves ``[1, *shape]``.
+      outer: the states of the outer optimizer, one for each group of tensors.
       shared: the parameters ``x`` that all workers share, each as of its last exchange; float32, a
         tree like the parameters.
-      own: the worker's own, ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      exchange: what the exchange keeps, for each group of tensors.
+      own: the worker's parameters ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
+      exchange: the residuals, for each group of tensors.
     """
 
     progress: Progress
@@ -65,15 +65,15 @@ class LocalStepsState(NamedTuple):
     exchange: tuple[Any, ...]
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
-        """``x``, in the dtypes of ``params``: what to evaluate, and what to save for others."""
+        """``x``, in the dtypes of ``params``: the parameters to evaluate and to publish."""
         return jax.tree.map(lambda x, p: x.astype(p.dtype), self.shared, params)
 
     def worker_parameters(self, params: optax.Params) -> optax.Params:
-        """``x_i``, in the dtypes of ``params``, in the worker view: what a worker trains."""
+        """``x_i``, in the dtypes of ``params``, in the worker view: the parameters in training."""
         return jax.tree.map(lambda x, p: x[0].astype(p.dtype), self.own.value, params)
 
     def metrics(self) -> dict[str, jax.Array]:
-        """What a training loop would log, seen from one worker; scalars.
+        """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase`` of the last update, by its place in
@@ -87,14 +87,14 @@ class LocalStepsState(NamedTuple):
         return metrics
 
     def own_parameters(self) -> Any:
-        """Which parameters may differ between workers, a tree of booleans: all."""
+        """A tree of booleans that marks parameters which may differ between workers: all."""
         return jax.tree.map(lambda _: True, self.shared)
 
     def check_plan(self, expected: Plan) -> None:
-        """Raises ``ValueError`` for a state that another schedule cannot go on from.
+        """Raises ``ValueError`` for a state that another schedule cannot continue.
 
         Args:
-          expected: of the optimizer's own states.
+          expected: the plan of this optimizer.
         """
         saved, wanted = ((int(x.every), int(x.fragments)) for x in (self.plan, expected))
         meets = saved[1] == wanted[1] == 1 and int(self.since_sync) == 0
@@ -116,7 +116,7 @@ State = LocalStepsState
 
 @dataclasses.dataclass(frozen=True)
 class LocalSteps(Algorithm):
-    """The algorithm; :func:`local_steps` says what its fields are."""
+    """The algorithm; :func:`local_steps` documents its fields."""
 
     inner: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformation
@@ -130,7 +130,7 @@ class LocalSteps(Algorithm):
 
     @property
     def plan(self) -> Plan:
-        """The same in every state."""
+        """The schedule of exchanges, equal in all states."""
         every = 0 if callable(self.every) else self.every
         return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments))
 
@@ -139,7 +139,7 @@ class LocalSteps(Algorithm):
         return state.shared
 
     def init(self, params: optax.Params) -> State:
-        """``x`` is the parameters."""
+        """Sets ``x`` and all ``x_i`` to the parameters."""
         state = self.inner.init(params)
         _check_exchanges_nothing(self.inner, params, state)
         _check_moves(self.outer, params)
@@ -165,7 +165,7 @@ class LocalSteps(Algorithm):
         return exchange.activate(exchange.init(), jax.tree.map(jnp.ones_like, group))
 
     def upcoming(self, state: State) -> jax.Array:
-        """As ``every`` says."""
+        """The phases that ``every`` gives."""
         return self._upcoming(state.progress.count, state.since_sync)
 
     def _upcoming(self, count: jax.Array, since_sync: jax.Array) -> jax.Array:
@@ -196,7 +196,7 @@ class LocalSteps(Algorithm):
         return *keep(when, new, (shared, of_outer)), of_exchange
 
     def step(self, state: State, update: Update) -> tuple[State, None]:
-        """An inner step; in a sync an outer step after it, of the tensors whose turn it is."""
+        """An inner step; in a sync then an outer step of the group of tensors whose turn it is."""
         tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
         steps, inner_state = self.inner.update(
@@ -211,7 +211,7 @@ class LocalSteps(Algorithm):
         fragments = Fragments(state.shared, self.fragments)
         kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
         shared = state.shared
-        # The group that is exchanged; none in a local step.
+        # The group to exchange; -1 in a local step.
         turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
         if update.phase == "sync" and self.fragments == 1:
             kept = [self.outer_step(update.when, kept[0], moved)]
@@ -240,7 +240,7 @@ class LocalSteps(Algorithm):
         ), None
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """What this worker's parameters become, less what they are."""
+        """The new ``x_i`` minus the present parameters."""
         del received
         moved = jax.tree.leaves(state.own.value)
         return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, update.params, strict=True)]
@@ -249,7 +249,7 @@ class LocalSteps(Algorithm):
         return Fragments(like, self.fragments).split(like)
 
     def carry(self, state: State, like: Any) -> Any:
-        """The residuals of each group."""
+        """The total residual of each group."""
         if not self.compresses:
             return ()
         return [
@@ -258,7 +258,7 @@ class LocalSteps(Algorithm):
         ]
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """The residuals of each group."""
+        """Gives every worker these residuals."""
         del state
         if not self.compresses:
             return {}
@@ -284,14 +284,14 @@ def _check_exchanges_nothing(
         )
 
 
-# The numbers of updates made at which an outer optimizer is tried: a schedule may begin at 0.
+# The update counts at which an outer optimizer is tested: a schedule may begin at 0.
 _TRIED = (*range(10), *(10**k for k in range(1, 7)))
 
 
 def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
     """Raises ``ValueError`` for an outer optimizer whose steps are always 0.
 
-    It is tried on small tensors in a tree like the parameters, while the program is traced.
+    Tests it on small tensors in a tree like the parameters, while the program is traced.
     """
     rng = np.random.default_rng(0)
     with jax.ensure_compile_time_eval():
@@ -323,11 +323,11 @@ def local_steps(
     error_decay: float = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Lets workers train for themselves, and averages how far they went every few steps.
+    r"""Lets workers train independently, and averages their progress every few steps.
 
     Worker :math:`i` takes steps of the inner optimizer on its own gradients. In every
-    :math:`H`-th update all take an outer step on the mean of how far they went, and go on from
-    there:
+    :math:`H`-th update all workers take an outer step on the mean of the distances they moved, and
+    continue from the result:
 
     .. math::
 
@@ -338,35 +338,35 @@ def local_steps(
         \end{aligned}
 
     with the error-compensated mean of :func:`onebit_jax.compressed_mean`, at ``bits`` per value.
-    Inner states stay with their workers. DiLoCo's outer optimizer is :func:`optax.sgd` with
-    Nesterov's momentum; with ``optax.sgd(1.0)`` and 32 bits it is plain averaging of parameters.
+    Inner states are not exchanged. DiLoCo's outer optimizer is :func:`optax.sgd` with Nesterov
+    momentum; ``optax.sgd(1.0)`` at 32 bits is plain averaging of parameters.
 
-    **Parameters between two exchanges** differ between workers. Each worker's own are in the state,
-    marked as such: :func:`onebit_jax.train_step` takes them from there, so that a run can be saved
-    and resumed after any update, and sets them to :math:`x` in an exchange, bit for bit. In a loop
-    of one's own ``state.worker_parameters(params)`` gives them; parameters that follow the updates
-    may be off by a unit in the last place. What all workers share, to evaluate and to publish, is
-    ``state.synced_parameters(params)``. Nothing may change the updates after this transformation.
+    **Parameters between two exchanges** differ between workers. The state holds each worker's
+    parameters in a ``PerWorker``: :func:`onebit_jax.train_step` reads them there, so a run can be
+    saved and resumed after any update, and sets them to :math:`x` in an exchange, bit for bit. In
+    your own loop read them by ``state.worker_parameters(params)``; parameters to which updates were
+    added may be off by a unit in the last place. ``state.synced_parameters(params)`` are the shared
+    ones, to evaluate and to publish. Nothing may change the updates after this transformation.
 
-    **Fragments.** With ``fragments=F`` the tensors are in :math:`F` groups of about the same size,
-    the largest tensors dealt out first, and take turns: group :math:`f` is exchanged in the updates
-    :math:`f H / F` modulo :math:`H`. A link carries about :math:`1 / F` each time, :math:`F` times
-    as often. Each group has its own residuals and outer state, and after its turn :math:`x_i` of
-    its tensors is :math:`x`, bit for bit; there is no update after which all of them are. The outer
-    optimizer sees one group at a time, with :class:`optax.MaskedNode` for the other tensors.
+    **Fragments.** ``fragments=F`` divides the tensors into :math:`F` groups of about the same size,
+    assigned largest first, which take turns: group :math:`f` is exchanged in the updates
+    :math:`f H / F` modulo :math:`H`. Each exchange carries about :math:`1 / F` of the bytes, and
+    there are :math:`F` times as many. Each group has its own residuals and outer state, and its
+    turn sets :math:`x_i` of its tensors to :math:`x`, bit for bit; after no update all are equal.
+    The outer optimizer sees one group, and :class:`optax.MaskedNode` for the other tensors.
 
-    By the extra argument ``phase`` a host may choose, ``"local"`` (whose program sends nothing) or
-    ``"sync"``, in which the group whose turn is next is exchanged; ``every`` is then not asked.
+    The extra argument ``phase`` overrides ``every``: ``"local"`` compiles a program that sends
+    nothing, ``"sync"`` one that exchanges the group whose turn is next.
 
-    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step`, in its first
-    call and with a state that comes from the host, refuses one that was saved between two exchanges
-    with others.
+    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step` refuses, in
+    its first call and for states that come from the host, a state that was saved between two
+    exchanges with other values.
 
     When to choose it: between data centres, where even one bit per step is too much. Four bits cost
-    no loss that was seen. One bit needs many exchanges, since what is left out comes with a later
-    one, and small outer steps: its error is as large as what it carries, and the outer learning
-    rate scales it. Take ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
-    ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 it stays behind.
+    no loss in our runs. One bit needs many exchanges, since rounding errors are corrected by
+    later exchanges, and small outer steps: the error is as large as the value sent, and the outer
+    learning rate scales it. Use ``optax.sgd(1.0)``, or momentum with a lower learning rate, such as
+    ``optax.sgd(0.4, momentum=0.8, nesterov=True)``; with 0.7 and 0.9 one bit trains more slowly.
 
     Args:
       inner: any optimizer that exchanges nothing, such as ``optax.adamw(1e-3)``.
@@ -374,24 +374,24 @@ def local_steps(
       every: the number of updates from one exchange to the next, ``H``; or a function of the number
         of updates made that gives it. A multiple of ``fragments``.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``. In the
-        hierarchical form every device takes local steps of its own.
+        hierarchical form every device takes its own local steps.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
-      fragments: the number of groups of tensors that take turns; above 1 for an ``every`` that is a
-        number.
-      error_decay: what residuals are multiplied with before they are added; with 1 all
-        of them is made up for.
+      fragments: the number of groups of tensors that take turns; values above 1 need a number for
+        ``every``.
+      error_decay: the factor of residuals when they are added; 1 corrects rounding errors in
+        full.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
-      The corresponding :class:`optax.GradientTransformationExtraArgs`. Its state takes the inner
-      one, the outer one, 8 bytes per parameter for ``x`` and ``x_i``, and what
-      :func:`onebit_jax.compressed_mean` keeps.
+      The corresponding :class:`optax.GradientTransformationExtraArgs`. Its state is the inner and
+      the outer state, ``x`` and ``x_i`` at 8 bytes per parameter, and the residuals of
+      :func:`onebit_jax.compressed_mean`.
 
     Raises:
       ValueError: for an invalid option; from ``init`` for an inner optimizer that exchanges
         over an axis, an outer one that never moves, as with a learning rate of 0, more fragments
         than tensors, parameters that are not real floating-point arrays, or an axis that is not
-        bound; from ``update`` without parameters, or for a phase of another name.
+        bound; from ``update`` without parameters, or for an unknown phase.
 
     Example:
       Four workers, simulated on one device:
@@ -419,12 +419,12 @@ def local_steps(
       <https://arxiv.org/abs/2501.18512>`_, 2025.
 
     Differences from the papers:
-      MuLoCo compresses what workers send and gathers it from all of them, so that bytes grow with
-      the number of workers, and its residuals decay. Here what comes back is compressed too, with
-      residuals of its own: ``2 (n-1)/n`` times ``bits`` per parameter however many workers there
-      are. Streaming DiLoCo cuts a model by layers, overlaps an exchange with the steps that follow
-      and then mixes ``x`` and ``x_i``; here groups are balanced by size, and ``x_i`` becomes ``x``
-      in the update of the exchange.
+      MuLoCo gathers the compressed values of all workers, so that bytes grow with the number of
+      workers, and its residuals decay. Here servers average the values and compress the mean too,
+      with their own residuals: ``2 (n-1)/n`` times ``bits`` per parameter for any number of
+      workers. Streaming DiLoCo divides a model by layers, overlaps an exchange with the following
+      steps and then mixes ``x`` and ``x_i``; here groups are balanced by size, and ``x_i`` becomes
+      ``x`` in the update of the exchange.
     """
     validation.check_transformation("inner", inner)
     validation.check_transformation("outer", outer)

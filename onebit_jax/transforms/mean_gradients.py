@@ -1,4 +1,4 @@
-"""The dense baseline's exchange: every worker's gradient becomes the mean of all."""
+"""The dense exchange: replaces every worker's gradient by the mean over all workers."""
 
 import optax
 from jax import lax
@@ -7,17 +7,17 @@ from onebit_jax.collectives.axes import bound_axes
 
 
 def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformation:
-    """Averages gradients over the workers at full precision, in their own dtype.
+    """Averages gradients over the workers without compression, in their dtype.
 
-    :func:`onebit_jax.train_step` hands every optimizer the worker's own gradients; put this in
-    front of a dense one.
+    :func:`onebit_jax.train_step` gives every optimizer the worker's own gradients; put this before
+    a dense optimizer.
 
     Args:
       axis_name: the axis that the workers run along, or a pair of axes.
 
     Returns:
-      A stateless gradient transformation; its update raises ``ValueError`` where ``axis_name`` is
-      not bound.
+      A stateless gradient transformation; its update raises ``ValueError`` if ``axis_name`` is not
+      bound.
 
     >>> import onebit_jax
     >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))

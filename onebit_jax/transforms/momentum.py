@@ -1,9 +1,9 @@
 """The momentum of optimizers that begin dense and compress it once their variance is frozen.
 
-One array for each piece serves for two things: in the dense phase it holds the momentum ``m``,
-equal on all workers, and later the worker's compensated values ``c_i``, when the momentum *is* what
-was received: its signs and scales, one bit per element instead of 32. So neither phase has an array
-that only the other one needs.
+Each piece has one array for both phases. In the dense phase it holds the momentum ``m``, equal on
+all workers; after it the worker's compensated values ``c_i``, while the momentum is stored as the
+received signs and scales, at one bit per element instead of 32. So no phase holds an array that it
+does not need.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ from onebit_jax.transforms.phases import PHASES, Phase, Progress
 
 
 class Momentum(NamedTuple):
-    """A momentum that is dense first and compressed later.
+    """A momentum that is first dense and then compressed.
 
     Attributes:
       m_then_compensated: ``m`` in the dense phase, equal on all workers; later each worker's
-        ``c_i``, in the hierarchical form of its shard alone. For each piece ``[1, *shape]``, in the
-        hierarchical form ``[1, L, *shape]``. On a single node it is ``m`` always.
+        ``c_i``, in the hierarchical form for its shard alone. For each piece ``[1, *shape]``, in
+        the hierarchical form ``[1, L, *shape]``. On a single node it is always ``m``.
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
         form ``[L, N, bytes]``; equal on all workers.
-      exchange: what the exchange keeps besides.
+      exchange: the rest of the exchange's state.
     """
 
     m_then_compensated: PerWorker
@@ -48,7 +48,7 @@ def begin(exchange: BoundExchange) -> Momentum:
 
 
 def bound(how: Exchange, tree: Any, momentum: Momentum) -> BoundExchange:
-    """The exchange over a tree; ``ValueError`` for a momentum that does not belong to it."""
+    """The exchange over a tree; raises ``ValueError`` if the momentum does not fit it."""
     exchange = how.over(tree)
     check_fits(momentum, jax.eval_shape(lambda: begin(exchange)), exchange.axes.workers)
     return exchange
@@ -60,7 +60,7 @@ def dense(momentum: Momentum) -> Arrays:
 
 
 def compressed(exchange: BoundExchange, momentum: Momentum) -> Arrays:
-    """``m`` after it, in pieces of all shards."""
+    """``m`` after the dense phase, in pieces of all shards."""
     if not exchange.compresses:
         return dense(momentum)
     return exchange.mean_in_pieces(momentum.received, momentum.exchange)
@@ -74,21 +74,21 @@ def update_moments(
     grads: Arrays,
     when: jax.Array,
 ) -> tuple[Momentum, Any, Arrays]:
-    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient ``g``.
+    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2`` for the mean gradient ``g``.
 
-    One quarter of the tensors, or so, comes after another: XLA would average all gradients into new
-    memory before it used the first.
+    Processes about a quarter of the tensors at a time: otherwise XLA averages all gradients into
+    new memory before it uses the first.
 
     Args:
-      exchange: over the tree that the gradients are of.
-      gradient_mean: how they are averaged.
+      exchange: the exchange over the tree of the gradients.
+      gradient_mean: averages the gradients.
       decays: ``b1`` and ``b2``.
-      kept: the momentum in its dense phase; what averaging keeps; ``v``, one for each tensor.
-      grads: the worker's own, one for each tensor.
+      kept: the momentum in its dense phase; the state of ``gradient_mean``; ``v`` of each tensor.
+      grads: the worker's gradient of each tensor.
       when: where false, all stay as they are; the same on all workers.
 
     Returns:
-      The same three.
+      The new values of ``kept``.
     """
     layout, (b1, b2), (momentum, gradient_state, v) = exchange.layout, decays, kept
     averaged = gradient_mean.compresses
@@ -126,13 +126,13 @@ def update_moments(
 def activate(
     exchange: BoundExchange, momentum: Momentum, arrays: Sequence[jax.Array], alike: Any
 ) -> Momentum:
-    """Freezes which elements are active, by a tree that is above 0 where they are.
+    """Marks the active elements, and begins compression from a momentum.
 
     Args:
-      exchange: over the tree.
-      momentum: at the end of the dense phase.
-      arrays: the momentum to go on from, for each piece; it is the first residual.
-      alike: the tree.
+      exchange: the exchange over ``alike``.
+      momentum: the momentum at the end of the dense phase.
+      arrays: the momentum to continue from, for each piece; it is the first residual.
+      alike: a tree that is above 0 where elements are active.
     """
     state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
     _, state = exchange.hand_back(arrays, state)
@@ -140,7 +140,7 @@ def activate(
 
 
 def reactivate(exchange: BoundExchange, momentum: Momentum, alike: Any) -> Momentum:
-    """Says anew which elements are active; those that were not begin with residuals of 0."""
+    """Marks the active elements again; newly active ones begin with residuals of 0."""
     arrays = momentum.m_then_compensated.value
     state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
     arrays, state = exchange.hand_back(arrays, state)
@@ -160,13 +160,13 @@ def compress(
     Args:
       exchange: over the tree.
       momentum: the momentum.
-      m_i: what it would be by this worker's gradients alone, from :func:`last`.
-      decay: what the momentum is multiplied with in ``m_i``.
+      m_i: the momentum from :func:`last`, updated with this worker's gradients alone.
+      decay: the factor of the momentum in ``m_i``.
       first: whether this is the first compressed update.
       when: where false, all stays as it is; the same on all workers.
     """
-    # Before the first one m is in the residuals' place, and nothing was received, so that m_i lacks
-    # it: added as the residual, times the decay, it is there without a program of its own.
+    # Before the first compressed update the residuals' array holds m, and nothing was received, so
+    # m_i lacks m. Adding m as a residual, times the decay, avoids a separate program for it.
     residual_decay = jnp.where(first, jnp.asarray(decay, jnp.float32), 1.0)
     arrays = momentum.m_then_compensated.value
     handed = exchange.hand_over(arrays, momentum.exchange)
@@ -183,7 +183,7 @@ def whole(exchange: BoundExchange, momentum: Momentum, made: jax.Array, phase: P
       exchange: over the tree.
       momentum: the momentum.
       made: the phase of the update, by its place in ``PHASES``.
-      phase: the same, where the program is for that alone.
+      phase: the same, if the program has this phase alone; else None.
     """
     scatter = exchange.layout.scatter
     if phase == "warmup":
@@ -207,7 +207,7 @@ class Carried(NamedTuple):
 
     Attributes:
       m: the momentum.
-      residual: what all residuals come to.
+      residual: the total residual of all workers and servers.
     """
 
     m: Any
@@ -215,12 +215,12 @@ class Carried(NamedTuple):
 
 
 def carry(exchange: BoundExchange, momentum: Momentum, progress: Progress) -> Carried:
-    """Takes a momentum from its workers, in the worker view.
+    """Converts a momentum for any number of workers; called in the worker view.
 
     Args:
       exchange: over the tree.
       momentum: the momentum.
-      progress: of its optimizer, which is no tracer.
+      progress: its optimizer's progress, not traced.
     """
     if is_dense(progress):
         m = exchange.layout.scatter(dense(momentum))
@@ -231,7 +231,7 @@ def carry(exchange: BoundExchange, momentum: Momentum, progress: Progress) -> Ca
 
 
 def is_dense(progress: Progress) -> bool:
-    """Whether a momentum is in its dense form; the first compressed update still finds it so."""
+    """Whether a momentum is in its dense form, up to the start of the first compressed update."""
     frozen_at = int(progress.frozen_at)
     return frozen_at < 0 or int(progress.count) == frozen_at
 
@@ -239,18 +239,18 @@ def is_dense(progress: Progress) -> bool:
 def resume(
     exchange: BoundExchange, carried: Carried, progress: Progress, like: Any, decay: Any
 ) -> Momentum:
-    """Gives a momentum to workers, of any number, in the worker view.
+    """Gives a momentum to any number of workers; called in the worker view.
 
-    The compressed form has a scale for each of ``n`` chunks: for other chunks it is packed anew,
-    with its own signs, and what other scales make of it is added to the residual. On a single node,
-    where nothing is compressed, the residual is applied at once.
+    The compressed form has a scale for each of ``n`` chunks. For other chunks the momentum is
+    packed again with the same signs, and the error of the new scales is added to the residual. A
+    single node, which compresses nothing, applies the residual immediately.
 
     Args:
       exchange: over the tree.
-      carried: what :func:`carry` returned.
-      progress: of its optimizer, which is no tracer.
+      carried: the result of :func:`carry`.
+      progress: its optimizer's progress, not traced.
       like: a tree that is above 0 where elements are active, once the variance is frozen.
-      decay: what the momentum is multiplied with in an update.
+      decay: the factor of the momentum in an update.
     """
     begun, layout = begin(exchange), exchange.layout
     dtype = cast(OneBit, exchange.compressor).residual_dtype

@@ -1,8 +1,8 @@
-"""Whether all workers' gradients are fit to be exchanged, and what becomes of steps that are not.
+"""The check that all workers' gradients are finite, and the account of skipped steps.
 
 One NaN in one worker's gradient reaches every parameter, every residual and every average, and
-stays. A square that overflows does the same. So the workers tell each other the norms of their
-gradients before anything is exchanged, and where one is not fit all of them leave the step out.
+stays there. So does a square that overflows. Therefore the workers share the norms of their
+gradients before the exchange, and if one norm is not fit all workers skip the step.
 """
 
 from typing import Any, NamedTuple
@@ -13,20 +13,20 @@ import numpy as np
 import optax
 from jax import lax
 
-# The largest squared norm of a gradient: what is made of it (sums of squares with residuals added,
-# variances, sums of those over tensors) stays far below what overflows float32, 2**128.
+# The largest fit squared norm of a gradient: all that is computed from it (sums of squares with
+# residuals added, variances, their sums over tensors) stays far below float32's overflow at 2**128.
 LARGEST_SQUARED_NORM = 2.0**96
 
 
 class Health(NamedTuple):
-    """What all workers know of each other's gradients; scalars, equal on all.
+    """The result of the check; scalars, equal on all workers.
 
     Attributes:
       fit: whether the step can be made; bool.
       squared_norm: the mean over the workers of their gradients' squared norms; float32.
-      worker: the first whose gradient is not fit, by its index along the axes; int32.
-      tensor: the first of its tensors that are to blame, in the order of the tree's leaves, -1 for
-        the loss; int32.
+      worker: the first worker whose gradient is not fit, by its index along the axes; int32.
+      tensor: its first tensor that is not fit, in the order of the tree's leaves; -1 for the loss;
+        int32.
     """
 
     fit: jax.Array
@@ -44,21 +44,21 @@ def squared_norms(grads: optax.Updates) -> jax.Array:
 def examine(
     grads: optax.Updates, axes: tuple[str, ...], loss: jax.typing.ArrayLike = 0.0
 ) -> Health:
-    """Looks at each worker's gradients and loss, and tells all: two float32 from each of them.
+    """Checks each worker's gradients and loss, and shares the result: two float32 per worker.
 
     Args:
-      grads: the worker's own.
+      grads: the worker's own gradients.
       axes: the axes that the workers run along.
-      loss: the worker's own, float ``[]``; one that is not finite is not fit either.
+      loss: the worker's own loss, float ``[]``; not fit if it is not finite.
     """
     of_tensors = squared_norms(grads)
     total = jnp.sum(of_tensors)
     fit = total <= LARGEST_SQUARED_NORM
-    # Where no tensor is too large by itself, the largest is to blame.
+    # If no single tensor is too large, the largest one is blamed.
     blame = jnp.argmax(jnp.minimum(jnp.nan_to_num(of_tensors, nan=jnp.inf), LARGEST_SQUARED_NORM))
     tensor = jnp.where(fit, -1, blame).astype(jnp.float32)
     total = jnp.where(jnp.isfinite(loss), total, jnp.nan)
-    # Each in a place of its own of a sum, which XLA merges with a dense exchange's.
+    # An all-gather written as a sum, which XLA merges with that of a dense exchange.
     mine = jnp.arange(lax.psum(1, axes)) == lax.axis_index(axes)
     own = jnp.stack([total, tensor])[:, None]
     totals, tensors = lax.psum(jnp.where(mine, own, 0.0), axes)
@@ -67,7 +67,7 @@ def examine(
     return Health(~jnp.any(unfit), jnp.mean(totals), worker, tensors[worker].astype(jnp.int32))
 
 
-# What is to blame where no tensor is, in an account and in words.
+# Causes other than a tensor: numbers in an account, and a word for messages.
 _LOSS, UPDATE = -1, -2
 _OF_THE_UPDATE = "the update"
 
@@ -76,11 +76,11 @@ class NonFiniteError(FloatingPointError):
     """Too many steps in a row were skipped.
 
     Attributes:
-      step: the number of the last of them, from 1, of those that were counted.
-      worker: whose gradient was not fit, by its index along the mesh.
-      tensor: the name of a tensor of it; None for the loss or the new model state, "the update"
-        where a schedule of the learning rate or the decay is to blame.
-      in_a_row: how many were left out.
+      step: the number of the last skipped step, from 1, among the counted steps.
+      worker: the worker whose gradient was not fit, by its index along the mesh.
+      tensor: the name of the tensor; None for the loss or the new model state, "the update" if a
+        schedule of the learning rate or the decay is the cause.
+      in_a_row: the number of steps skipped in a row.
     """
 
     def __init__(self, step: int, worker: int, tensor: str | None, in_a_row: int):
@@ -99,14 +99,14 @@ class NonFiniteError(FloatingPointError):
 
 
 class Skips(NamedTuple):
-    """An account of the steps that were left out; int32 ``[]``, equal on all workers.
+    """The account of skipped steps; int32 ``[]``, equal on all workers.
 
     Attributes:
-      steps: how many were looked at.
-      skipped: how many of these were left out.
-      in_a_row: how many of the last ones, without one between them that was made.
-      worker: whose gradient was not fit in the last one that was left out, -1 before.
-      tensor: which tensor of it, in the order of the parameters' leaves; -1 for the loss.
+      steps: the number of checked steps.
+      skipped: the number of skipped steps.
+      in_a_row: the number of skipped steps since the last step that was made.
+      worker: the worker whose gradient was not fit in the last skipped step, -1 before.
+      tensor: its tensor that was not fit, in the order of the parameters' leaves; -1 for the loss.
     """
 
     steps: jax.Array
@@ -116,7 +116,7 @@ class Skips(NamedTuple):
     tensor: jax.Array
 
     def after(self, health: Health) -> "Skips":
-        """With one more step."""
+        """The account after one more step."""
         out = (~health.fit).astype(jnp.int32)
         return Skips(
             self.steps + 1,
@@ -131,11 +131,11 @@ class Skips(NamedTuple):
         return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
 
     def check(self, params: optax.Params, max_skipped: int) -> None:
-        """Raises :class:`NonFiniteError` where so many steps in a row were left out.
+        """Raises :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row.
 
         Args:
           params: the parameters, for the names of tensors.
-          max_skipped: how many are too many.
+          max_skipped: the number of skipped steps in a row that raises.
         """
         in_a_row = int(np.asarray(self.in_a_row))
         if in_a_row >= max_skipped:
@@ -146,6 +146,6 @@ class Skips(NamedTuple):
 
 
 def no_skips() -> Skips:
-    """Before the first step."""
+    """The account before the first step."""
     zero: Any = np.zeros((), np.int32)
     return Skips(zero, zero, zero, zero - 1, zero - 1)

@@ -1,4 +1,4 @@
-"""Each worker's own state for transformations that know nothing of workers."""
+"""Separate state on each worker for transformations that are not made for several workers."""
 
 from typing import Any, cast
 
@@ -10,26 +10,26 @@ from onebit_jax.markers import PerWorker, is_per_worker, own
 
 
 def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Keeps the state of a transformation that sees each worker's own gradients.
+    """Marks the state of a transformation before an exchange as separate for each worker.
 
-    What stands before an exchange, :func:`optax.trace` or :func:`optax.ema` say, is given gradients
-    that differ between workers, and so does its state. Unmarked, a checkpoint would keep worker 0's
-    and give it to all; :func:`onebit_jax.init` refuses that. In a
-    :class:`~onebit_jax.PerWorker` every worker's is kept.
+    A transformation before an exchange, such as :func:`optax.trace` or :func:`optax.ema`, receives
+    different gradients on each worker, so its state differs too. Without a mark a checkpoint would
+    save worker 0's state and restore it on all workers; :func:`onebit_jax.init` refuses that. A
+    :class:`~onebit_jax.PerWorker` holds every worker's state.
 
     Args:
       inner: any gradient transformation that exchanges nothing itself.
 
     Returns:
-      The transformation with a state of ``PerWorker(state of inner)``, every leaf with a first axis
-      of workers. Extra arguments reach ``inner``.
+      The transformation, whose state is ``PerWorker(state of inner)``, every leaf with a first axis
+      of workers. Extra arguments are passed to ``inner``.
 
     Raises:
-      ValueError: from ``init``, if the state of ``inner`` has a :class:`~onebit_jax.PerWorker` in
-        it already.
+      ValueError: from ``init``, if the state of ``inner`` already contains a
+        :class:`~onebit_jax.PerWorker`.
 
     Example:
-      Momentum on each worker, then one bit per parameter of it:
+      Each worker's momentum, sent at one bit per parameter:
 
       >>> import onebit_jax, optax
       >>> tx = optax.chain(

@@ -1,4 +1,4 @@
-"""The phases of optimizers that do not do the same in every update, and a state's own account."""
+"""The phases of optimizers whose updates differ, and the progress that a state records."""
 
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -8,25 +8,25 @@ import jax.numpy as jnp
 Phase = Literal["warmup", "compression", "local", "sync", "refresh"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
-# How many of the next updates a state tells the phase of: a host that waits for the update before
-# the last one still knows the phase of the next.
+# The number of upcoming updates whose phases a state holds: a host that waits only for the update
+# before the last one still knows the phase of the next.
 OUTLOOK = 2
 
 
 class Progress(NamedTuple):
-    """Where an optimizer is; equal on all workers. Phases are given by their place in ``PHASES``.
+    """An optimizer's progress; equal on all workers. Phases are places in ``PHASES``.
 
-    ``"warmup"`` updates exchange at full precision, ``"compression"`` ones at one bit
-    per element, ``"local"`` ones nothing, and ``"sync"`` ones, at one bit per element, what local
-    ones gathered. ``"refresh"`` ones are compressed, and exchange the gradients as warm-up does.
+    ``"warmup"`` updates exchange at full precision, ``"compression"`` updates at one bit per
+    element; ``"local"`` updates exchange nothing, and ``"sync"`` updates exchange the changes of
+    the local ones, compressed. ``"refresh"`` updates are compressed and also average gradients.
 
     Attributes:
       count: number of updates made; int32 ``[]``.
       frozen_at: number of updates made when the variance froze, -1 before; int32 ``[]``.
-      phase: of the last update; -1 if there was none, or if it was refused, which changes nothing
-        else; int32 ``[]``.
-      upcoming: of the next updates; -1 where that depends on one not made yet, which the first
-        never does; int32 ``[2]``. ``()`` where there is but one phase.
+      phase: phase of the last update; -1 if there was none, or if it was refused, which changes
+        nothing else; int32 ``[]``.
+      upcoming: phases of the next updates; -1 if a phase depends on an update not made yet, as the
+        first one never does; int32 ``[2]``. ``()`` for an algorithm with one phase.
     """
 
     count: jax.Array
@@ -40,11 +40,11 @@ class Progress(NamedTuple):
 
 
 def begin(upcoming: Any = ()) -> Progress:
-    """Before the first update."""
+    """The progress before the first update."""
     minus_one = jnp.full([], -1, jnp.int32)
     return Progress(jnp.zeros([], jnp.int32), minus_one, minus_one, upcoming)
 
 
 def keep(when: jax.Array, new: Any, old: Any) -> Any:
-    """The new tree where ``when``, else the old one: what a refused update leaves."""
+    """The new tree where ``when``, else the old one, as after a refused update."""
     return jax.tree.map(lambda x, y: jnp.where(when, x, y), new, old)

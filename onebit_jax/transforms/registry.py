@@ -1,7 +1,7 @@
-"""Every optimizer by name, for programs, plans, benchmarks and tests that hold for all of them.
+"""Every optimizer by name, for programs, plans, benchmarks and tests that cover all of them.
 
-A new one is a file and an entry here, or a call of :func:`register`: nothing else knows an
-optimizer by its name.
+To add an optimizer, write a file and an entry here, or call :func:`register`: no other module knows
+an optimizer's name.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ from onebit_jax.transforms.signum import signum
 from onebit_jax.transforms.warmup import Warmup
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
-# Updates from one exchange to the next of an optimizer that takes local steps.
+# Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
-# What a run may say of its exchange, by the names that constructors and `ExchangeOptions` have.
+# A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
 _IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
 EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", *_IN_ONE_ARGUMENT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the optimizers of a run have in common, each as far as it has such a thing.
+    """Hyperparameters of a run; each optimizer uses those that it has.
 
     Attributes:
       learning_rate: a number, or a function of the number of updates made.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       steps: number of updates of the run.
       mask: which tensors are decayed, as in :func:`optax.adamw`.
-      warmup: when the optimizers with a dense warm-up end it.
+      warmup: the end of the dense warm-up, of optimizers that have one.
       b1: decay of the momentum.
       b2: decay of the variance.
       eps: added to the variance's root.
       weight_decay: decoupled weight decay.
-      exchange: options of the exchange, some of :data:`EXCHANGE`, in place of an optimizer's own.
+      exchange: options of the exchange, some of :data:`EXCHANGE`; they override an optimizer's own.
     """
 
     learning_rate: optax.ScalarOrSchedule
@@ -63,9 +63,9 @@ class Setting:
     exchange: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def call(self, function: Callable[..., Any], **own: Any) -> Any:
-        """Calls a constructor with what it takes of a setting; ``own`` arguments go before it.
+        """Calls a constructor with the fields that it takes; ``own`` arguments override them.
 
-        Options of the exchange that the setting has go before those.
+        The setting's options of the exchange override both.
         """
         taken = inspect.signature(function).parameters
         offered = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -78,30 +78,28 @@ class Setting:
 
 
 class Entry(NamedTuple):
-    """An optimizer as those need it that hold for all.
+    """An optimizer, as programs, plans, benchmarks and tests need it.
 
     Attributes:
       label: its name in tables and pictures.
-      learning_rate: the peak that a sweep begins from.
-      make: the transformation for a setting; a ``ValueError`` names what is out of range.
-      first_phase: the phase of the first update. One that averages gradients at full precision is
-        in "warmup" all the time.
-      exchange: the constructor that it exchanges by, whose options it has; None for a dense one.
+      learning_rate: the peak learning rate with which a sweep begins.
+      make: makes the transformation for a setting; raises ``ValueError`` for values out of range.
+      first_phase: the phase of the first update. A dense optimizer is always in "warmup".
+      exchange: the constructor whose options of the exchange it has; None for a dense optimizer.
       feedback: whether it has error feedback at one bit, with a scale and residuals.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
       refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
-      freezes_by_number: whether its variance freezes after a number of updates only.
+      freezes_by_number: whether its variance can freeze only after a given number of updates.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
-      rate_of: the optimizer whose best learning rate it takes, where it is a variant of one.
-      bits: per parameter, each way, in a compressed update.
-      rounds: share of the updates after a warm-up in which it exchanges anything.
-      encoding_bytes: bytes per element that encoding and decoding read and write beyond what Adam's
-        own update does; docs/plan.md says how they are counted.
+      rate_of: for a variant, the optimizer whose best learning rate it uses.
+      bits: bits per parameter, each way, in a compressed update.
+      rounds: the share of updates with an exchange, after a warm-up.
+      encoding_bytes: bytes per element that encoding and decoding read and write beyond Adam's own
+        update; docs/plan.md says how they are counted.
       benchmark: the kind of ``benchmarks.step`` that times it, if that has another name.
       planned: whether a plan has a row for it.
-      advised: whether a plan's advice may be to use it: for a dense run's loss, with nothing else
-        to choose.
+      advised: whether a plan may advise it: it reaches a dense run's loss without further choices.
     """
 
     label: str
@@ -124,7 +122,7 @@ class Entry(NamedTuple):
 
     @property
     def options(self) -> set[str]:
-        """The options of the exchange that it has."""
+        """The names of its options of the exchange."""
         taken = inspect.signature(self.exchange).parameters if self.exchange else {}
         of_exchange = _IN_ONE_ARGUMENT if self.feedback else ("local_dtype", "bucket_bytes")
         in_one = set(of_exchange) if "exchange" in taken else set()
@@ -132,22 +130,22 @@ class Entry(NamedTuple):
 
 
 def made_by(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
-    """The entry of an optimizer that one constructor makes, with these arguments."""
+    """The entry of an optimizer that a constructor makes with these arguments."""
     return Entry(label, learning_rate, lambda s: s.call(function, **own), exchange=function)
 
 
 def warming_up(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
-    """One that begins densely and compresses once its variance is frozen."""
+    """The entry of an optimizer that begins dense and compresses once its variance is frozen."""
     return made_by(label, learning_rate, function, **own)._replace(warms_up=True)
 
 
 def compressed(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
-    """One that compresses from the first update on."""
+    """The entry of an optimizer that compresses from the first update on."""
     return made_by(label, learning_rate, function, **own)._replace(first_phase="compression")
 
 
 def zero_one(label: str, learning_rate: float, **policy: int) -> Entry:
-    """0/1 Adam; gaps between syncs double as early in a run as in the paper's."""
+    """0/1 Adam; gaps between syncs double at the same share of a run as in the paper."""
 
     def make(setting: Setting) -> optax.GradientTransformation:
         # In the paper every 32,768 of 152,000 updates.
@@ -181,7 +179,7 @@ def muon(label: str, bits: int, adam_bits: int) -> Entry:
 
 
 def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
-    """AdamW on every worker for itself; averages at so many bits every few steps."""
+    """AdamW on every worker independently; averages parameters at ``bits`` every few steps."""
 
     def make(setting: Setting) -> optax.GradientTransformation:
         optimizers = {"inner": setting.call(optax.adamw), "outer": optax.sgd(1.0)}
@@ -193,7 +191,7 @@ def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
 
 
 def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
-    """One of Optax's, on gradients averaged with one bit per element."""
+    """An optimizer of Optax, on gradients averaged at one bit per element."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
         return optax.chain(setting.call(compressed_mean), make(setting))
@@ -211,34 +209,34 @@ def sgd(setting: Setting) -> optax.GradientTransformation:
 
 
 REGISTRY: dict[str, Entry] = {
-    # Encoding: passes over memory less Adam's 28 bytes: the worker reads g and c, writes c and
-    # reads it for the scale and for the signs (20); the server does so with its chunk (16 / n, at
-    # most 8); decoding reads the reciprocal root and the parameter and writes it (12); bits are
-    # under 1.
+    # Encoding: bytes read and written, minus Adam's 28. The worker reads g and c, writes c, and
+    # reads it for the scale and for the signs (20); the server does the same for its chunk (16 / n,
+    # at most 8); decoding reads the reciprocal root and the parameter and writes the parameter
+    # (12); bits take less than 1.
     "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(
         refreshed=True, advised=True
     ),
-    # It also brings the gradients together as one tensor (8) and goes twice over the fresh
-    # variance, the reciprocal root and the parameters (8 + 4 + 4 + 4).
+    # It also concatenates the gradients (8) and makes two passes over the fresh variance, the
+    # reciprocal root and the parameters (8 + 4 + 4 + 4).
     "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),
-    # Its variance begins at 0 and is not corrected for that, so that steps are larger than Adam's
-    # at the same learning rate: the more so, the fewer refreshes there are. The published step sets
-    # exchange in this share of the paper's 152,000 updates, of which 12,500 come before the freeze.
-    # A sync reads B and y and writes them, less m's decoding (14).
+    # Its variance begins at 0 without bias correction, so steps are larger than Adam's at the same
+    # learning rate, and larger still with fewer refreshes. The published step sets exchange in this
+    # share of the paper's 152,000 updates, of which 12,500 come before the freeze. A sync reads and
+    # writes B and y, and does not decode m (14).
     "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(
         rounds=0.49, encoding_bytes=27, benchmark="0/1 Adam, sync"
     ),
-    # In the first update workers also tell each other where they have gradients. No scales or
-    # residuals: it reads both averages once more to draw signs.
+    # In the first update workers also share where they have gradients. It has no scales or
+    # residuals, and reads both averages once more to draw signs.
     "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False, encoding_bytes=8),
     # The next two read and write less than Adam does.
     "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False, encoding_bytes=0),
-    # Its momentum lasts ten times as long as its vote looks back: b2 is its own.
+    # Its momentum averages over ten times as many steps as its vote, so it has its own b2.
     "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
         feedback=False, encoding_bytes=0
     ),
     "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
-    # Orthogonalizing is Muon's own compute, so that its exchange is timed before Adam.
+    # Orthogonalization is not part of the exchange, so the exchange is timed before Adam.
     "onebit_muon": muon("1-bit Muon", 1, 2)._replace(
         rate_of="muon", benchmark="compressed_mean, Adam"
     ),
@@ -248,17 +246,17 @@ REGISTRY: dict[str, Entry] = {
 
 
 def register(name: str, entry: Entry) -> None:
-    """Adds an optimizer: to plans, ``train.compare``, benchmarks and the tests of all.
+    """Adds an optimizer to plans, ``train.compare``, benchmarks and the tests of all optimizers.
 
-    It is tried on a small tree: made, and updated in each of its phases.
+    Tests it on a small tree: makes the optimizer and traces an update with all its phases.
 
     Args:
-      name: by which it is chosen.
+      name: the name by which it is chosen.
       entry: the optimizer.
 
     Raises:
       ValueError: for a name that is taken, and for an algorithm that breaks the contract of
-        :mod:`onebit_jax.transforms.algorithm`, which it names.
+        :mod:`onebit_jax.transforms.algorithm`; the message names the algorithm.
     """
     if name in REGISTRY:
         raise ValueError(f"name={name!r} is taken by {REGISTRY[name].label}: choose another.")

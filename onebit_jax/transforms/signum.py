@@ -1,4 +1,4 @@
-"""Signum: sign SGD with momentum, whose workers take a majority vote."""
+"""Signum: sign SGD with momentum and a majority vote of the workers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +20,11 @@ def signum(
     axis_name: str | tuple[str, str],
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformation:
-    r"""Signum: sign SGD with momentum, whose workers take a majority vote.
+    r"""Signum: sign SGD with momentum and a majority vote of the workers.
 
-    Every worker :math:`i` keeps a momentum of its own gradients and sends its signs; the majority's
-    sign comes back, one bit per parameter each way. It is :func:`onebit_jax.distributed_lion` with
-    one decay for the vote and for the momentum:
+    Every worker :math:`i` keeps a momentum of its own gradients, sends its signs and receives the
+    majority's, one bit per parameter each way. It is :func:`onebit_jax.distributed_lion` with the
+    same decay for the vote and the momentum:
 
     .. math::
 
@@ -34,11 +34,11 @@ def signum(
           p &\leftarrow p - \alpha_t \, (u + \lambda p)
         \end{aligned}
 
-    When to choose it: as the simplest method with one bit per parameter from the first step on;
-    where some workers may be wrong or hostile, since each has one vote; and as the baseline that
-    anything with error feedback must beat. Without that, what a sign leaves out is lost, and
-    workers whose gradients disagree are heard only by their number. What
-    :func:`onebit_jax.distributed_lion` says of state, learning rate and NaN is so here, too.
+    When to choose it: as the simplest method with one bit per parameter from the first step on; if
+    some workers may be wrong or hostile, since each has one vote; and as the baseline that a method
+    with error feedback must beat. Without error feedback rounding errors are lost, and if workers
+    disagree only their number counts, not the size of their gradients. For state, learning rate and
+    NaN see :func:`onebit_jax.distributed_lion`.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -49,13 +49,13 @@ def signum(
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
-      As of :func:`onebit_jax.distributed_lion`.
+      As from :func:`onebit_jax.distributed_lion`.
 
     Raises:
       ValueError: as from :func:`onebit_jax.distributed_lion`.
 
     Example:
-      Three workers, of which two want 1 and the third 5:
+      Three workers, two with the minimum at 1 and one with the minimum at 5:
 
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
       >>> tx = onebit_jax.signum(optax.linear_schedule(0.1, 0.0, 100), axis_name="workers")
@@ -77,9 +77,9 @@ def signum(
     Differences from the paper:
       **Zeros and ties take turns, which is not the published behaviour**
       (:mod:`onebit_jax.collectives.votes`). With one bit and a fixed sign for 0, a parameter
-      without any gradient walks by the learning rate in every step, and a tied vote (half of all
-      votes, with two workers) pushes the same way each time. Here such a parameter stays within one
-      learning rate of where it began.
+      without any gradient moves by the learning rate in every step, and a tied vote (half of all
+      votes, with two workers) moves it in the same direction each time. Here such a parameter stays
+      within one learning rate of its initial value.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)

@@ -1,4 +1,4 @@
-"""Steps that no worker makes, since the gradient of one of them is not fit."""
+"""Skips a step on all workers if one worker's gradient is not finite."""
 
 from typing import Any, NamedTuple, cast
 
@@ -16,8 +16,8 @@ class SkipNonfiniteState(NamedTuple):
     """State of :func:`skip_nonfinite`.
 
     Attributes:
-      skips: what was left out; equal on all workers.
-      inner_state: the wrapped optimizer's.
+      skips: the account of skipped steps; equal on all workers.
+      inner_state: the wrapped optimizer's state.
     """
 
     skips: Skips
@@ -27,17 +27,17 @@ class SkipNonfiniteState(NamedTuple):
 def skip_nonfinite(
     inner: optax.GradientTransformation, axis_name: str | tuple[str, str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Leaves out updates in which one worker's gradient is not finite, on all workers together.
+    """Skips updates on all workers together if one worker's gradient is not finite.
 
-    What :func:`optax.apply_if_finite` does on one device: among several each would decide for
-    itself, and those that go on wait for the others for ever. Here they tell each other the norms
-    of their gradients first, two float32 from each. If one is NaN, infinite or above ``2**48``, so
-    that sums of squares may overflow float32, updates are 0 and the state stays as it was, bit for
-    bit, counts, residuals and random keys included: as if there had been no such step.
+    :func:`optax.apply_if_finite` does this on one device; with several workers each would decide
+    alone, and those that continue would wait for the others for ever. Here workers first share the
+    norms of their gradients, two float32 per worker. If one norm is NaN, infinite or above
+    ``2**48``, where sums of squares may overflow float32, updates are 0 and the state stays as it
+    was, bit for bit, counts, residuals and random keys included.
 
-    For a loop of one's own; :func:`onebit_jax.train_step` does the same by itself. It costs one
-    pass over the gradients. It is to go around the whole optimizer, with all clips in it, or a
-    part's counts would go on without the others'.
+    For your own loop; :func:`onebit_jax.train_step` does the same by default. It costs one pass
+    over the gradients. Wrap it around the whole optimizer, clipping included: otherwise the counts
+    of the other parts go on in a skipped step.
 
     Args:
       inner: any optimizer.
@@ -46,15 +46,15 @@ def skip_nonfinite(
     Returns:
       The optimizer. Its state has the account ``skips``, whose ``metrics()`` are ``skipped`` and
       ``skipped_in_a_row``. On the host ``opt_state.skips.check(params, max_skipped)`` raises
-      :class:`onebit_jax.NonFiniteError` once so many were left out in a row, with the step, the
-      worker and the tensor; it waits for the update that returned the state.
+      :class:`onebit_jax.NonFiniteError` after ``max_skipped`` skipped steps in a row and names the
+      step, the worker and the tensor; it waits for the update that returned the state.
 
     Raises:
-      ValueError: ``inner`` is no gradient transformation; from its functions, ``axis_name`` is not
-        bound.
+      ValueError: if ``inner`` is not a gradient transformation; from its functions, if
+        ``axis_name`` is not bound.
 
     Example:
-      Of four workers, simulated on one device, one has a NaN:
+      One of four workers, simulated on one device, has a NaN:
 
       >>> import jax, jax.numpy as jnp, onebit_jax
       >>> tx = onebit_jax.onebit_adam(0.1, warmup=10, axis_name="workers")

@@ -1,4 +1,4 @@
-"""Step sets: when a variance is refreshed, and when workers of 0/1 Adam synchronise."""
+"""Step sets: the updates that refresh a variance, and those in which 0/1 Adam's workers sync."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from onebit_jax.transforms.phases import PHASES, Phase
 
 StepSet = Callable[[Any], Any]
 
-# Updates after the freeze at which a set that is given is looked at; further ones are never asked.
+# The number of updates after the freeze for which a user's set is checked.
 _CHECKED = 4096
 
 
@@ -34,15 +34,15 @@ def zero_one_adam_phase(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
 ) -> Phase:
-    """The phase of an update of :func:`onebit_jax.zero_one_adam`, for a host that passes it on.
+    """The phase of an update of :func:`onebit_jax.zero_one_adam`, to pass to ``update`` or a step.
 
-    Then every phase is a program of its own, as in
+    Then every phase is compiled separately, as in
     ``step(params, opt_state, batch, phase=onebit_jax.zero_one_adam_phase(count, **steps))``.
-    Nothing is computed on a device here, unless a step set that is given does so.
+    This function computes nothing on a device, unless a given step set does.
 
     Args:
-      count: the number of updates made before it.
-      variance_freeze: as given to the optimizer, like all that follow.
+      count: the number of updates made before this one.
+      variance_freeze: as given to the optimizer, like all arguments below.
       variance_steps: called with an int.
       sync_steps: called with an int.
       var_update_scaler: as given to the optimizer.
@@ -50,7 +50,7 @@ def zero_one_adam_phase(
       local_step_clipper: as given to the optimizer.
 
     Raises:
-      ValueError: for a number that the optimizer does not take.
+      ValueError: for a number that the optimizer refuses.
 
     >>> steps = dict(variance_freeze=4, var_update_scaler=2, local_step_scaler=2)
     >>> [zero_one_adam_phase(count, **steps) for count in range(3)]
@@ -79,7 +79,7 @@ def published_variance_steps(var_update_scaler: Any) -> StepSet:
     """
 
     def refreshes(count: Any) -> Any:
-        # Gaps of 2^k are left behind after var_update_scaler (1 + 2 + ... + 2^k) updates.
+        # Gaps of 2^k end after var_update_scaler (1 + 2 + ... + 2^k) updates.
         doublings = sum(count // var_update_scaler + 1 >= 2**k for k in range(1, 31))
         return (count + 1 + var_update_scaler) % (1 << doublings) == 0
 
@@ -87,10 +87,10 @@ def published_variance_steps(var_update_scaler: Any) -> StepSet:
 
 
 def refresh_steps(name: str, refreshes: int | StepSet | None) -> StepSet | None:
-    """As a function of the number of updates made: every k-th update, or the function given.
+    """The step set of every k-th update, or the given function; None without refreshes.
 
     Raises:
-      ValueError: for what is neither a positive int nor a function of a count to a boolean.
+      ValueError: for anything but a positive int or a function from a count to a boolean.
     """
     if refreshes is None:
         return None
@@ -108,8 +108,8 @@ def published_sync_steps(
 ) -> StepSet:
     """From the freeze on gaps of 1, then 2, 4, ..., doubled every ``local_step_scaler`` updates.
 
-    They end at the largest power of two that is not above ``local_step_clipper``. Where the gap
-    doubles, a window that is open ends, so that none is longer than it should be.
+    The largest gap is the largest power of two that is at most ``local_step_clipper``. A sync
+    precedes each doubling, so that no gap is too long.
 
     >>> syncs = published_sync_steps(10, 5, 4)
     >>> [count for count in range(10, 30) if syncs(count)]
@@ -128,7 +128,7 @@ def published_sync_steps(
 
 
 def check_step_set(name: str, steps: Any, otherwise: str) -> None:
-    """Raises ``ValueError`` unless ``steps`` is a function of a count that gives a boolean."""
+    """Raises ``ValueError`` unless ``steps`` is a function from a count to a boolean."""
     mend = (
         f"a function of the number of updates made, such as lambda count: count % 4 == 0, or "
         f"{otherwise}. With optax.inject_hyperparams pass static_args={name!r}."
@@ -145,9 +145,9 @@ def check_step_set(name: str, steps: Any, otherwise: str) -> None:
 def check_step_sets(
     variance_freeze: Any, variance_steps: StepSet | None, sync_steps: StepSet | None
 ) -> None:
-    """Raises ``ValueError`` for sets that are no functions to bool, or refresh v where they cannot.
+    """Raises ``ValueError`` for sets that do not return booleans or refresh v at a wrong update.
 
-    The second can only be seen where ``variance_freeze`` is not traced.
+    The second check needs a ``variance_freeze`` that is not traced.
     """
     for name, steps in (("variance_steps", variance_steps), ("sync_steps", sync_steps)):
         if steps is not None:

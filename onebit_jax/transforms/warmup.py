@@ -1,4 +1,4 @@
-"""When warm-up ends: after a number of updates, or once the variance is stable."""
+"""The end of warm-up: after a number of updates, or once the variance is stable."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, keep
 
-# Looks at the variance in an octave of updates, and how many in a row must find it stable.
+# Checks of the variance per octave of updates, and how many in a row must find it stable.
 _AN_OCTAVE, _IN_A_ROW = 4, 3
-# How much further, in logarithms, a variance may shrink than grow: too long a step can ruin a run.
+# Ratio of allowed shrinkage to allowed growth, in logarithms: too long a step can ruin a run.
 _SHRINKING = 3
 
 
 def least_shrinkage(threshold: float) -> float:
-    """To what share of itself a variance may shrink that is stable by this threshold."""
+    """The least ratio of new to old variance that counts as stable."""
     return threshold**_SHRINKING
 
 
@@ -25,8 +25,8 @@ class VarianceStable(NamedTuple):
     """The rule that :func:`onebit_jax.variance_stable` makes.
 
     Attributes:
-      threshold: how little v must change to count as stable.
-      min_steps: the number of updates before which warm-up does not end.
+      threshold: the bound on the change of v that counts as stable.
+      min_steps: the least number of dense updates.
     """
 
     threshold: float
@@ -40,12 +40,12 @@ class VarianceRecord(NamedTuple):
     """The variances of ``P`` tensors over the last octave of updates; equal on all workers.
 
     Attributes:
-      norms: ``||v_l||_1`` at the last four updates at which it was looked at; float32 ``[4, P]``.
-      growth: as of the last look, see :func:`onebit_jax.variance_stable`; 0 while there is none;
+      norms: ``||v_l||_1`` at the last four checks; float32 ``[4, P]``.
+      growth: growth at the last check, see :func:`onebit_jax.variance_stable`; 0 before the first;
         float32 ``[]``.
       shrinkage: likewise.
-      stable: at how many looks in a row the variance was stable; int32 ``[]``.
-      finite: whether it was after the last dense update; bool ``[]``.
+      stable: the number of checks in a row that found the variance stable; int32 ``[]``.
+      finite: whether the variance was finite after the last dense update; bool ``[]``.
     """
 
     norms: jax.Array
@@ -60,10 +60,10 @@ class VarianceRecord(NamedTuple):
 
 
 def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStable:
-    r"""Ends warm-up by itself, once Adam's variance has become stable.
+    r"""Ends warm-up automatically, once Adam's variance is stable.
 
-    Frozen, a variance that would have grown by :math:`r` leaves steps :math:`\sqrt r` times too
-    long, and one that would have shrunk leaves them too short. So the rule looks at how much the
+    If a frozen variance would have grown by the factor :math:`r`, steps are :math:`\sqrt r` times
+    too long; if it would have shrunk, they are too short. So the rule measures how much the
     variances changed while the number of updates doubled. With the bias-corrected variance
     :math:`\hat v_{l,t}` of tensor :math:`l`, which has :math:`d_l` of all :math:`d` parameters,
 
@@ -77,21 +77,21 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
             \exp \textstyle\sum_l \frac{d_l}{d} \max(\min(\log r_l, 0), -\log 2)
         \end{aligned}
 
-    v is stable where growth is at most ``1 / threshold`` and shrinkage at least ``threshold ** 3``:
-    steps that are too short cost less than steps that are too long. It is looked at in updates
-    4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., four to an octave, and warm-up ends where it was stable
-    three times in a row from ``min_steps`` on. v is the same on all workers, so all of them agree.
+    v is stable if growth is at most ``1 / threshold`` and shrinkage at least ``threshold ** 3``:
+    steps that are too short cost less than steps that are too long. The rule checks v in updates
+    4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., four per octave, and ends warm-up after three stable
+    checks in a row from ``min_steps`` on. v is the same on all workers, so all of them agree.
 
-    Where the optimizer does not correct v for beginning at 0, that is what is looked at, and it is
-    not stable before it has filled up. 1-bit LAMB, whose coefficients make up for a factor that all
-    of a tensor's variances have in common, looks at corrected ones.
+    If the optimizer does not bias-correct v, the rule checks the uncorrected v, which is not stable
+    while it still grows from 0. For 1-bit LAMB, whose coefficients compensate for any factor common
+    to all variances of a tensor, it checks corrected ones.
 
     docs/warm-up.md derives the rule and shows where it ended warm-up, and at what loss.
 
     Args:
       threshold: in (0, 1).
       min_steps: set it to the length of the learning rate's own warm-up: while the learning rate is
-        small gradients hardly change, whatever they will do.
+        small, gradients hardly change.
 
     Returns:
       A rule for the ``warmup`` argument of the optimizers.
@@ -108,9 +108,9 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
     Differences from the paper:
       It ends warm-up at the first update :math:`t \ge` ``min_steps`` with
       :math:`\|v_t\|_1 / \|v_{t-D}\|_1 \ge 0.96`, :math:`D = 1/(1-\beta_2)`. There v is not
-      corrected, so that it grows until it has filled up, and growth counts as stable: it ends at
-      ``D + 1`` whatever the gradients do. Over all parameters, the norm is that of the few tensors
-      with the largest gradients.
+      bias-corrected, so it grows from 0, and growth counts as stable: warm-up ends at ``D + 1`` for
+      any gradients. The paper's norm over all parameters is dominated by the few tensors with the
+      largest gradients.
     """
     validation.check_between("threshold", threshold, 0, 1, usual=0.85)
     validation.check_step_count("min_steps", min_steps, 0, "Give the learning rate's warm-up.")
@@ -139,7 +139,7 @@ def no_record(params: Any) -> VarianceRecord:
 def _on_grid(t: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Whether ``t`` is one of 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., and its place in its octave.
 
-    These are the numbers of three significant bits: half of an even one is one, at the same place.
+    These numbers have three significant bits, and half of each, from 8 on, has the same place.
     """
     doublings = jnp.maximum(29 - lax.clz(t), 0)
     digits = t >> doublings
@@ -147,7 +147,7 @@ def _on_grid(t: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _changes(norms: jax.Array, before: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Growth and shrinkage of tensors; those that had no variance before have no part in them."""
+    """Growth and shrinkage over the tensors that had a variance before."""
     known = (before > 0) & (norms > 0)
     ratios = jnp.where(known, norms / jnp.where(known, before, 1.0), 1.0)
     logs = jnp.clip(jnp.log(ratios), -jnp.log(2.0), jnp.log(2.0))
@@ -163,7 +163,7 @@ def observe(
     """Records the variances' norms, and compares them with those after half as many updates.
 
     Args:
-      warmup: when warm-up ends.
+      warmup: the rule for the end of warm-up.
       record: the record.
       norms: ``||v_l||_1``, float32 ``[P]``.
       sizes: the numbers of the tensors' elements.
@@ -192,14 +192,14 @@ def observe(
 def recorded(
     warmup: Warmup, state: Any, norms: jax.Array, tensors: Sequence[jax.Array], when: jax.Array
 ) -> VarianceRecord:
-    """The record with the dense update that was made.
+    """The record after a dense update.
 
     Args:
-      warmup: when warm-up ends.
-      state: the optimizer's, with ``progress`` and ``variance_record``.
-      norms: ``||v_l||_1`` of each tensor, of the variance as steps are divided by it; float32
+      warmup: the rule for the end of warm-up.
+      state: the optimizer's state, with ``progress`` and ``variance_record``.
+      norms: ``||v_l||_1`` of each tensor, of the variance by whose root steps are divided; float32
         ``[P]``.
-      tensors: arrays of their sizes.
+      tensors: arrays of the tensors' sizes.
       when: where false, the record stays.
     """
     record, sizes = state.variance_record, [x.size for x in tensors]
@@ -215,9 +215,9 @@ def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
 
 
 def ends(warmup: Warmup, state: Any) -> jax.Array:
-    """Whether the dense update that was made, and recorded already, is the last one.
+    """Whether the dense update just made, and recorded already, is the last one.
 
-    Nothing that is not finite is frozen.
+    A variance that is not finite is not frozen.
     """
     record = state.variance_record
     over = _may_end(warmup, state.progress.count + 1) & record.finite
@@ -225,10 +225,10 @@ def ends(warmup: Warmup, state: Any) -> jax.Array:
 
 
 def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
-    """The phases of the updates that follow ``count`` ones: see :class:`~.phases.Progress`."""
+    """The phases of the next updates after ``count`` updates: see :class:`~.phases.Progress`."""
     dense, compressed = PHASES.index("warmup"), PHASES.index("compression")
     may_end = _may_end(warmup, count + jnp.arange(OUTLOOK))
-    # A warm-up that should have ended, but whose variance is not finite, goes on.
+    # Warm-up goes on beyond its end while the variance is not finite.
     then = -1
     if not isinstance(warmup, VarianceStable):
         then = jnp.where(may_end[0], -1, compressed)
@@ -238,7 +238,7 @@ def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
 
 
 def zero_share(v: Any) -> jax.Array:
-    """The share of a tree's elements that are 0: of elements without a variance."""
+    """The share of a tree's elements that are 0, such as elements without a variance."""
     leaves = jax.tree.leaves(v)
     zeros = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
     return sum(zeros, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)

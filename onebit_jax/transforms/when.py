@@ -1,4 +1,4 @@
-"""Updates that all workers leave out together, at no cost to those that are made."""
+"""Updates that all workers skip together, without slowing down the updates that are made."""
 
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ State = TypeVar("State")
 class When:
     """Whether an update is made: the extra argument ``when`` of this library's optimizers.
 
-    One that takes it writes its state so that it stays where the update is left out, and says so by
-    :meth:`keep`. A select over a state that was written already would cost a copy of it.
+    An optimizer that takes it computes a state that is unchanged in a skipped update, and notes it
+    by :meth:`keep`. Selecting between two finished states would cost a copy.
 
     Args:
-      made: bool ``[]``, the same on all workers.
+      made: false for a skipped update; bool ``[]``, the same on all workers.
     """
 
     def __init__(self, made: jax.Array):
@@ -27,7 +27,7 @@ class When:
         self._kept: list[Any] = []
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
-        """Through a transformation it comes without what was kept, which then is selected again."""
+        """Drops the noted states, which :meth:`select` then selects again."""
         return (self.made,), None
 
     @classmethod
@@ -36,12 +36,12 @@ class When:
         return cls(*children)
 
     def keep(self, state: State) -> State:
-        """Notes a state that is the old one, bit for bit, where the update is not made."""
+        """Notes a state that equals the old one, bit for bit, if the update is skipped."""
         self._kept.append(state)
         return state
 
     def select(self, new: Any, old: Any) -> Any:
-        """The new tree where the update is made, else the old one, apart from what is noted."""
+        """The new tree if the update is made, else the old one; noted states pass unchanged."""
         return jax.tree.map(
             lambda node, was: node if self._is_kept(node) else keep(self.made, node, was),
             new,
@@ -50,7 +50,7 @@ class When:
         )
 
     def selects(self, new: Any) -> bool:
-        """Whether :meth:`select` would go through arrays, more than scalars."""
+        """Whether :meth:`select` would select arrays, not scalars alone."""
         nodes = jax.tree.leaves(new, is_leaf=self._is_kept)
         return any(jnp.ndim(node) for node in nodes if not self._is_kept(node))
 
@@ -59,7 +59,7 @@ class When:
 
 
 def made(when: When | None) -> jax.Array:
-    """Whether an update is made that is given ``when``, or none."""
+    """Whether an update with this ``when``, or None, is made."""
     return jnp.bool(True) if when is None else when.made
 
 
@@ -71,15 +71,15 @@ def update_when(
     params: optax.Params | None,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """An optimizer's update; where it is not made, updates of 0 and the state as it was.
+    """An optimizer's update; a skipped update is 0 and leaves the state unchanged.
 
     Args:
-      when: whether it is made.
-      tx: any optimizer. The state of what does not take ``when`` is selected, element by element.
-      updates: the gradients; of any value where the update is not made, NaN included.
+      when: whether the update is made.
+      tx: any optimizer. If it does not take ``when``, its state is selected element by element.
+      updates: the gradients; in a skipped update they may have any value, NaN included.
       state: the optimizer's state.
       params: the parameters.
-      extra_args: what its update takes besides.
+      extra_args: further arguments of its update.
     """
     try:
         updates, new = tx.update(updates, state, params, when=when, **extra_args)

@@ -1,0 +1,204 @@
+"""The check of figures against their JSON: what agrees passes, what does not is named."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from docs import check_figures
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+NETWORK = {
+    "figures": {
+        "tables": [
+            {
+                "bandwidth": "1gbit",
+                "kinds": {
+                    "Adam": {"seconds": [4.0, 4.5, 9.0], "sent": 1.326e9},
+                    "1-bit Adam": {"seconds": [0.6, 0.625, 0.7], "sent": 4.14e7},
+                },
+            }
+        ]
+    }
+}
+
+TRAINED = {
+    "figures": [
+        {
+            "label": label,
+            "tried": {"0.002": losses[0]},
+            "learning_rate": 0.002,
+            "heldout": dict(zip("012", losses, strict=True)),
+            "losses": [3.0, 2.0],
+            "sent": [1e6, sent],
+            "rounds": 2,
+            "state_bytes": 8.0,
+            "seconds": {"warmup": 0.1, "compression": 0.2},
+        }
+        for label, losses, sent in (
+            ("Adam", [1.6, 1.5, 1.55], 4e6),
+            ("1-bit Adam", [1.584, 1.53, 1.5345], 1e6),
+        )
+    ]
+}
+
+STEP = {
+    "options": {"workers": 2},
+    "figures": {
+        "elements": 1000,
+        "memory bytes a second": 2e6,
+        "kinds": {
+            "Adam": {"seconds": [0.5, 0.4, 0.6], "state": 8.0, "floor": 24.0},
+            "1-bit Adam": {"seconds": [0.3, 0.2, 0.4], "state": 10.25, "floor": 28.5},
+        },
+    },
+}
+
+PAGE = """# Page
+
+<!-- figures: network.json
+columns: ms at 1gbit | MB sent
+row: ours = 1-bit Adam
+base: Adam -->
+| two hosts | 1 Gb/s | MB sent |
+| --- | --- | --- |
+| Adam | 4,500 | 442 |
+| **ours** | **625** (7.2x) | 13.8 |
+
+<!-- figures: trained.json
+columns: held-out loss | MB sent | ms
+base: Adam -->
+
+| | loss | MB sent | ms |
+| --- | --- | --- | --- |
+| Adam | 1.550 (1.5 to 1.6) | 4 | 100 warmup, 200 compression |
+| 1-bit Adam | 1.534 (-1.0 %) | 1 (4.0x fewer) | 100 |
+
+<!-- figures: step.json
+columns: ms | least ms | ms x | floor ms | state
+base: Adam -->
+
+    $ python -m benchmarks.step
+                  median    least    ratio    floor    state
+    Adam           500.0    400.0     1.00     24.0     8.00
+    1-bit Adam     300.0    200.0     0.60     28.5    10.25
+
+Text.
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, data in (("network", NETWORK), ("trained", TRAINED), ("step", STEP)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def problems(folder, page):
+    path = folder / "page.md"
+    path.write_text(page)
+    return [x.removeprefix(f"{path}:") for x in check_figures.check_page(path)]
+
+
+def test_a_page_that_agrees_passes(folder, capsys):
+    assert problems(folder, PAGE) == []
+    assert check_figures.main([str(folder / "page.md")]) == 0
+    assert "agree" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "line", "recorded"),
+    [
+        ("| 4,500 |", "| 4,501 |", 9, "4500: Adam, ms at 1gbit"),
+        ("| 13.8 |", "| 13.9 |", 10, "13.8: 1-bit Adam, MB sent"),
+        ("(7.2x)", "(7.3x)", 10, "7.2 or 0.138889"),
+        ("1.550 (", "1.551 (", 18, "1.55: Adam, held-out loss"),
+        ("1.5 to 1.6", "1.4 to 1.6", 18, "1.55 or 1.6 or 1.5 or 1.55"),
+        ("(-1.0 %)", "(-1.1 %)", 19, "-1: 1-bit Adam, held-out loss"),
+        ("200 compression", "300 compression", 18, "100 or 100 or 200"),
+        ("0.60 ", "0.61 ", 28, "1.66667 or 0.6: 1-bit Adam, ms"),
+        ("28.5    10.25", "28.5    10.26", 28, "10.25: 1-bit Adam, state"),
+    ],
+)
+def test_a_wrong_figure_is_named(folder, capsys, right, wrong, line, recorded):
+    assert PAGE.count(right) == 1
+    [problem] = problems(folder, PAGE.replace(right, wrong))
+    assert problem.startswith(f"{line}: printed ")
+    assert recorded in problem
+    assert check_figures.main([str(folder / "page.md")]) == 1
+    assert problem in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("figures: step.json", "figures: gone.json", "gone.json"),
+        ("figures: step.json", "figures: step.json#gone", "gone"),
+        ("row: ours = 1-bit Adam\n", "", "not recorded: ours"),
+        ("columns: ms at 1gbit | MB sent", "columns: ms at 1gbit", "2 columns, but 1"),
+        ("base: Adam -->\n| two", "-->\n| two", "no base"),
+        ("base: Adam -->\n| two", "bases: Adam -->\n| two", "unknown"),
+        ("-->\n\n    $ python", "-->\n\nText.\n\n    $ python", "no table"),
+    ],
+)
+def test_a_comment_that_cannot_be_checked_is_an_error(folder, right, wrong, message):
+    assert PAGE.count(right) == 1
+    found = problems(folder, PAGE.replace(right, wrong))
+    assert found
+    assert all(message in x for x in found)
+
+
+def test_rows_of_the_same_label_rows_of_quantities_and_files(folder):
+    page = """
+<!-- figures: network.json | trained.json
+columns: Adam | 1-bit Adam
+row: MB = MB sent
+row: MB = trained:MB sent
+row: ms at 1 Gb/s = ms at 1gbit
+skip: elsewhere -->
+| | Adam | 1-bit Adam |
+|---|---|---|
+| MB | 442 | 13.8 |
+| MB | 4 | 1 |
+| ms at 1 Gb/s | 4,500 | 625 |
+| elsewhere | 7 | 8 |
+
+<!-- figures: network.json
+columns: measured | -
+row: 1 Gb/s, Adam = Adam / ms at 1gbit
+row: unknown = - -->
+| | measured | predicted |
+|---|---|---|
+| 1 Gb/s, Adam | 4,500 | 4,956 |
+| unknown | 1 | 2 |
+"""
+    assert problems(folder, page) == []
+    assert problems(folder, page.replace("| 4 |", "| 5 |")) == [
+        "11: printed 5, recorded 4: trained:MB sent, Adam"
+    ]
+
+
+def test_a_figure_must_be_on_the_page_that_it_is_taken_from(folder):
+    (folder / "other.md").write_text("Adam takes 4,523 ms, sends 442 MB, and reaches 1.5945.")
+    page = """
+<!-- figures:
+also in: other.md -->
+| | seconds | MB | loss | change |
+|---|---|---|---|---|
+| Adam | 4.52 | 442 | 1.594 | 6.2x |
+"""
+    assert problems(folder, page) == []
+    assert problems(folder, page.replace("4.52", "4.53")) == ["6: printed 4.53, not in other.md"]
+
+
+def test_the_tables_of_readme_and_performance_are_marked():
+    for page, least in (("README.md", 2), ("docs/performance.md", 6), ("docs/lm.md", 2)):
+        text = (ROOT / page).read_text()
+        assert len(list(check_figures.find_tables(text))) >= least, page
+        assert len(re.findall("<!-- figures:", text)) == len(list(check_figures.find_tables(text)))
+
+
+def test_the_pages_agree_with_their_records():
+    assert check_figures.main([]) == 0
