@@ -12,6 +12,8 @@ WARMUP, LEARNING_RATE = 3, 1e-2
 # Of Optax's own Adam: its usual one is 0 in float16.
 EPS = 1e-4
 RATE = optax.linear_schedule(LEARNING_RATE, 0.0, 50)
+# Of 1-bit Adam: a warm-up that is Adam's to the last bits, after which the variance stays.
+FROZEN: dict[str, Any] = {"warmup_bits": 32, "variance_refreshes": None}
 
 
 class Optimizer(NamedTuple):
@@ -68,11 +70,17 @@ def matrices(params: Any) -> Any:
 OPTIMIZERS: dict[str, Optimizer] = {
     "mean_gradients": Optimizer(_dense, has_residuals=False),
     "onebit_adam": Optimizer(
-        _made_by(onebit_jax.onebit_adam, b2=0.5, warmup=WARMUP, weight_decay=0.01), has_warmup=True
+        _made_by(
+            onebit_jax.onebit_adam,
+            b2=0.5,
+            warmup=WARMUP,
+            weight_decay=0.01,
+            **FROZEN,
+        ),
+        has_warmup=True,
     ),
     "onebit_adam, refreshed": Optimizer(
-        _made_by(onebit_jax.onebit_adam, warmup=WARMUP, warmup_bits=8, variance_refreshes=3),
-        has_warmup=True,
+        _made_by(onebit_jax.onebit_adam, warmup=WARMUP, variance_refreshes=3), has_warmup=True
     ),
     "onebit_lamb": Optimizer(_made_by(onebit_jax.onebit_lamb, warmup=WARMUP), has_warmup=True),
     "zero_one_adam": Optimizer(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.markers import is_per_worker
-from tests.optimizers import LEARNING_RATE, WARMUP
+from tests.optimizers import FROZEN, LEARNING_RATE, WARMUP
 from tests.workers import PAIR
 
 NODES = 2, 2
@@ -67,7 +67,7 @@ def with_fault(batch, worker=None, value=0.0):
 
 def onebit(axis_name: str | tuple[str, str] = "data", **options):
     return onebit_jax.onebit_adam(
-        LEARNING_RATE, b2=B2, warmup=WARMUP, axis_name=axis_name, **options
+        LEARNING_RATE, b2=B2, warmup=WARMUP, axis_name=axis_name, **FROZEN | options
     )
 
 

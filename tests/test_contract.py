@@ -307,8 +307,8 @@ def test_what_does_not_fit_is_refused(name):
 
     given = [({"other": params["layer"]},) * 2]
     given += [(params, None)] * OPTIMIZERS[name].needs_params
-    for grads_and_params in given:
-        bound = jax.vmap(update, axis_name="data", axis_size=WORKERS, in_axes=None)
+    for grads_and_params in replicate(given, WORKERS):
+        bound = jax.vmap(update, axis_name="data")
         with pytest.raises(ValueError, match=r"tree|passing `params`|params=None|does not fit"):
             jax.eval_shape(bound, *grads_and_params)
 

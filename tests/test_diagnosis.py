@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import onebit_jax
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import checksum, find_divergences
-from tests.optimizers import OPTIMIZERS
+from tests.optimizers import FROZEN, OPTIMIZERS
 from tests.small_task import (
     MESH,
     NODES_MESH,
@@ -208,7 +208,7 @@ def draws(count, size=64, workers=4):
 
 @functools.cache
 def adam():
-    return Given(onebit_jax.onebit_adam(1e-3, warmup=20, axis_name="data"), w=64)
+    return Given(onebit_jax.onebit_adam(1e-3, warmup=20, axis_name="data", **FROZEN), w=64)
 
 
 def only(diagnosis, name):
@@ -246,7 +246,7 @@ def test_a_variance_that_was_not_stable_when_it_froze_is_told_of(factor, figure)
 
 
 def test_a_variance_that_froze_before_it_could_be_compared_is_told_of():
-    early = Given(onebit_jax.onebit_adam(1e-3, warmup=3, axis_name="data"), w=64)
+    early = Given(onebit_jax.onebit_adam(1e-3, warmup=3, axis_name="data", **FROZEN), w=64)
     words = only(early.diagnose({"w": g + 1} for g in draws(5)), "variance_growth")
     assert "too soon to tell" in words
 

@@ -25,6 +25,7 @@ AXIS: dict[str, Any] = {"axis_name": "data"}
 WARMUP, SEED = AXIS | {"warmup": 10}, AXIS | {"seed": 0}
 CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.onebit_adam: RATE | WARMUP,
+    onebit_jax.onebit_adam_published: RATE | WARMUP,
     onebit_jax.scale_by_onebit_adam: WARMUP,
     onebit_jax.onebit_lamb: RATE | WARMUP,
     onebit_jax.scale_by_onebit_lamb: WARMUP,
@@ -129,7 +130,7 @@ def test_constructors_take_much_nonsense_or_say_what_is_wrong():
 
 def test_every_public_function_that_takes_options_is_among_them():
     others = {"PerWorker", "binsgdm", "diagnose", "init", "state_specs", "plan", "wire"}
-    others |= {"from_adam", "resize", "to_adam"}
+    others |= {"from_adam", "resize", "step_sets", "to_adam"}
     public = {x for x in onebit_jax.__all__ if x[0].islower()} - others
     assert public <= {function.__name__ for function in CONSTRUCTORS}
 

@@ -14,7 +14,7 @@ from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms import momentum as moments
 from tests import workers
-from tests.optimizers import OPTIMIZERS
+from tests.optimizers import FROZEN, OPTIMIZERS
 from tests.residuals import total_residual
 from tests.runs import axis_of, mesh_of
 from tests.small_task import make_mesh
@@ -134,6 +134,7 @@ def test_what_is_owed_is_the_same_to_rounding(before, after):
 
 
 def onebit_adam(axis_name, **options):
+    options = FROZEN | options
     return onebit_jax.scale_by_onebit_adam(warmup=3, axis_name=axis_name, **options)
 
 
@@ -187,7 +188,8 @@ def test_a_warmup_goes_on_as_it_would_have(options):
     """Momentum and variance are kept; workers' gradients are alike, so that sizes do not tell."""
 
     def make(axis_name):
-        return onebit_jax.scale_by_onebit_adam(warmup=99, axis_name=axis_name, **options)
+        own = FROZEN | options
+        return onebit_jax.scale_by_onebit_adam(warmup=99, axis_name=axis_name, **own)
 
     alike = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), gradients(0, 4))
     fewer = jax.tree.map(lambda x: x[:2], alike)
@@ -327,7 +329,7 @@ def test_from_adam_into_compression_and_back():
     mesh = make_mesh((4,), (AXIS,))
     rate = optax.linear_schedule(0.1, 0.0, 50)
     dense = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(rate))
-    tx = onebit_jax.onebit_adam(rate, weight_decay=1e-4, warmup=STEPS, axis_name=AXIS)
+    tx = onebit_jax.onebit_adam(rate, weight_decay=1e-4, warmup=STEPS, axis_name=AXIS, **FROZEN)
     _, params, adam_state = train(lambda _: dense, 4, draw(3, shapes=SHAPES), gradients(0, 4))
     state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     second = gradients(1, 4)
@@ -354,7 +356,7 @@ def onebit_means(state):
 
 
 def test_from_adam_of_something_else():
-    tx = onebit_jax.onebit_adam(0.1, warmup=1, axis_name=AXIS)
+    tx = onebit_jax.onebit_adam(0.1, warmup=1, axis_name=AXIS, **FROZEN)
     params = {"w": jnp.zeros(4)}
     with pytest.raises(ValueError, match="the state has 0 of ScaleByAdamState in it"):
         onebit_jax.from_adam(optax.sgd(0.1).init(params), tx, params, make_mesh((2,), (AXIS,)))

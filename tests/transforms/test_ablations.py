@@ -21,6 +21,7 @@ from jax import lax
 import onebit_jax
 from onebit_jax import ExchangeOptions
 from onebit_jax.transforms import momentum as moments
+from tests.optimizers import FROZEN
 from tests.workers import AXIS, replicate
 
 WORKERS, STEPS, WARMUP = 8, 600, 120
@@ -73,7 +74,7 @@ def adam(learning_rate):
 
 
 def onebit_adam(learning_rate, warmup=WARMUP):
-    return onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name=AXIS)
+    return onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name=AXIS, **FROZEN)
 
 
 def adam_of_onebit_gradients(learning_rate):

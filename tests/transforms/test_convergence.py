@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
+from tests.optimizers import FROZEN
 from tests.workers import AXIS, on_workers
 
 
@@ -24,7 +25,7 @@ def rosenbrock(params):
 
 def onebit_adam(steps):
     rate = optax.linear_schedule(1e-2, 0.0, steps)
-    return onebit_jax.onebit_adam(rate, warmup=steps // 5, axis_name=AXIS)
+    return onebit_jax.onebit_adam(rate, warmup=steps // 5, axis_name=AXIS, **FROZEN)
 
 
 def birder(steps):

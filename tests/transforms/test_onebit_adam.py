@@ -14,6 +14,7 @@ import onebit_jax
 from onebit_jax.transforms.phases import PHASES
 from onebit_jax.transforms.step_sets import published_variance_steps
 from tests import reference
+from tests.optimizers import FROZEN
 from tests.residuals import residuals
 from tests.runs import Sizes, axis_of, mesh_of
 from tests.workers import AXIS, Run, assert_workers_agree, draw, on_workers, onebit_state, train
@@ -23,7 +24,7 @@ DECAYS: dict[str, Any] = {"b1": 0.8, "b2": 0.95, "eps": 1e-6}
 WARMUP, UPDATES, REFRESH = 4, 24, PHASES.index("refresh")
 # Updates themselves are differences of parameters.
 PLAIN: dict[str, Any] = {"lr": 1.0, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-onebit_adam = functools.partial(onebit_jax.onebit_adam, axis_name=AXIS)
+onebit_adam = functools.partial(onebit_jax.onebit_adam, axis_name=AXIS, **FROZEN)
 
 
 def own_steps(count):
@@ -59,6 +60,8 @@ CASES = {
 SLOW = {
     "three nodes": Case((3, 2), updates=9),
     "8 bits, refreshes": Case(4, refreshes=own_steps, bits=8),
+    "4 bits, refreshes": Case(4, refreshes=own_steps, bits=4),
+    "one stage, 8 bits": Case(2, bits=8),
 }
 
 
@@ -108,7 +111,9 @@ def exact_means(case: Case, gradients: Any) -> list[Any]:
     flat = [g[:, exact].swapaxes(0, 1).reshape(len(exact), len(g), -1) for g in leaves]
     ends, shapes = np.cumsum([g.shape[-1] for g in flat])[:-1], [g.shape[2:] for g in leaves]
     layout = reference.quantized_layout(shapes, len(leaves[0]), case.bits)
-    means, *_ = reference.quantized_means(np.concatenate(flat, -1), case.bits, layout)
+    means, *_ = reference.quantized_means(
+        np.concatenate(flat, -1), case.bits, layout, residual_decay=float(case.bits == 4)
+    )
     return [
         map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)
     ]
@@ -213,7 +218,9 @@ def test_bfloat16_rounds_and_changes_little_else(options):
     gradients, start = draw(1, 4, warmup + 1, shapes=(40, 8)), np.zeros((40, 8), np.float32)
     how = onebit_jax.ExchangeOptions(**options)
     axis = axis_of(sizes)
-    tx = onebit_adam(1.0, warmup=warmup, bias_correction=False, axis_name=axis, exchange=how)
+    tx = onebit_jax.onebit_adam(
+        1.0, warmup=warmup, bias_correction=False, axis_name=axis, exchange=how, **FROZEN
+    )
     run = train(tx, sizes, start, gradients)
     kept = onebit_state(run.state).momentum
     floats = kept.m_then_compensated, kept.exchange.server.value.values
@@ -259,7 +266,7 @@ def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momen
     gradients = draw(0, 1, 9, shapes=(64,))
     gradients[:, :8, 10:20] = 0
     tx = onebit_jax.scale_by_onebit_adam(
-        warmup=4, axis_name=AXIS, variance_refreshes=9, bias_correction=False
+        warmup=4, axis_name=AXIS, warmup_bits=32, variance_refreshes=9, bias_correction=False
     )
     run = train(tx, 1, np.zeros(64, np.float32), gradients)
     born = gradients[0, 8, 10:20]

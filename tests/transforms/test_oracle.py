@@ -16,7 +16,7 @@ from tests.residuals import residuals
 from tests.runs import axis_of
 from tests.workers import AXIS, assert_workers_agree, on_workers, onebit_state, replicate
 
-EXCHANGE = onebit_jax.ExchangeOptions()
+EXCHANGE = onebit_jax.ExchangeOptions(form="two-stage")
 
 
 def assert_close(ours, theirs, tolerance, what):
@@ -56,8 +56,8 @@ def test_onebit_adam_at_every_call(shared_dir, case, binding):
     recording = Recording(shared_dir / "oracle" / f"{case}.npz")
     workers = recording.hyperparameters["world"]
     warmup = recording.hyperparameters["kw"]["freeze_step"] - 1
-    own: Any = {"warmup": warmup, "axis_name": AXIS, "bias_correction": False}
-    tx = optimizer(onebit_jax.onebit_adam, recording, **own)
+    own: Any = {"warmup": warmup, "axis_name": AXIS}
+    tx = optimizer(onebit_jax.onebit_adam_published, recording, **own)
     recorded = {kind: recording.tree(kind) for kind in ("p", "we", "se")}
     start = recording.initial, recording.tree("g"), workers, binding
     for t, params, state, _ in steps(tx, *start):
@@ -79,7 +79,9 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     options, names = recording.hyperparameters["kw"], recording.names
     warmup = options["freeze_step"] - 1
     own = {name: options[name] for name in ("min_coeff", "max_coeff")} | {"warmup": warmup}
-    tx = optimizer(onebit_jax.onebit_lamb, recording, axis_name=axis_of(sizes), **own)
+    tx = optimizer(
+        onebit_jax.onebit_lamb, recording, axis_name=axis_of(sizes), exchange=EXCHANGE, **own
+    )
     # Leaves in the file's order, which numbers of tensors are in.
     initial = [recording.initial[name] for name in names]
     how = EXCHANGE.one_bit(axis_of(sizes), fused=True)
@@ -136,6 +138,7 @@ def test_zero_one_adam_at_every_call(shared_dir):
         variance_steps=lambda count: jnp.any(count == VARIANCE_STEPS),
         sync_steps=lambda count: jnp.any(count == SYNC_STEPS),
         axis_name=AXIS,
+        exchange=EXCHANGE,
     )
     recorded = {kind: recording.tree(kind) for kind in ("p", "m", "v", "u")}
     phases, workers = [], recording.hyperparameters["world"]

@@ -195,7 +195,7 @@ def test_options_of_the_exchange_reach_it(name):
     assert len(many) > 2
     assert wire.bytes_sent(one) == wire.bytes_sent(many)
     row = max(c.operand_bytes for c in many)
-    assert row <= 2 * 4096
+    assert row <= 3 * 4096
 
 
 @pytest.mark.parametrize("name", WITH_NODES)
