@@ -58,8 +58,7 @@ def _onebit_matrices(setting: Setting) -> optax.GradientTransformation:
 def _frozen(label: str, bits: int) -> Entry:
     """1-bit Adam whose variance is never refreshed, with so many bits in the warm-up."""
     own = {"warmup_bits": bits, "variance_refreshes": None}
-    entry = registry.warming_up(f"1-bit Adam, {label}", 2e-3, onebit_jax.onebit_adam, **own)
-    return entry._replace(rate_of="onebit_adam")
+    return registry.warming_up(f"1-bit Adam, {label}", 2e-3, onebit_jax.onebit_adam, **own)
 
 
 def _local(bits: int) -> Entry:
@@ -75,8 +74,12 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "lion": dense("Lion", 3e-4, _lion),
     "muon": registry.muon("Muon", 32, 32)._replace(first_phase="warmup"),
     "onebit_adam_frozen": _frozen("dense warm-up, frozen variance", 32),
-    "onebit_adam_8": _frozen("warm-up at 8 bits, frozen variance", 8),
-    "onebit_adam_4": _frozen("warm-up at 4 bits, frozen variance", 4),
+    "onebit_adam_8": _frozen("warm-up at 8 bits, frozen variance", 8)._replace(
+        rate_of="onebit_adam_frozen"
+    ),
+    "onebit_adam_4": _frozen("warm-up at 4 bits, frozen variance", 4)._replace(
+        rate_of="onebit_adam_frozen"
+    ),
     "onebit_adam_published": registry.warming_up(
         "1-bit Adam, as published", 2e-3, onebit_jax.onebit_adam_published
     ),

@@ -47,7 +47,7 @@ def predictions(
     return {
         kind: plan.predict(row, setting).step
         for kind, row in _PLANNED.items()
-        if calibration.keys() >= set(row.kinds())
+        if calibration.keys() >= set(row.kinds(32))
     }
 
 

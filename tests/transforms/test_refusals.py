@@ -39,7 +39,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
 OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.onebit_adam: (
         ONEBIT,
-        {"variance_refreshes": (0, 2.5, True, "auto", lambda count: count)},
+        {"variance_refreshes": (0, 2.5, True, "often", lambda count: count)},
     ),
     onebit_jax.onebit_lamb: (
         ONEBIT,

@@ -12,6 +12,7 @@ from jax import lax
 
 import onebit_jax
 from onebit_jax.transforms import algorithm, phases, warmup
+from tests.optimizers import FROZEN
 from tests.workers import AXIS, draw, on_workers, onebit_state, train
 
 WORKERS, SIZE, UPDATES, B2 = 3, 40, 60, 0.8
@@ -180,8 +181,9 @@ def test_adam_freezes_where_the_rule_says_and_foretells_its_phases(corrected):
     assert end is not None
     assert end < UPDATES - 5
     rule = onebit_jax.variance_stable(0.75, 0)
-    make = optax.inject_hyperparams(onebit_jax.scale_by_onebit_adam, static_args="bias_correction")
-    tx = make(b2=B2, warmup=rule, axis_name=AXIS, bias_correction=corrected)
+    static = ("bias_correction", *FROZEN)
+    make = optax.inject_hyperparams(onebit_jax.scale_by_onebit_adam, static_args=static)
+    tx = make(b2=B2, warmup=rule, axis_name=AXIS, bias_correction=corrected, **FROZEN)
 
     def worker(gradients):
         def step(state, grads):
