@@ -47,7 +47,10 @@ LANGUAGE_MODEL = (
     "onebit_muon",
     "local_steps_4",
 )
-RUNS = [("lm", name) for name in LANGUAGE_MODEL] + [("bert", "onebit_adam_frozen"), ("bert", "birder")]
+RUNS = [("lm", name) for name in LANGUAGE_MODEL] + [
+    ("bert", "onebit_adam_frozen"),
+    ("bert", "birder"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
