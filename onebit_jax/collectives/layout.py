@@ -84,7 +84,7 @@ class Piece(NamedTuple):
     def chunks_of(self, values: jax.Array) -> jax.Array:
         """Views an array like the piece's as ``[tensors, chunks, planes, *plane]``."""
         if self.joined:
-            return values.reshape(len(self.tensors), self.chunks, self.planes, -1)
+            return values.reshape(len(self.tensors), self.chunks, self.planes, *self.plane)
         return padded(values, (1, self.chunks, self.planes, *self.plane))
 
     def pack(self, values: jax.Array, bits: int) -> jax.Array:

@@ -199,7 +199,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         state = algorithm.init(params)
         check_contract(name, state)
         _note(state.progress.count, algorithm, params)
-        return state
+        return state if jax.tree.leaves(params) else _filled(state)
 
     def update_fn(
         updates: optax.Updates,
@@ -215,6 +215,9 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
             )
         bound_axes(algorithm.exchange.axis_name)
+        no_tensors = not jax.tree.leaves(updates)
+        if no_tensors:
+            state = _emptied(state, jax.eval_shape(algorithm.init, updates))
         like = algorithm.tree(state)
         if like is not None:
             for tree in (updates,) if params is None else (updates, params):
@@ -244,9 +247,33 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
             u = [jnp.where(accepted, x, 0.0) for x in u]
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
+        if no_tensors:
+            new = _filled(new)
         return structure.unflatten(u), new if when is None else when.keep(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+# optax.tree.map_params compares a state with one over a tree without tensors, and takes an empty
+# list for another structure than a list of arrays. A leaf stands for any structure.
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, (list, dict)) and not node
+
+
+def _filled(state: Any) -> Any:
+    """The state of no tensors, with an array in place of each empty list."""
+    return jax.tree.map(
+        lambda x: jnp.zeros((1,), jnp.bool) if _is_empty(x) else x, state, is_leaf=_is_empty
+    )
+
+
+def _emptied(state: Any, template: Any) -> Any:
+    """Undoes :func:`_filled`, by the shapes of the state that it was made from."""
+    return jax.tree.map(
+        lambda like, x: like if _is_empty(like) else x, template, state, is_leaf=_is_empty
+    )
 
 
 def chain(

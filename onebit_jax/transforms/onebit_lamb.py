@@ -82,7 +82,7 @@ class ScaleByOnebitLambState(NamedTuple):
         parts = (self.progress, self.variance_record, self.momentum.exchange)
         metrics = {name: value for part in parts for name, value in part.metrics().items()}
         sizes = [x.size for x in jax.tree.leaves(self.v_then_inverse_root)]
-        if filled := [i for i, size in enumerate(sizes) if size]:
+        if self.ratios.size and (filled := [i for i, size in enumerate(sizes) if size]):
             for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
                 of_tensors = values[jnp.array(filled)]
                 for f in (jnp.min, jnp.mean, jnp.max):

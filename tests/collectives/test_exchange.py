@@ -69,6 +69,20 @@ def test_workers_agree_and_bindings_give_the_same_bits(name, sizes):
             assert_equal(*kept)
 
 
+@pytest.mark.parametrize("name", ["rms", "votes", "random signs"])
+def test_small_tensors_that_chunks_cut_evenly_are_treated_together(name):
+    """Each as if it were alone, where nothing is drawn and scales are each tensor's own."""
+    shapes = {"a": (64, 3), "b": (64, 3)}
+    exchange = Exchanging(COMPRESSORS[name], shapes, 4)
+    values = exchange.draw(np.random.default_rng(0))
+    means = exchange(values)
+    assert_workers_agree(means)
+    alone = Exchanging(COMPRESSORS[name], {"b": (64, 3)}, 4)({"b": values["b"]})
+    assert means["b"].shape == alone["b"].shape
+    if name != "random signs":
+        assert_equal({"b": means["b"]}, alone)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -324,8 +324,6 @@ def test_only_empty_tensors_and_none_at_all(name):
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(metrics))
 
 
-# A state over no tensors has empty lists, which Optax takes for another structure.
-@pytest.mark.xfail(strict=True, raises=ValueError)
 @pytest.mark.parametrize("name", OTHERS)
 def test_optax_finds_what_is_like_the_parameters(name):
     tx = OPTIMIZERS[name].make(AXIS)
@@ -335,5 +333,7 @@ def test_optax_finds_what_is_like_the_parameters(name):
         return optax.tree.map_params(tx, lambda x: 2 * x, ones)
 
     [state] = algorithm.states_of(on_workers(doubled, WORKERS)(replicate(PARAMS, WORKERS)))
-    assert {float(np.max(x)) for x in jax.tree.leaves(state)} == {1.0, 2.0}
+    # The averages of some lie in pieces alone, which Optax leaves as they are.
+    like_parameters = set() if name in ("birder", "signum") else {2.0}
+    assert {float(np.max(x)) for x in jax.tree.leaves(state)} == {1.0} | like_parameters
     assert all(np.all(x == 1) for x in jax.tree.leaves(state.progress))
