@@ -33,8 +33,8 @@ _SETTINGS = (None, 10)
 class Options:
     """What to time."""
 
-    optimizers: tuple[str, ...] = ("adam", "onebit_adam")
-    """Of `train/optimizers.py`."""
+    optimizers: tuple[str, ...] = ("adam", "onebit_adam_frozen")
+    """Of `train/optimizers.py`. The first updates of `onebit_adam` are all refreshes."""
     size: Literal["nano", "micro", "small", "medium"] = "nano"
     """Size of the model."""
     workers: int = 2

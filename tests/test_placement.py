@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.markers import is_per_worker
+from onebit_jax.transforms.phases import PHASES
 from tests.small_task import (
     MESH,
     NODES_MESH,
@@ -87,7 +88,7 @@ def test_the_step_runs_on_every_kind_of_mesh_whichever_is_set(kind):
 def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     """Its state comes from `init`, and goes into `train_step`, which goes on as the loop would."""
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "your-own-loop.md").read_text(), re.DOTALL)
-    code = blocks[0].replace("warmup=2000", f"warmup={WARMUP}")
+    code = blocks[0].replace('1e-3, axis_name="data"', f'1e-3, warmup={WARMUP}, axis_name="data"')
     assert code != blocks[0]
     four = functools.partial(jax.make_mesh, devices=jax.devices()[:WORKERS])
     monkeypatch.setattr(jax, "device_count", lambda: WORKERS)
@@ -103,7 +104,8 @@ def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     expected = names["step"](params, opt_state, on_mesh)[:2]
     step = onebit_jax.train_step(loss_fn, names["tx"], mesh)
     params, opt_state, metrics = step(copies[0], copies[1], batches[-1])
-    assert (metrics["phase"], metrics["frozen_at"]) == (1, WARMUP)
+    # The first updates after the freeze are all refreshes.
+    assert (metrics["phase"], metrics["frozen_at"]) == (PHASES.index("refresh"), WARMUP)
     assert_close((params, opt_state), expected)
     more = {"params": make_params(), "rows": replicate(make_params(), 2)}
     for block in blocks[1:]:

@@ -43,11 +43,13 @@ def predictions(
         steps=1,
         host_bandwidth=host_bandwidth,
         calibration=calibration,
+        # A compressed step is predicted, which needs no kind of a warm-up at a few bits.
+        warmup_bits=32,
     )
     return {
         kind: plan.predict(row, setting).step
         for kind, row in _PLANNED.items()
-        if calibration.keys() >= set(row.kinds(32))
+        if calibration.keys() >= set(row.kinds(setting.warmup_bits))
     }
 
 

@@ -37,7 +37,7 @@ from train.glue.config import Config as GlueConfig
 Step = Callable[[Mapping[str, np.ndarray]], Any]
 
 _TORCH = "PyTorch, AdamW"
-_OURS = {"ours, Adam": "adam", "ours, 1-bit Adam": "onebit_adam"}
+_OURS = {"ours, Adam": "adam", "ours, 1-bit Adam": "onebit_adam_frozen"}
 _INSTALL = "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 _CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 _TOLERANCE = 1e-5

@@ -6,9 +6,10 @@ values :math:`c_i` and :math:`a_j` with their scales, from which the residuals f
 value can be written before its scale is known, a residual cannot.
 
 The total residual of all workers and servers, :math:`R = \frac1n \sum_i e_i + E`, is a tree like
-the one that is exchanged. Setting :math:`e_i = R` on each of any number of workers, and :math:`E =
-0`, preserves it: so a run can continue with another number of workers. In the hierarchical form
-residuals are those of shards, and a worker is a node.
+the one that is exchanged; in one stage there are no servers, and :math:`E = 0`. Setting :math:`e_i
+= R` on each of any number of workers, and :math:`E = 0`, preserves it: so a run can continue with
+another number of workers, in one stage or two. In the hierarchical form residuals are those of
+shards, and a worker is a node.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Where each tensor of a tree sits in the one buffer that travels.
 
 A tensor of ``d`` elements is padded to ``n`` chunks, one for each server, and viewed as ``[n, k,
-*plane]``: chunk, plane, byte, with ``k`` numbers to a byte (:mod:`.packing`). Row ``j`` of the
+*plane]``: chunk, plane, byte, with ``k`` numbers to a byte (``packing.py``). Row ``j`` of the
 packed ``[n, *plane]`` is what goes to server ``j``, and nothing has to be moved about before an
 ``all_to_all``. The rows of all tensors, and behind them the scales, are laid side by side::
 
@@ -9,8 +9,12 @@ packed ``[n, *plane]`` is what goes to server ``j``, and nothing has to be moved
 
 Tensors are laid out one by one (*separate*), end to end as one (*fused*), or in whole blocks of 256
 values, small ones end to end (*blocks*). Those whose chunks have one shape are neighbours in the
-row and make a :class:`Stack`, which a server treats at once. A worker treats small ones at once,
-too (:class:`Piece`): a program's size and the time to compile it grow with the number of pieces.
+row and make a ``Stack``, which a server treats at once. A worker treats small ones at once,
+too (``Piece``): a program's size and the time to compile it grow with the number of pieces. A state
+holds a tensor in its own shape if chunks and planes divide its first axis, else as ``[n, k, L]``:
+another view of it would cost divisions per element.
+
+In one stage no worker is a server: each sends its rows of all chunks to all others.
 
 In the hierarchical form a device has its own shard of every piece, a worker is a node, and the
 chunks are those of all ``n = L N`` devices, ``N`` of them in each of ``L`` shards.

@@ -12,8 +12,10 @@ With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i
     \end{aligned}
 
 and the result (EC1) puts the :math:`S_j \, \mathrm{sgn}(a_j)` of all servers side by side, the same
-on every worker, bit for bit. What one call leaves out is in the residuals and is added to later
-calls: over any number of calls, results and residuals together add up to the exact means.
+on every worker, bit for bit. In one stage, the default between two workers or nodes, there are no
+servers: the result is :math:`\tfrac1n \sum_i s_i \, \mathrm{sgn}(c_i)`, which every worker computes
+(:mod:`~onebit_jax.collectives.exchange`). What one call leaves out is in the residuals and is added
+to later calls: over any number of calls, results and residuals together add up to the exact means.
 
 References:
   Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence

@@ -132,7 +132,7 @@ class _Collective(NamedTuple):
 
 
 def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
-    """Predicts a run with one optimizer, for a setting that :func:`check` has checked."""
+    """Predicts a run with one optimizer, for a setting that ``check`` has checked."""
     collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     exchange = _seconds(collectives, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)

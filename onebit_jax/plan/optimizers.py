@@ -82,7 +82,7 @@ COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
 
 
 def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -> Optimizer:
-    """An optimizer of :data:`~onebit_jax.transforms.registry.REGISTRY`, by its name there."""
+    """An optimizer of ``onebit_jax.transforms.registry.REGISTRY``, by its name there."""
     entry = REGISTRY[name]
     return Optimizer(
         # The one that the advice may be to use is planned for both.

@@ -21,9 +21,10 @@ def from_adam(
 ) -> Any:
     """Converts a state of Optax's Adam to one of 1-bit Adam.
 
-    It is in warm-up, after as many updates: an optimizer whose ``warmup`` is at most that number
-    makes one more dense update, then v freezes and compression begins. With ``bias_correction``,
-    the default, that update is the one Adam would have made.
+    It is in warm-up, after as many updates: an optimizer whose ``warmup`` is a number of at most
+    that makes one more warm-up update, then v freezes and compression begins. With
+    ``bias_correction``, the default, that update is the one Adam would have made on the gradients
+    averaged at ``warmup_bits``.
 
     Args:
       adam_state: the state of :func:`optax.adamw`, or another with one

@@ -30,7 +30,8 @@ class Momentum(NamedTuple):
         ``c_i``, in the hierarchical form for its shard alone. For each piece ``[1, *shape]``, in
         the hierarchical form ``[1, L, *shape]``. On a single node it is always ``m``.
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
-        form ``[L, N, bytes]``; equal on all workers.
+        form ``[L, N, bytes]``; in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, of all
+        workers; equal on all workers.
       exchange: the rest of the exchange's state.
     """
 

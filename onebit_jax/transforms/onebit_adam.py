@@ -402,9 +402,9 @@ def onebit_adam(
         a node, and a node sends no more than one worker does in the flat form
         (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
-        warm-up is :func:`optax.adamw`; v's correction freezes with v. False is the paper's and
-        DeepSpeed's form, whose steps are too long while v grows from 0, and 1.26x as long after a
-        freeze at 1,000.
+        warm-up is :func:`optax.adamw` on the averaged gradients; v's correction freezes with v.
+        False is the paper's and DeepSpeed's form, whose steps are too long while v grows from 0,
+        and 1.26x as long after a freeze at 1,000.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
         for 8, with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 4, with error

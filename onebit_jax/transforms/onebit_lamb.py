@@ -487,7 +487,8 @@ def onebit_lamb(
       min_ratio: least ratio, at most 1.
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      warmup_bits: bits per value of gradients in warm-up: see :func:`onebit_jax.onebit_adam`.
+      warmup_bits: bits per value of gradients in warm-up: 32 by default, 16, 8 or 4; see
+        :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:

@@ -16,9 +16,10 @@ OUTLOOK = 2
 class Progress(NamedTuple):
     """An optimizer's progress; equal on all workers. Phases are places in ``PHASES``.
 
-    ``"warmup"`` updates exchange at full precision, ``"compression"`` updates at one bit per
-    element; ``"local"`` updates exchange nothing, and ``"sync"`` updates exchange the changes of
-    the local ones, compressed. ``"refresh"`` updates are compressed and also average gradients.
+    ``"warmup"`` updates average gradients, at full precision or a few bits per value;
+    ``"compression"`` updates exchange one bit per element; ``"local"`` updates exchange nothing,
+    and ``"sync"`` updates exchange the changes of the local ones, compressed. ``"refresh"`` updates
+    are compressed and also average gradients.
 
     Attributes:
       count: number of updates made; int32 ``[]``.

@@ -26,7 +26,7 @@ class VarianceStable(NamedTuple):
 
     Attributes:
       threshold: the bound on the change of v that counts as stable.
-      min_steps: the least number of dense updates.
+      min_steps: the least number of warm-up updates.
     """
 
     threshold: float

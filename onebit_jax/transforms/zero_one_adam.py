@@ -46,7 +46,7 @@ class ZeroOneAdamState(NamedTuple):
         float32, a tree like the parameters, ``[1, *shape]``. Stale, and read as 0, if
         ``local_steps`` is 0.
       exchange: the state of the exchange, of gradients until v freezes, then of ``B_i``.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 8 or 4; else ``()``.
+      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
     """
 
     progress: Progress
@@ -419,13 +419,14 @@ def zero_one_adam(
       local_step_scaler: updates until the gap of :math:`T_u` doubles. The paper ties it to the
         learning rate: when that halves, gaps may double.
       local_step_clipper: the paper's :math:`H`.
-      warmup_bits: bits per value of gradients in refreshes; see :func:`onebit_jax.onebit_adam`.
+      warmup_bits: bits per value of gradients in refreshes: 32 by default, 16, 8 or 4; see
+        :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
       the gradients; the state and the arithmetic are float32 whatever the parameters' dtype. The
-      state takes ``20.3 + 4/n`` bytes per parameter.
+      state takes ``20.1 + 4/n`` bytes per parameter.
 
     Raises:
       ValueError: for a hyperparameter outside its range and for step sets that do not return a

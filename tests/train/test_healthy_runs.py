@@ -36,8 +36,8 @@ RUN: dict[str, Any] = {
 
 LANGUAGE_MODEL = (
     "adam",
+    "onebit_adam_frozen",
     "onebit_adam",
-    "onebit_adam_refresh",
     "onebit_lamb",
     "zero_one_adam",
     "birder",
@@ -47,7 +47,10 @@ LANGUAGE_MODEL = (
     "onebit_muon",
     "local_steps_4",
 )
-RUNS = [("lm", name) for name in LANGUAGE_MODEL] + [("bert", "onebit_adam"), ("bert", "birder")]
+RUNS = [("lm", name) for name in LANGUAGE_MODEL] + [
+    ("bert", "onebit_adam_frozen"),
+    ("bert", "birder"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
