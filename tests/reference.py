@@ -55,7 +55,8 @@ def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
         sent.append(decoded)
         new_e.append(c - decoded)
     if one_stage:
-        return np.mean(sent, axis=0, dtype=np.float32), Residuals(new_e, residuals.E)
+        mean = np.asarray(np.mean(sent, axis=0, dtype=np.float32))
+        return mean, Residuals(new_e, residuals.E)
     result, new_E = np.zeros(size, np.float32), []
     for j, (lo, hi) in enumerate(chunk_bounds(size, workers, chunk)):
         alive = live[lo:hi]
