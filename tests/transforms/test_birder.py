@@ -317,7 +317,8 @@ def test_metrics_count_what_is_active_and_how_sure_the_signs_are():
     _, states = trajectory(scale_by_birder(), jnp.zeros((10, 8)), gradients)
     state = jax.tree.map(lambda x: x[:, -1], states)
     metrics = on_workers(onebit_jax.ScaleByBirderState.metrics, 2)(state)
-    m, a = (np.asarray(x)[:, 0, 3:] for x in jax.tree.leaves((state.m, state.a)))
+    leaves = jax.tree.leaves((state.m, state.a))
+    m, a = (np.asarray(x).reshape(2, 10, 8)[:, 3:] for x in leaves)
     assert set(metrics) == {"phase", "active", "certainty"}
     np.testing.assert_allclose(metrics["active"], 0.7, rtol=1e-6)
     np.testing.assert_allclose(metrics["certainty"], np.mean(np.abs(m) / a, (1, 2)), rtol=1e-5)
