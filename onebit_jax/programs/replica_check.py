@@ -50,6 +50,7 @@ def check_replicas(
     specs: Any,
     mesh: Mesh,
     extra_args: dict[str, Any] | None = None,
+    axes: tuple[str, ...] | None = None,
 ) -> None:
     """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
 
@@ -58,9 +59,10 @@ def check_replicas(
       params: the parameters.
       opt_state: its state.
       specs: of the state, as from :func:`onebit_jax.state_specs`.
-      mesh: all its devices are workers.
+      mesh: the mesh.
       extra_args: further arguments of its update, equal on all workers; None if these are not
         known yet: an optimizer that needs more than ``value`` is then not checked.
+      axes: those that workers lie along; by default all of the mesh.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
@@ -68,7 +70,7 @@ def check_replicas(
         share; for a state whose structure an update changes; for an optimizer that cannot be called
         as a step does.
     """
-    axes = mesh.axis_names
+    axes = mesh.axis_names if axes is None else axes
     # Parameters then differ between exchanges.
     local = bool(nodes_with("synced_parameters", opt_state))
     update = _update_of_own_gradients(tx, axes, local)

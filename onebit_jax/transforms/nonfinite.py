@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from onebit_jax.collectives.axes import sum_over_shards
+
 # The largest squared norm of a gradient: what is made of it (sums of squares with residuals added,
 # variances, sums of those over tensors) stays far below what overflows float32, 2**128.
 LARGEST_SQUARED_NORM = 2.0**96
@@ -51,7 +53,7 @@ def examine(
       axes: the axes that the workers run along.
       loss: the worker's own, float ``[]``; one that is not finite is not fit either.
     """
-    of_tensors = squared_norms(grads)
+    of_tensors = sum_over_shards(squared_norms(grads))
     total = jnp.sum(of_tensors)
     fit = total <= LARGEST_SQUARED_NORM
     # Where no tensor is too large by itself, the largest is to blame.

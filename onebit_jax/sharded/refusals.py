@@ -1,0 +1,144 @@
+"""What an optimizer on a sharded mesh refuses: optimizers, states and gradients that do not fit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax.markers import nodes
+from onebit_jax.sharded.specs import MeshAxes, names_of, spec_in_type
+from onebit_jax.sharded.state_layout import Placed, is_placed
+from onebit_jax.transforms.algorithm import algorithms_of
+from onebit_jax.transforms.local_steps import LocalSteps
+from onebit_jax.transforms.onebit_lamb import OnebitLamb
+
+# Transformations that need whole tensors, by the names of their states.
+_WHOLE_TENSORS = {
+    "MuonState": "Muon orthogonalizes whole matrices",
+    "ScaleByTrustRatioState": "trust ratios are of whole tensors",
+    "FactoredState": "Adafactor factors whole matrices",
+}
+
+
+def check_algorithms(
+    tx: optax.GradientTransformation,
+    shards: Any,
+    specs: Any,
+    mesh: AbstractMesh,
+    axes: MeshAxes,
+) -> None:
+    """Raises ``ValueError`` for optimizers that would not be right on shards.
+
+    Args:
+      tx: the optimizer.
+      shards: the shapes of the parameters' shards.
+      specs: how the parameters are split.
+      mesh: all axes.
+      axes: the same, slow and fast.
+    """
+    made: list[Any] = []
+
+    def init(shards: Any) -> int:
+        made.extend(x.algorithm for x in algorithms_of(tx.init, shards))
+        made.extend(type(node).__name__ for _, node in nodes(tx.init(shards)))
+        return 0
+
+    mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jax.eval_shape(mapped, shards)
+    if any(isinstance(x, LocalSteps) for x in made):
+        raise ValueError(
+            "onebit_jax.local_steps trains parameters that it holds itself, of which a training "
+            "step that knows nothing of it would not take the gradients. Take it with "
+            "onebit_jax.train_step, on a model that is replicated on every device."
+        )
+    split = _split(shards, specs, axes)
+    if split is None:
+        return
+    instead = (
+        f"but parameter {split} is split over {axes.fast_names}, and on_mesh gives an optimizer "
+        f"shards. Put what needs whole tensors behind it: optax.chain(onebit_jax.on_mesh("
+        f"onebit_jax.compressed_mean(axis), mesh, axis_name=axis), ...)."
+    )
+    if any(isinstance(x, OnebitLamb) for x in made):
+        raise ValueError(f"onebit_lamb scales each tensor by norms of all of it, {instead}")
+    for name in made:
+        if isinstance(name, str) and name in _WHOLE_TENSORS:
+            raise ValueError(f"{_WHOLE_TENSORS[name]}, {instead}")
+
+
+def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
+    """The name of a parameter that is split over a fast axis, if any is."""
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(shards)
+    for (path, _), spec in zip(with_paths, structure.flatten_up_to(specs), strict=True):
+        if set(names_of(spec)) & set(axes.fast_names):
+            return jax.tree_util.keystr(path)
+    return None
+
+
+def check_state(state: Any, placed: Any) -> None:
+    """Raises ``ValueError`` for a state that does not belong to these parameters, split this way.
+
+    Args:
+      state: as a training step passes it.
+      placed: how one that fits lies.
+    """
+    structure = jax.tree.structure(placed, is_leaf=is_placed)
+    if jax.tree.structure(state) != structure:
+        raise ValueError(
+            "the state has other nodes than this optimizer's for these parameters: give update "
+            "what init returned for them, or restore a checkpoint with target=tx.init(params)."
+        )
+    of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed)
+    for (path, x), expected in zip(
+        jax.tree_util.tree_leaves_with_path(state), of_leaves, strict=True
+    ):
+        name, mend = (
+            f"state{jax.tree_util.keystr(path)}",
+            "the parameters' shapes or sharding, or the mesh, changed since init. Take those that "
+            "the state was made for, or call init again.",
+        )
+        if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(
+                f"{name} has shape {x.shape} and dtype {x.dtype}, but {expected.shape} and "
+                f"{expected.dtype} is needed: {mend}"
+            )
+        stated = spec_in_type(x)
+        if stated is not None and _entries(stated) and _entries(stated) != _entries(expected.spec):
+            raise ValueError(
+                f"{name} is split by {stated}, but {expected.spec} is needed: {mend}"
+            )
+
+
+def _entries(spec: P) -> list[Any]:
+    entries = [(x,) if isinstance(x, str) else x for x in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
+
+
+def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> None:
+    """Raises ``ValueError`` for gradients that are not like the parameters, or split otherwise.
+
+    Args:
+      of_grads: the gradients' partition specs.
+      of_params: the parameters'.
+      grads: the gradients.
+      params: the parameters.
+    """
+    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (grads, params))
+    shapes = [[(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "
+            f"parameters {shapes[1][:3]}...: give update the gradients of these parameters."
+        )
+    specs = [jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, P)) for x in (of_grads, of_params)]
+    for (path, _), of_grad, of_param in zip(got, *specs, strict=True):
+        if of_grad != of_param:
+            raise ValueError(
+                f"the gradient of {jax.tree_util.keystr(path)} is split by {of_grad}, the "
+                f"parameter by {of_param}: give both one sharding, by jax.reshard."
+            )
