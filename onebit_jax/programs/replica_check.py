@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -51,7 +52,7 @@ def check_replicas(
     mesh: Mesh,
     extra_args: dict[str, Any] | None = None,
     axes: tuple[str, ...] | None = None,
-) -> None:
+) -> Jaxpr | None:
     """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
 
     Args:
@@ -63,6 +64,9 @@ def check_replicas(
       extra_args: further arguments of its update, equal on all workers; None if these are not
         known yet: an optimizer that needs more than ``value`` is then not checked.
       axes: those that workers lie along; by default all of the mesh.
+
+    Returns:
+      The traced update; None for an optimizer that was not checked.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
@@ -95,12 +99,13 @@ def check_replicas(
                 raise ValueError(_NEEDS[name]) from error
             raise
     else:
-        return
+        return None
     varies = check_collectives(program.jaxpr)
     updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
     _check_state(state, specs, axes)
     if not local:
         _check_updates(updates, axes)
+    return program.jaxpr
 
 
 def _update_of_own_gradients(

@@ -4,6 +4,7 @@ The loop's step runs under ``jax.vmap`` over the workers. There the update of al
 one program in which every device of the mesh sees its own shards, by ``jax.custom_batching``.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,7 +18,12 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
 from onebit_jax.sharded import state_layout
-from onebit_jax.sharded.refusals import check_algorithms, check_gradients, check_state
+from onebit_jax.sharded.refusals import (
+    check_algorithms,
+    check_elementwise,
+    check_gradients,
+    check_state,
+)
 from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 from onebit_jax.states import placement
 
@@ -139,7 +145,8 @@ class _OnMesh:
                 out_specs=[P(axes.slow, *spec) for spec in _leaves(in_specs[:2])],
                 check_vma=False,
             )
-            out = results.unflatten(mapped(*arrays))
+            # Outside of jit a map runs operation by operation.
+            out = results.unflatten(jax.jit(mapped)(*arrays))
             return out, jax.tree.map(lambda _: True, out)
 
         return update_worker(updates, state, params, traced)
@@ -155,7 +162,14 @@ class _OnMesh:
         key = (structure, tuple(of_leaves), *((x.shape, x.dtype) for x in leaves))
         if key not in self._placed:
             validation.check_parameters(structure.unflatten(shards))
-            self._placed[key] = self._checked_layout(like, specs, structure.unflatten(shards))
+            like = structure.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            # A thread of its own has none of the axes and meshes that are bound here: under vmap an
+            # Explicit axis of workers is none of a mesh.
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(
+                    self._checked_layout, like, specs, structure.unflatten(shards)
+                )
+                self._placed[key] = found.result()
         return self._placed[key]
 
     def _checked_layout(self, like: Any, specs: Any, shards: Any) -> Any:
@@ -176,9 +190,11 @@ class _OnMesh:
             check_algorithms(self._tx, shards, specs, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)
-            replica_check.check_replicas(
+            program = replica_check.check_replicas(
                 self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
             )
+            if program is not None:
+                check_elementwise(program, shards, specs, axes)
         return state_layout.place_leaves(self._axes, state, like, specs)
 
     def _zeros(self, x: Any, spec: P) -> jax.Array:

@@ -1,26 +1,26 @@
 """What an optimizer on a sharded mesh refuses: optimizers, states and gradients that do not fit."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import optax
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import nodes
+from onebit_jax.programs.collective_check import programs_in
 from onebit_jax.sharded.specs import MeshAxes, names_of, spec_in_type
 from onebit_jax.sharded.state_layout import Placed, is_placed
-from onebit_jax.transforms.algorithm import algorithms_of
+from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
 from onebit_jax.transforms.onebit_lamb import OnebitLamb
 
-# Transformations that need whole tensors, by the names of their states.
-_WHOLE_TENSORS = {
-    "MuonState": "Muon orthogonalizes whole matrices",
-    "ScaleByTrustRatioState": "trust ratios are of whole tensors",
-    "FactoredState": "Adafactor factors whole matrices",
-}
+# What makes one number of many of an array's: sums, products of matrices, orders.
+_MIXING = re.compile(
+    r"reduce_(?!precision|scatter)|arg(max|min)|dot_general|conv_|cum|sort|top_k|fft|svd|qr|eigh|lu|chol"
+)
 
 
 def check_algorithms(
@@ -43,7 +43,6 @@ def check_algorithms(
 
     def init(shards: Any) -> int:
         made.extend(x.algorithm for x in algorithms_of(tx.init, shards))
-        made.extend(type(node).__name__ for _, node in nodes(tx.init(shards)))
         return 0
 
     mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -55,18 +54,49 @@ def check_algorithms(
             "onebit_jax.train_step, on a model that is replicated on every device."
         )
     split = _split(shards, specs, axes)
-    if split is None:
-        return
-    instead = (
-        f"but parameter {split} is split over {axes.fast_names}, and on_mesh gives an optimizer "
-        f"shards. Put what needs whole tensors behind it: optax.chain(onebit_jax.on_mesh("
-        f"onebit_jax.compressed_mean(axis), mesh, axis_name=axis), ...)."
+    if split is not None and any(isinstance(x, OnebitLamb) for x in made):
+        raise ValueError(
+            f"onebit_lamb scales each tensor by norms of all of it, {_but(split, axes)}"
+        )
+
+
+def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:
+    """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
+
+    Args:
+      program: the update, traced.
+      shards: the shapes of the parameters' shards.
+      specs: how the parameters are split.
+      axes: of the mesh.
+    """
+    split = _split(shards, specs, axes)
+    mixing = None if split is None else next(_mixing(program), None)
+    if split is not None and mixing is not None:
+        raise ValueError(
+            f"the optimizer computes {mixing.primitive.name} over elements of a tensor, as "
+            f"clipping by a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
+        )
+
+
+def _but(split: str, axes: MeshAxes) -> str:
+    return (
+        f"but parameter {split} is split over {axes.fast_names}, and within on_mesh an optimizer "
+        f"has shards alone. Let what needs whole tensors stand outside, as in optax.chain("
+        f"optax.clip_by_global_norm(1.0), onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), "
+        f"mesh, axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
     )
-    if any(isinstance(x, OnebitLamb) for x in made):
-        raise ValueError(f"onebit_lamb scales each tensor by norms of all of it, {instead}")
-    for name in made:
-        if isinstance(name, str) and name in _WHOLE_TENSORS:
-            raise ValueError(f"{_WHOLE_TENSORS[name]}, {instead}")
+
+
+def _mixing(program: Jaxpr) -> Iterator[Any]:
+    """The equations that mix elements, outside of what this library's algorithms compute."""
+    for eqn in program.eqns:
+        if OWN_SCOPE in str(eqn.source_info.name_stack):
+            continue
+        if _MIXING.match(eqn.primitive.name) and any(x.aval.size > 1 for x in eqn.invars):
+            yield eqn
+        for value in eqn.params.values():
+            for below in programs_in(value):
+                yield from _mixing(below)
 
 
 def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
@@ -107,9 +137,7 @@ def check_state(state: Any, placed: Any) -> None:
             )
         stated = spec_in_type(x)
         if stated is not None and _entries(stated) and _entries(stated) != _entries(expected.spec):
-            raise ValueError(
-                f"{name} is split by {stated}, but {expected.spec} is needed: {mend}"
-            )
+            raise ValueError(f"{name} is split by {stated}, but {expected.spec} is needed: {mend}")
 
 
 def _entries(spec: P) -> list[Any]:
@@ -129,7 +157,9 @@ def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> N
       params: the parameters.
     """
     got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (grads, params))
-    shapes = [[(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)]
+    shapes = [
+        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)
+    ]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "

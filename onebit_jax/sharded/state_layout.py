@@ -95,7 +95,9 @@ def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
             placed.append(Placed(known.shape, x.dtype, known.spec, False, own))
             continue
         parameter = _alike(axes, shape, parameters, used)
-        found = _Parameter(shape, P(*[None] * len(shape)), shape) if parameter is None else parameter
+        found = (
+            _Parameter(shape, P(*[None] * len(shape)), shape) if parameter is None else parameter
+        )
         missing = tuple(name for name in axes.fast_names if name not in names_of(found.spec))
         if not missing:
             placed.append(Placed(found.shape, x.dtype, found.spec, False, own))
@@ -123,10 +125,10 @@ def _mirrored(
     found: dict[Any, _Parameter] = {}
     for length in sorted({len(path) for path in parameters}):
         ends = {path: path[len(path) - length :] for path in shapes if len(path) >= length}
-        for prefix in {path[: len(path) - length] for path, end in ends.items() if end in parameters}:
-            below = {
-                path[len(prefix) :]: path for path in shapes if path[: len(prefix)] == prefix
-            }
+        for prefix in {
+            path[: len(path) - length] for path, end in ends.items() if end in parameters
+        }:
+            below = {path[len(prefix) :]: path for path in shapes if path[: len(prefix)] == prefix}
             alike = all(
                 name in parameters and parameters[name].of_shard == shapes[path]
                 for name, path in below.items()
