@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import Jaxpr
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import nodes, nodes_with
@@ -49,7 +49,7 @@ def check_replicas(
     params: Any,
     opt_state: Any,
     specs: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     extra_args: dict[str, Any] | None = None,
     axes: tuple[str, ...] | None = None,
 ) -> Jaxpr | None:

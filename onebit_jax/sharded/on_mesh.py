@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -18,34 +16,17 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
 from onebit_jax.sharded import state_layout
+from onebit_jax.sharded.flax_variables import with_shardings
+from onebit_jax.sharded.missing_vmap import missing_vmap
 from onebit_jax.sharded.refusals import (
     check_algorithms,
     check_elementwise,
     check_gradients,
     check_state,
+    check_workers,
 )
 from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 from onebit_jax.states import placement
-
-_NO_VMAP = (
-    "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
-    "would have one gradient, and nothing says whose. Run the whole training step by "
-    "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
-    "spmd_axis_name=axis_name (on Explicit meshes without)."
-)
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise ValueError(_NO_VMAP)
-
-
-# Stands in a program for the update outside of vmap, which is traced even where vmap comes later:
-# only a program that is to be compiled or run with it is wrong.
-_missing_vmap = Primitive("missing_vmap_over_workers")
-_missing_vmap.multiple_results = True
-_missing_vmap.def_impl(_refuse)
-_missing_vmap.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(_missing_vmap, _refuse)
 
 
 class _OnMesh:
@@ -83,7 +64,7 @@ class _OnMesh:
             out_specs=state_layout.specs_of(placed),
             check_vma=False,
         )
-        return jax.jit(initialised)(arrays)
+        return with_shardings(params, jax.jit(initialised)(arrays), state_layout.specs_of(placed))
 
     def update(
         self,
@@ -121,11 +102,11 @@ class _OnMesh:
         def update_worker(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
             del params, traced
             leaves, structure = jax.tree.flatten((updates, state))
-            return structure.unflatten(_missing_vmap.bind(*leaves))
+            return structure.unflatten(missing_vmap.bind(*leaves))
 
         @update_worker.def_vmap
         def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
-            _check_workers(axes, axis_size, in_batched[0], args[0])
+            check_workers(axes, axis_size, in_batched[0], args[0])
             batched = _leaves(in_batched)
             spec_leaves = _leaves(in_specs)
             arrays, structure = jax.tree.flatten(args)
@@ -215,32 +196,6 @@ def _leaves(specs: Any) -> list[Any]:
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def _check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
-    """Raises ``ValueError`` for a vmap over something other than the workers' own gradients."""
-    if size != axes.workers:
-        raise ValueError(
-            f"update runs under a jax.vmap over {size}, but axis_name={axes.slow!r} of the mesh has "
-            f"{axes.workers} workers: map over as many, one row of parameters, state and batch for "
-            f"each."
-        )
-    if not any(jax.tree.leaves(batched)):
-        raise ValueError(
-            f"all gradients are the same for all {size} workers: they were averaged already, or "
-            f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
-            f"the update: the optimizer does that itself, at one bit."
-        )
-    for path, g in jax.tree_util.tree_leaves_with_path(grads):
-        stated = spec_in_type(g)
-        if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
-            raise ValueError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the type "
-                f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
-                f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
-                f"batch and the parameters over {axes.slow!r}, and average nothing before the "
-                f"update."
-            )
-
-
 def on_mesh(
     tx: optax.GradientTransformation,
     mesh: Mesh,
@@ -294,7 +249,8 @@ def on_mesh(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
-      >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2
+      >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
       >>> specs = {"w": jax.P(None, "model"), "b": jax.P("model")}
       >>> tx = onebit_jax.on_mesh(
       ...     onebit_jax.onebit_adam(0.05, warmup=20, axis_name="data"),

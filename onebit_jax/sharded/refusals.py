@@ -1,5 +1,6 @@
 """What an optimizer on a sharded mesh refuses: optimizers, states and gradients that do not fit."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,10 +90,11 @@ def _but(split: str, axes: MeshAxes) -> str:
 
 def _mixing(program: Jaxpr) -> Iterator[Any]:
     """The equations that mix elements, outside of what this library's algorithms compute."""
-    for eqn in program.eqns:
+    equations: Sequence[Any] = program.eqns
+    for eqn in equations:
         if OWN_SCOPE in str(eqn.source_info.name_stack):
             continue
-        if _MIXING.match(eqn.primitive.name) and any(x.aval.size > 1 for x in eqn.invars):
+        if _MIXING.match(eqn.primitive.name) and any(math.prod(x.aval.shape) > 1 for x in eqn.invars):
             yield eqn
         for value in eqn.params.values():
             for below in programs_in(value):
@@ -171,4 +173,38 @@ def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> N
             raise ValueError(
                 f"the gradient of {jax.tree_util.keystr(path)} is split by {of_grad}, the "
                 f"parameter by {of_param}: give both one sharding, by jax.reshard."
+            )
+
+
+def check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
+    """Raises ``ValueError`` for a vmap over something other than the workers' own gradients.
+
+    Args:
+      axes: of the mesh.
+      size: how many the vmap maps over.
+      batched: for each gradient whether it maps over that.
+      grads: the gradients, ``[workers, ...]`` where it does.
+    """
+    if size != axes.workers:
+        raise ValueError(
+            f"update runs under a jax.vmap over {size}, but along axis_name={axes.slow!r} of the "
+            f"mesh lie {axes.workers} workers: map over as many, one row of parameters, state and "
+            f"batch for each."
+        )
+    if not any(jax.tree.leaves(batched)):
+        raise ValueError(
+            f"all gradients are the same for all {size} workers: they were averaged already, or "
+            f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
+            f"the update: the optimizer does that itself, at one bit."
+        )
+    with_paths = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, g), is_batched in zip(with_paths, jax.tree.leaves(batched), strict=True):
+        stated = spec_in_type(g) if is_batched else None
+        if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
+            raise ValueError(
+                f"the gradient of {jax.tree_util.keystr(path)} has the type "
+                f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
+                f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
+                f"batch and the parameters over {axes.slow!r}, and average nothing before the "
+                f"update."
             )

@@ -118,9 +118,10 @@ def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
     if is_spec(made):
         found = [made] * count
     if len(found) != count or not all(map(is_spec, found)):
+        kinds = sorted({type(x).__name__ for x in found})
         raise ValueError(
-            f"specs gives {len(found)} leaves of the types {sorted({type(x).__name__ for x in found})}"
-            f", but there are {count} parameters: give one jax.P for each of them, in a tree like "
+            f"specs has {len(found)} leaves of the types {kinds}, "
+            f"but there are {count} parameters: give one jax.P for each of them, in a tree like "
             f"theirs, or one for all; where wrappers hide some of them, such as optax.partition, "
             f"give a function of the parameters."
         )
@@ -144,9 +145,9 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
         if axis in axes.slow_names:
             raise ValueError(
                 f"parameter {name} is split over {axis!r}, its spec is {spec}, but along "
-                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it. Split "
-                f"parameters over {axes.fast_names or 'another axis of the mesh'}, or let workers "
-                f"lie along another axis."
+                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it. "
+                f"Split parameters over {axes.fast_names or 'another axis of the mesh'}, or let "
+                f"workers lie along another axis."
             )
     if given is not None and stated is not None:
         _check_stated(axes, name, spec, stated)

@@ -95,16 +95,15 @@ def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
             placed.append(Placed(known.shape, x.dtype, known.spec, False, own))
             continue
         parameter = _alike(axes, shape, parameters, used)
-        found = (
-            _Parameter(shape, P(*[None] * len(shape)), shape) if parameter is None else parameter
-        )
-        missing = tuple(name for name in axes.fast_names if name not in names_of(found.spec))
+        if parameter is None:
+            parameter = _Parameter(shape, P(*[None] * len(shape)), shape)
+        missing = tuple(name for name in axes.fast_names if name not in names_of(parameter.spec))
         if not missing:
-            placed.append(Placed(found.shape, x.dtype, found.spec, False, own))
+            placed.append(Placed(parameter.shape, x.dtype, parameter.spec, False, own))
             continue
         count = math.prod(axes.mesh.shape[name] for name in missing)
-        spec = P(missing[0] if len(missing) == 1 else missing, *found.spec)
-        placed.append(Placed((count, *found.shape), x.dtype, spec, True, own))
+        spec = P(missing[0] if len(missing) == 1 else missing, *parameter.spec)
+        placed.append(Placed((count, *parameter.shape), x.dtype, spec, True, own))
     return jax.tree.structure(state).unflatten(placed)
 
 

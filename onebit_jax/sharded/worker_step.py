@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding

@@ -144,7 +144,7 @@ def task(mesh: str, kind: str) -> Task:
 
 
 def copies(x: jax.Array) -> dict[Any, list[np.ndarray]]:
-    """What devices hold of an array `[workers, ...]`, by the part of it that is not the workers'."""
+    """What devices hold of an array `[workers, ...]`, by which part of a worker's it is."""
     held: dict[Any, list[np.ndarray]] = {}
     for shard in x.addressable_shards:
         rows = np.asarray(shard.data)

@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ def explicit():
     return meshes.task("fsdp, tensor", "Explicit")
 
 
-def one_bit(task, specs=None, tx=None, axis_name=SLOW):
+def one_bit(task, specs=None, tx: Any = None, axis_name=SLOW) -> Any:
     tx = onebit_jax.compressed_mean(SLOW) if tx is None else tx
     specs = task.given_specs if specs is None else specs
     return onebit_jax.on_mesh(tx, task.mesh, axis_name=axis_name, specs=specs)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from tests.sharded.meshes import SLOW
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def on_task(task, name="onebit_adam"):
+def on_task(task, name="onebit_adam") -> Any:
     tx = OPTIMIZERS[name].make(SLOW)
     return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
 
@@ -121,7 +123,7 @@ OPTAX_CONTRACT = [
 def test_optax_contract_of_types(name):
     """As in Optax's own `_src/sharding_test.py`, with float16; `update` under vmap."""
     mesh = jax.make_mesh((2, 4), (SLOW, "x"), axis_types=(AxisType.Explicit,) * 2)
-    tx = onebit_jax.on_mesh(OPTIMIZERS[name].make(SLOW), mesh, axis_name=SLOW)
+    tx: Any = onebit_jax.on_mesh(OPTIMIZERS[name].make(SLOW), mesh, axis_name=SLOW)
     abstract = tx.init(jax.ShapeDtypeStruct(shape=(2, 4, 8), dtype=jnp.float32))
     assert abstract is not None
     with jax.set_mesh(mesh):
@@ -141,15 +143,15 @@ def test_other_transformations_stand_outside():
     task = meshes.task("fsdp, tensor", "Auto")
     params = {name: x for name, x in task.params().items() if x.ndim == 2}
     specs = {name: task.specs[name] for name in params}
-    mean = onebit_jax.on_mesh(
+    mean: Any = onebit_jax.on_mesh(
         onebit_jax.compressed_mean(SLOW), task.mesh, axis_name=SLOW, specs=specs
     )
-    tx = optax.chain(mean, optax.contrib.muon(0.1))
+    tx: Any = optax.chain(mean, optax.contrib.muon(0.1))
     grads = {name: np.ones((2, *x.shape), np.float32) for name, x in params.items()}
     state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
     update = jax.vmap(lambda g, s: tx.update(g, s[1], s[0])[0], spmd_axis_name=SLOW)
     updates = jax.jit(update)(grads, state)
-    alone = optax.contrib.muon(0.1)
+    alone: Any = optax.contrib.muon(0.1)
     # All signs are alike, and scales exact: the mean is the gradient.
     plain = jax.tree.map(lambda x: np.asarray(x[0]), grads)
     expected, _ = alone.update(plain, alone.init(params), params)

@@ -1,4 +1,5 @@
 import collections
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ def begin(task, tx, axis_name=SLOW):
     return state, jax.jit(step, donate_argnums=0)
 
 
-def on_task(task, tx):
+def on_task(task, tx) -> Any:
     return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
 
 
@@ -82,7 +83,7 @@ def test_a_device_holds_its_part_of_the_state():
             devices=jax.devices()[: axes[0] * axes[1]],
             axis_types=(AxisType.Auto,) * 2,
         )
-        tx = onebit_jax.on_mesh(
+        tx: Any = onebit_jax.on_mesh(
             onebit_jax.onebit_adam(1e-2, axis_name=SLOW), mesh, axis_name=SLOW, specs=P("fsdp")
         )
         params = {name: np.zeros((512, 512), np.float32) for name in "abc"}
@@ -142,7 +143,7 @@ def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
     axes, pair = ("node", "local", "fsdp"), ("node", "local")
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     specs = {"w": P("fsdp", None), "b": P()}
-    tx = onebit_jax.on_mesh(
+    tx: Any = onebit_jax.on_mesh(
         onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=pair), mesh, axis_name=pair, specs=specs
     )
     params = {"w": np.zeros((64, 32), np.float32), "b": np.zeros(32, np.float32)}
