@@ -94,7 +94,8 @@ def _mixing(program: Jaxpr) -> Iterator[Any]:
     for eqn in equations:
         if OWN_SCOPE in str(eqn.source_info.name_stack):
             continue
-        if _MIXING.match(eqn.primitive.name) and any(math.prod(x.aval.shape) > 1 for x in eqn.invars):
+        sizes = [math.prod(getattr(x.aval, "shape", ())) for x in eqn.invars]
+        if _MIXING.match(eqn.primitive.name) and max(sizes) > 1:
             yield eqn
         for value in eqn.params.values():
             for below in programs_in(value):
