@@ -29,6 +29,7 @@ def loop(*args: Any) -> Any:
     state = train_loop(*args)
     leaves = jax.tree.leaves(state.inner_state)
     mesh = next(x.sharding.mesh for x in leaves if isinstance(x.sharding, jax.NamedSharding))
+    kept = jax.tree.leaves(state.inner_state.optimizer)
     floats = [x for x in jax.tree.leaves(state.inner_state.model) if x.dtype == np.float32]
     of_model = [np.asarray(x) for x in floats]
     report = {

@@ -1,4 +1,4 @@
-"""MaxText, unmodified, by the launcher in `examples`: `ONEBIT_MAXTEXT` names a Python that has it."""
+"""MaxText, unmodified, by the launcher in `examples`; `ONEBIT_MAXTEXT` is a Python that has it."""
 
 import collections
 import json
@@ -14,14 +14,31 @@ _CONFIG = (
     "import importlib.util, pathlib; "
     "print(pathlib.Path(importlib.util.find_spec('maxtext').origin).parent / 'configs/base.yml')"
 )
-_TOY = (
-    "run_name=toy hardware=cpu dataset_type=synthetic enable_checkpointing=false "
-    "enable_goodput_recording=false base_emb_dim=64 base_mlp_dim=128 base_num_decoder_layers=2 "
-    "base_num_query_heads=4 base_num_kv_heads=4 head_dim=16 vocab_size=256 max_target_length=64 "
-    "per_device_batch_size=2 attention=dot_product skip_jax_distributed_system=true "
-    "log_config=false steps=40 learning_rate=0.003 gradient_clipping_threshold=0 "
-    "enable_diloco=true ici_diloco_parallelism=2 diloco_sync_period=1000000"
-).split()
+_TOY = {
+    "run_name": "toy",
+    "hardware": "cpu",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "enable_goodput_recording": "false",
+    "skip_jax_distributed_system": "true",
+    "log_config": "false",
+    "base_emb_dim": 64,
+    "base_mlp_dim": 128,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_target_length": 64,
+    "per_device_batch_size": 2,
+    "attention": "dot_product",
+    "steps": 40,
+    "learning_rate": 0.003,
+    "gradient_clipping_threshold": 0,
+    "enable_diloco": "true",
+    "ici_diloco_parallelism": 2,
+    "diloco_sync_period": 1000000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +56,7 @@ def run(python, out, *options):
         str(ROOT / "tests/sharded/maxtext_run.py"),
         str(ROOT / "examples/maxtext_onebit.py"),
         config.stdout.strip(),
-        *_TOY,
+        *(f"{name}={value}" for name, value in _TOY.items()),
         f"base_output_directory={out}",
         *options,
     ]
