@@ -250,7 +250,8 @@ def on_mesh(
     Example:
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
       >>> auto = (jax.sharding.AxisType.Auto,) * 2
-      >>> mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+      >>> sizes = (1, jax.device_count())  # of slices, and of devices of each
+      >>> mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=auto)
       >>> specs = {"w": jax.P(None, "model"), "b": jax.P("model")}
       >>> tx = onebit_jax.on_mesh(
       ...     onebit_jax.onebit_adam(0.05, warmup=20, axis_name="data"),

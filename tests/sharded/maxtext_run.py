@@ -40,10 +40,7 @@ def loop(*args: Any) -> Any:
             if x.group_size > 1 and not x.where.startswith("conditional")
         ],
         "replicas_agree": all((x == x[:1]).all() for x in of_model),
-        "state_bytes": sum(
-            x.addressable_shards[0].data.nbytes
-            for x in jax.tree.leaves(state.inner_state.optimizer)
-        ),
+        "state_bytes": sum(x.addressable_shards[0].data.nbytes for x in kept),
     }
     print("REPORT", json.dumps(report))
     return state

@@ -87,7 +87,8 @@ def test_orbax_gives_back_a_run(tmp_path, kind):
 
         def trained(state, steps):
             for i in steps:
-                state, _ = step(state, task.batch(i))
+                state, metrics = step(state, task.batch(i))
+                metrics["loss"].block_until_ready()
             return state
 
         state = trained(begun, range(5))

@@ -98,7 +98,8 @@ def test_shards_decide_alike_when_warmup_ends():
     tx = on_task(task, onebit_jax.onebit_adam(1e-3, b2=0.9, warmup=rule, axis_name=SLOW))
     state, step = begin(task, tx)
     for i in range(30):
-        state, _ = step(state, task.batch(i))
+        state, metrics = step(state, task.batch(i))
+        metrics["loss"].block_until_ready()
     params, opt_state = state
     own = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state)
     assert 4 <= np.asarray(own.progress.frozen_at)[0] < 30
