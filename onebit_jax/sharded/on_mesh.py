@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
 from onebit_jax.sharded import state_layout
+from onebit_jax.sharded.extra_arguments import common, with_and_without_arrays
 from onebit_jax.sharded.flax_variables import with_shardings
 from onebit_jax.sharded.missing_vmap import missing_vmap
 from onebit_jax.sharded.refusals import (
@@ -64,7 +66,16 @@ class _OnMesh:
             out_specs=state_layout.specs_of(placed),
             check_vma=False,
         )
-        return with_shardings(params, jax.jit(initialised)(arrays), state_layout.specs_of(placed))
+        try:
+            state = jax.jit(initialised)(arrays)
+        except ValueError as error:
+            if "is not bound" not in str(error):
+                raise
+            raise ValueError(
+                "init was called under a jax.vmap that maps over an Explicit axis: call it on one "
+                "worker's parameters, and give every worker a copy by onebit_jax.worker_copies."
+            ) from error
+        return with_shardings(params, state, state_layout.specs_of(placed))
 
     def update(
         self,
@@ -80,9 +91,7 @@ class _OnMesh:
         check_state(state, placed)
         if params is not None:
             check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
-        names = [name for name, x in extra_args.items() if _has_arrays(x)]
-        static = {name: x for name, x in extra_args.items() if name not in names}
-        traced = {name: extra_args[name] for name in names}
+        traced, static = with_and_without_arrays(extra_args)
         of_params = None if params is None else specs
         of_state = state_layout.specs_of(placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
@@ -107,6 +116,7 @@ class _OnMesh:
         @update_worker.def_vmap
         def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
             check_workers(axes, axis_size, in_batched[0], args[0])
+            own_arguments = in_batched[3]
             batched = _leaves(in_batched)
             spec_leaves = _leaves(in_specs)
             arrays, structure = jax.tree.flatten(args)
@@ -114,7 +124,10 @@ class _OnMesh:
 
             def own_row(*rows: jax.Array) -> list[jax.Array]:
                 own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]
-                return [x[None] for x in jax.tree.leaves(of_shards(*structure.unflatten(own)))]
+                updates, state, params, traced = structure.unflatten(own)
+                traced = jax.tree.map(common(axes), traced, own_arguments)
+                new = of_shards(updates, state, params, traced)
+                return [x[None] for x in jax.tree.leaves(new)]
 
             mapped = jax.shard_map(
                 own_row,
@@ -179,17 +192,13 @@ class _OnMesh:
         return state_layout.place_leaves(self._axes, state, like, specs)
 
     def _zeros(self, x: Any, spec: P) -> jax.Array:
-        return jax.numpy.zeros(self._axes.shape_of_shard(x.shape, spec), x.dtype)
+        return jnp.zeros(self._axes.shape_of_shard(x.shape, spec), x.dtype)
 
     def _put(self, x: Any, spec: P) -> Any:
         """An array whose type states no mesh, as under ``eval_shape``, on this one."""
         if spec_in_type(x) is None and self._axes.spmd_axis_name is None:
             return jax.reshard(x, jax.sharding.NamedSharding(self._axes.mesh, spec))
         return x
-
-
-def _has_arrays(x: Any) -> bool:
-    return any(isinstance(leaf, (jax.Array, float, int)) for leaf in jax.tree.leaves(x))
 
 
 def _leaves(specs: Any) -> list[Any]:
@@ -235,7 +244,9 @@ def on_mesh(
     Returns:
       The optimizer. ``init(params)`` gives one worker's state: leaves like the parameters are split
       like these; others have a first axis over the fast axes. :func:`onebit_jax.worker_copies`
-      gives every worker one. Its ``update`` takes what that of ``tx`` takes.
+      gives every worker one. Its ``update`` takes what that of ``tx`` takes; a further
+      float argument of each worker's own, such as ``value=loss`` for
+      :func:`optax.contrib.reduce_on_plateau`, is averaged over the workers.
 
     Raises:
       ValueError: for an axis that the mesh lacks, and a ``tx`` or ``mesh`` of the wrong type. From

@@ -54,5 +54,6 @@ if __name__ == "__main__":
     if "opt_type=adamw_alone" not in arguments:
         optimizers.get_optimizer = module.get_optimizer
     arguments = [x for x in arguments if x != "opt_type=adamw_alone"]
-    jax.stages.Lowered.compile, train.train_loop = compile_and_keep, loop
+    lowered_type: Any = jax.stages.Lowered
+    lowered_type.compile, train.train_loop = compile_and_keep, loop
     app.run(train.main, [sys.argv[0], *arguments])

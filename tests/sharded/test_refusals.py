@@ -80,6 +80,26 @@ def test_no_vmap_over_the_workers(auto):
     assert updates["up"].shape == params["up"].shape
 
 
+def test_a_vmap_around_init(auto, explicit):
+    params = onebit_jax.worker_copies(explicit.params(), explicit.mesh, axis_name=SLOW)
+    with jax.set_mesh(explicit.mesh), refused("init was called under a jax.vmap"):
+        jax.vmap(one_bit(explicit).init)(params)
+    # Elsewhere it is as good as copies.
+    params = onebit_jax.worker_copies(auto.params(), auto.mesh, axis_name=SLOW)
+    state = jax.vmap(one_bit(auto).init, spmd_axis_name=SLOW)(params)
+    expected = one_bit(auto).init(auto.params())
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), state, expected)
+
+
+def test_an_argument_that_workers_do_not_share(auto):
+    tx = one_bit(auto)
+    params = auto.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), auto.mesh, axis_name=SLOW)
+    update = jax.vmap(lambda s, i: tx.update(s[0], s[1], s[0], value=i), spmd_axis_name=SLOW)
+    with refused("an argument of dtype int32 that differs between workers"):
+        jax.jit(update).lower(state, np.arange(2, dtype=np.int32))
+
+
 def mapped(task, tx, grads, in_axes):
     params = task.params()
     state = (params, tx.init(params))

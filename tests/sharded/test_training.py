@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
@@ -170,3 +170,40 @@ def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
     meshes.assert_replicas_agree(state[0])
+
+
+def test_inside_and_around_other_transformations():
+    """Two kinds of parameters, a learning rate in the state, and one that follows losses."""
+    task = meshes.task("fsdp, tensor", "Auto")
+    adam = optax.inject_hyperparams(onebit_jax.onebit_adam, static_args=("warmup", "axis_name"))
+    parts: dict[Any, Any] = {
+        "matrices": adam(1e-2, warmup=3, axis_name=SLOW),
+        "vectors": onebit_jax.signum(1e-3, axis_name=SLOW),
+    }
+    labels = lambda p: jax.tree.map(lambda x: ["", "vectors", "matrices"][x.ndim], p)  # noqa: E731
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
+    tx = on_task(task, optax.chain(optax.partition(parts, labels), plateau))
+    state, _ = begin(task, tx)
+
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    step = jax.jit(onebit_jax.worker_step(train_step, task.mesh, axis_name=SLOW))
+    losses = []
+    for i in range(12):
+        # After a while every batch is the same, and the loss of each worker on a plateau.
+        state, metrics = step(state, task.batch(min(i, 3)))
+        losses.append(float(metrics["loss"]))
+    params, opt_state = state
+    meshes.assert_replicas_agree(params)
+    own = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state)
+    split = {name: task.specs[name] for name in ("up", "down", "square")}
+    for name, spec in split.items():
+        x = own.v_then_inverse_root[name]
+        assert x.sharding.is_equivalent_to(NamedSharding(task.mesh, P(SLOW, *spec)), x.ndim)
+    scales = np.asarray(opt_state[1].scale)
+    assert scales[0] == scales[1]
+    assert np.isfinite(losses).all()
