@@ -88,7 +88,7 @@ class _OnMesh:
         axes = self._axes
         specs = parameter_specs(axes, self._specs, updates)
         placed = self._place_state(updates, specs)
-        check_state(state, placed)
+        check_state(axes, state, placed)
         if params is not None:
             check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
         traced, static = with_and_without_arrays(extra_args)

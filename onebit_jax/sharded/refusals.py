@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.programs.collective_check import programs_in
-from onebit_jax.sharded.specs import MeshAxes, names_of, spec_in_type
+from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
 from onebit_jax.sharded.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
@@ -111,10 +111,11 @@ def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
     return None
 
 
-def check_state(state: Any, placed: Any) -> None:
+def check_state(axes: MeshAxes, state: Any, placed: Any) -> None:
     """Raises ``ValueError`` for a state that does not belong to these parameters, split this way.
 
     Args:
+      axes: of the mesh.
       state: as a training step passes it.
       placed: how one that fits lies.
     """
@@ -139,15 +140,8 @@ def check_state(state: Any, placed: Any) -> None:
                 f"{expected.dtype} is needed: {mend}"
             )
         stated = spec_in_type(x)
-        if stated is not None and _entries(stated) and _entries(stated) != _entries(expected.spec):
+        if stated is not None and explicit_part(axes, stated) != explicit_part(axes, expected.spec):
             raise ValueError(f"{name} is split by {stated}, but {expected.spec} is needed: {mend}")
-
-
-def _entries(spec: P) -> list[Any]:
-    entries = [(x,) if isinstance(x, str) else x for x in spec]
-    while entries and not entries[-1]:
-        entries.pop()
-    return entries
 
 
 def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> None:

@@ -80,6 +80,15 @@ def spec_in_type(x: Any) -> P | None:
     return None if sharding.mesh.empty else sharding.spec
 
 
+def explicit_part(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
+    """What a type can state of a partition spec: its Explicit axes."""
+    types = dict(zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True))
+    part = [tuple(x for x in names_in(e) if types.get(x) == AxisType.Explicit) for e in spec]
+    while part and not part[-1]:
+        part.pop()
+    return part
+
+
 def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
     """The partition spec of each leaf, with an entry for each of its axes, and checks of it.
 
@@ -164,13 +173,7 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
 
 def _check_stated(axes: MeshAxes, name: str, spec: P, stated: P) -> None:
     """Raises ``ValueError`` where a type states another split over an Explicit axis."""
-    types = dict(zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True))
-
-    def explicit(of: P) -> list[tuple[str, ...]]:
-        return [tuple(x for x in names_in(e) if types.get(x) == AxisType.Explicit) for e in of]
-
-    stated = P(*stated, *[None] * (len(spec) - len(stated)))
-    if explicit(stated) != explicit(spec):
+    if explicit_part(axes, stated) != explicit_part(axes, spec):
         raise ValueError(
             f"specs says that parameter {name} is split by {spec}, but its type states {stated}. "
             f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "

@@ -158,3 +158,13 @@ def assert_replicas_agree(tree: Any) -> None:
         for rows in copies(x).values():
             for row in rows[1:]:
                 np.testing.assert_array_equal(row, rows[0], jax.tree_util.keystr(path))
+
+
+def assert_places_agree(tree: Any) -> None:
+    """Asserts that all devices with the same part of one worker's array hold the same bits."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        first: dict[str, np.ndarray] = {}
+        for shard in x.addressable_shards:
+            held = np.asarray(shard.data)
+            expected = first.setdefault(str(shard.index), held)
+            np.testing.assert_array_equal(held, expected, jax.tree_util.keystr(path))

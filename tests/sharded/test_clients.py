@@ -52,6 +52,7 @@ def assert_clean(found):
     assert not [x for x in found if x.axis == "model" and x.dtype == "u8"]
 
 
+@pytest.mark.slow
 def test_a_train_state_of_flax_linen(task):
     net = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
     params = net.init(jax.random.key(0), np.zeros((1, 16), np.float32))

@@ -116,7 +116,9 @@ def check_equal(name, mesh, kind):
     task, tx = meshes.task(mesh, kind), OPTIMIZERS[name].make(SLOW)
     params, gradients = draw(task, STEPS)
     expected, split = on_shards(task, tx, gradients, params)
-    _, history = by_on_mesh(task, tx, gradients, params)
+    state, history = by_on_mesh(task, tx, gradients, params)
+    # Tensors that are not split are the same at all places, and so is what belongs to them.
+    meshes.assert_places_agree((state, history))
     for leaf, x in history.items():
         got = split(leaf, np.asarray(x))
         np.testing.assert_allclose(got, expected[leaf], rtol=1e-5, atol=1e-6, err_msg=leaf)

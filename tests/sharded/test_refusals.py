@@ -149,6 +149,9 @@ def test_a_sharding_that_changed_since_init(auto, explicit):
         )
         with refused("changed since init"):
             lowered(explicit, tx.init(params), tx)
+        params["square"] = jax.device_put(params["square"], NamedSharding(explicit.mesh, P()))
+        with refused("changed since init"):
+            lowered(explicit, tx.init(params), tx)
 
 
 def test_optimizers_that_need_whole_tensors(auto):

@@ -16,7 +16,7 @@ from tests.workers import find_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-QUICK = [("model", "Auto"), ("fsdp, tensor", "Explicit")]
+QUICK = [("fsdp, tensor", "Explicit")]
 PARAMETRIZED = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES
 ]
@@ -172,6 +172,7 @@ def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
     meshes.assert_replicas_agree(state[0])
 
 
+@pytest.mark.slow
 def test_inside_and_around_other_transformations():
     """Two kinds of parameters, a learning rate in the state, and one that follows losses."""
     task = meshes.task("fsdp, tensor", "Auto")
