@@ -208,3 +208,37 @@ def test_inside_and_around_other_transformations():
     scales = np.asarray(opt_state[1].scale)
     assert scales[0] == scales[1]
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slow", "fast"), [("Auto", "Explicit"), ("Explicit", "Auto")])
+def test_a_mesh_of_two_types_of_axes(slow, fast):
+    types = (meshes.TYPES[slow], meshes.TYPES[fast])
+    mesh = jax.make_mesh((2, 2), (SLOW, "model"), devices=jax.devices()[:4], axis_types=types)
+    spec = P(None, "model")
+    tx: Any = onebit_jax.on_mesh(
+        onebit_jax.onebit_adam(5e-2, warmup=3, axis_name=SLOW),
+        mesh,
+        axis_name=SLOW,
+        specs=spec if fast == "Auto" else None,
+    )
+
+    def train_step(state, x):
+        def loss_fn(w):
+            return ((x @ w - 1) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(np.zeros((16, 8), np.float32), NamedSharding(mesh, spec))
+        state = onebit_jax.worker_copies((w, tx.init(w)), mesh, axis_name=SLOW)
+        x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+        x = jax.device_put(x, NamedSharding(mesh, P(SLOW)))
+        step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=SLOW))
+        for _ in range(10):
+            state, metrics = step(state, x)
+            loss = float(metrics["loss"])
+    assert loss < 0.4
+    meshes.assert_replicas_agree(state[0])
