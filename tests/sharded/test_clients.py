@@ -71,6 +71,7 @@ def test_a_train_state_of_flax_linen(task):
     meshes.assert_replicas_agree(state.params)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_flax_nnx(task):
     model = nnx.Sequential(
         nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 16, rngs=nnx.Rngs(1))

@@ -16,6 +16,7 @@ PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "sharded.md"
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     first, outside = re.findall(
         r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE

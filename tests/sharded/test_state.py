@@ -139,6 +139,7 @@ def test_optax_contract_of_types(name):
     assert types(updates) == types(params) == types(jitted[0])
 
 
+@pytest.mark.slow
 def test_other_transformations_stand_outside():
     """Muon orthogonalizes whole matrices, behind a mean of bits of their shards."""
     task = meshes.task("fsdp, tensor", "Auto")
