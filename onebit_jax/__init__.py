@@ -4,6 +4,8 @@ from onebit_jax import plan
 from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.markers import PerWorker
 from onebit_jax.programs import wire
+from onebit_jax.sharded.on_mesh import on_mesh
+from onebit_jax.sharded.worker_step import worker_copies, worker_copy, worker_step
 from onebit_jax.states.adam_conversion import from_adam, to_adam
 from onebit_jax.states.placement import init, state_specs
 from onebit_jax.states.resizing import resize
@@ -73,6 +75,7 @@ __all__ = [
     "init",
     "local_steps",
     "mean_gradients",
+    "on_mesh",
     "onebit_adam",
     "onebit_adam_published",
     "onebit_lamb",
@@ -92,6 +95,9 @@ __all__ = [
     "train_step",
     "variance_stable",
     "wire",
+    "worker_copies",
+    "worker_copy",
+    "worker_step",
     "zero_one_adam",
     "zero_one_adam_phase",
 ]

@@ -1,9 +1,33 @@
 """The mesh axes that the workers of an exchange lie along."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+
+# The axes that tensors are split along, here and in what is called from here.
+_shard_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "_shard_axes", default=()
+)
+
+
+@contextlib.contextmanager
+def tensors_split_along(names: tuple[str, ...]) -> Iterator[None]:
+    """Says that along these axes a program has different shards of the same tensors.
+
+    An exchange then runs once for each place along them, between the workers' shards of one place.
+
+    Args:
+      names: axes that are bound where exchanges are called, none of them an exchange's own.
+    """
+    token = _shard_axes.set(names)
+    try:
+        yield
+    finally:
+        _shard_axes.reset(token)
 
 
 class Axes(NamedTuple):
@@ -14,12 +38,14 @@ class Axes(NamedTuple):
       local: the axis of a node's devices; None in the flat form, where a worker is its own node.
       nodes: number of nodes, ``N``.
       per_node: devices in each, ``L``; 1 in the flat form.
+      shards: the axes that tensors are split along; see :func:`tensors_split_along`.
     """
 
     node: str
     local: str | None
     nodes: int
     per_node: int
+    shards: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -35,6 +61,15 @@ class Axes(NamedTuple):
     def workers(self) -> int:
         """Number of devices in all, ``n``."""
         return self.nodes * self.per_node
+
+
+def sum_over_shards(sums: jax.Array) -> jax.Array:
+    """From sums over this place's shards those over whole tensors, the same at all places.
+
+    A tensor that is not split counts once for each place.
+    """
+    names = _shard_axes.get()
+    return lax.psum(sums, names) if names else sums
 
 
 @jax.jit
@@ -59,6 +94,7 @@ def bound_axes(axis_name: Any) -> Axes:
         devices along another axis besides.
     """
     names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
+    shards = _shard_axes.get()
     pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
     if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
         raise ValueError(
@@ -69,21 +105,21 @@ def bound_axes(axis_name: Any) -> Axes:
     others = [
         name
         for name in jax.sharding.get_abstract_mesh().manual_axes
-        if name not in names and lax.axis_size(name) > 1
+        if name not in names and name not in shards and lax.axis_size(name) > 1
     ]
     if others:
         raise ValueError(
             f"axis_name={axis_name!r} leaves out the axes {others}, along which this program has "
             f"devices too: their replicas would silently diverge. Give a pair of axes "
-            f"(node_axis, local_axis), or make a mesh of one axis; an axis that parameters are "
-            f"split along is the compiler's: leave it out of shard_map's axis_names."
+            f"(node_axis, local_axis), or make a mesh of one axis; for parameters that are split "
+            f"along another axis wrap the optimizer by onebit_jax.on_mesh."
         )
     if not pair:
-        return Axes(names[0], None, sizes[0], 1)
+        return Axes(names[0], None, sizes[0], 1, shards)
     nodes, per_node = sizes
     if per_node == 1 and nodes > 1:
-        return Axes(names[0], None, nodes, 1)
-    return Axes(names[0], names[1], nodes, per_node)
+        return Axes(names[0], None, nodes, 1, shards)
+    return Axes(names[0], names[1], nodes, per_node, shards)
 
 
 def _bound_size(axis_name: Any, name: str) -> int:

@@ -194,7 +194,11 @@ class Layout:
         if grouping == "separate":
             return [(i,) for i in filled]
         small = tuple(filled)
-        if grouping == "blocks":
+        if grouping == "blocks" and self.axes.shards:
+            # A block's scale must not depend on another tensor: one that is split differs from
+            # place to place, where its neighbour may be the same.
+            small = ()
+        elif grouping == "blocks":
             whole = self.axes.workers * self.planes * BLOCK
             least = max(SMALL, _PADDING * whole)
             small = tuple(i for i in filled if math.prod(self.shapes[i]) <= least)

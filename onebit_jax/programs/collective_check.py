@@ -98,7 +98,7 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     elif name in _COLLECTIVES:
         everything |= _axes(eqn)
     else:
-        inner = [sub for value in params.values() for sub in _programs(value)]
+        inner = [sub for value in params.values() for sub in programs_in(value)]
         if len(inner) == 1 and len(inner[0].invars) == len(given):
             results = _flow(inner[0], given)
             if len(results) == len(eqn.outvars):
@@ -158,7 +158,7 @@ def equations(programs: Sequence[Jaxpr]) -> Iterator[Any]:
         for eqn in jaxpr.eqns:
             yield eqn
             for value in eqn.params.values():
-                yield from equations(_programs(value))
+                yield from equations(programs_in(value))
 
 
 def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
@@ -171,7 +171,7 @@ def _open(jaxpr: Any) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _programs(value: Any) -> list[Jaxpr]:
+def programs_in(value: Any) -> list[Jaxpr]:
     """The programs in a parameter of an equation."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [x for x in map(_open, values) if isinstance(x, Jaxpr)]

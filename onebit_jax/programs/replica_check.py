@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import nodes, nodes_with
@@ -48,9 +49,10 @@ def check_replicas(
     params: Any,
     opt_state: Any,
     specs: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     extra_args: dict[str, Any] | None = None,
-) -> None:
+    axes: tuple[str, ...] | None = None,
+) -> Jaxpr | None:
     """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
 
     Args:
@@ -58,9 +60,13 @@ def check_replicas(
       params: the parameters.
       opt_state: its state.
       specs: of the state, as from :func:`onebit_jax.state_specs`.
-      mesh: all its devices are workers.
+      mesh: the mesh.
       extra_args: further arguments of its update, equal on all workers; None if these are not
         known yet: an optimizer that needs more than ``value`` is then not checked.
+      axes: those that workers lie along; by default all of the mesh.
+
+    Returns:
+      The traced update; None for an optimizer that was not checked.
 
     Raises:
       ValueError: for updates that differ between workers, naming the first parameter; for state
@@ -68,7 +74,7 @@ def check_replicas(
         share; for a state whose structure an update changes; for an optimizer that cannot be called
         as a step does.
     """
-    axes = mesh.axis_names
+    axes = mesh.axis_names if axes is None else axes
     # Parameters then differ between exchanges.
     local = bool(nodes_with("synced_parameters", opt_state))
     update = _update_of_own_gradients(tx, axes, local)
@@ -93,12 +99,13 @@ def check_replicas(
                 raise ValueError(_NEEDS[name]) from error
             raise
     else:
-        return
+        return None
     varies = check_collectives(program.jaxpr)
     updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
     _check_state(state, specs, axes)
     if not local:
         _check_updates(updates, axes)
+    return program.jaxpr
 
 
 def _update_of_own_gradients(

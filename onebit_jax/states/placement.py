@@ -236,8 +236,8 @@ def check_whole(params: optax.Params) -> None:
                 f"parameter {jax.tree_util.keystr(path)} is sharded, {leaf.sharding}, but every "
                 f"worker must have all of it: what is exchanged is a gradient of the same "
                 f"parameters. If it fits a device, gather it by jax.device_put(params, "
-                f"NamedSharding(mesh, P())); parameters that are split over an axis within a node "
-                f"are not supported yet."
+                f"NamedSharding(mesh, P())); beside a model that is split over other axes take "
+                f"onebit_jax.on_mesh and a training step of your own."
             )
 
 

@@ -29,6 +29,9 @@ from onebit_jax.transforms.when import When, made
 
 Arrays = list[jax.Array]
 
+# In a program the name of what algorithms compute, which minds that tensors may be shards.
+OWN_SCOPE = "onebit_jax_algorithm"
+
 
 class Update(NamedTuple):
     """The arguments of an update.
@@ -201,6 +204,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         _note(state.progress.count, algorithm, params)
         return state if jax.tree.leaves(params) else _filled(state)
 
+    @jax.named_scope(OWN_SCOPE)
     def update_fn(
         updates: optax.Updates,
         state: Any,

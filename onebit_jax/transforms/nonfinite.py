@@ -13,6 +13,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from onebit_jax.collectives.axes import sum_over_shards
+
 # The largest fit squared norm of a gradient: all that is computed from it (sums of squares with
 # residuals added, variances, their sums over tensors) stays far below float32's overflow at 2**128.
 LARGEST_SQUARED_NORM = 2.0**96
@@ -51,7 +53,7 @@ def examine(
       axes: the axes that the workers run along.
       loss: the worker's own loss, float ``[]``; not fit if it is not finite.
     """
-    of_tensors = squared_norms(grads)
+    of_tensors = sum_over_shards(squared_norms(grads))
     total = jnp.sum(of_tensors)
     fit = total <= LARGEST_SQUARED_NORM
     # If no single tensor is too large, the largest one is blamed.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import phases, step_sets
@@ -178,7 +179,7 @@ class OnebitAdam(PhasedAlgorithm):
             update.when,
         )
         _, correction = self.corrections(state.progress.count + 1)
-        norms = exchange.layout.sums(v) / correction
+        norms = sum_over_shards(exchange.layout.sums(v)) / correction
         return state._replace(
             variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
             v_then_inverse_root=tree.unflatten(v),

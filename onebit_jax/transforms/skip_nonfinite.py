@@ -8,6 +8,7 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.transforms.algorithm import OWN_SCOPE
 from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
 from onebit_jax.transforms.when import When, update_when
 
@@ -82,7 +83,8 @@ def skip_nonfinite(
         **extra_args: Any,
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
         state = cast(SkipNonfiniteState, state)
-        health = examine(updates, bound_axes(axis_name).names)
+        with jax.named_scope(OWN_SCOPE):
+            health = examine(updates, bound_axes(axis_name).names)
         both = When(health.fit if when is None else health.fit & when.made)
         updates, inner_state = update_when(
             both, inner, updates, state.inner_state, params, extra_args

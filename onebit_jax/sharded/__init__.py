@@ -1,0 +1,1 @@
+"""Optimizers beside a sharded model, in training loops of others."""

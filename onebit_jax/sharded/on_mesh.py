@@ -1,0 +1,291 @@
+"""An optimizer of this library beside a sharded model, in a training loop that knows nothing of it.
+
+The loop's step runs under ``jax.vmap`` over the workers. There the update of all workers becomes
+one program in which every device of the mesh sees its own shards, by ``jax.custom_batching``.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax import validation
+from onebit_jax.collectives.axes import tensors_split_along
+from onebit_jax.programs import replica_check
+from onebit_jax.sharded import state_layout
+from onebit_jax.sharded.extra_arguments import common, with_and_without_arrays
+from onebit_jax.sharded.flax_variables import with_shardings
+from onebit_jax.sharded.missing_vmap import missing_vmap
+from onebit_jax.sharded.refusals import (
+    check_algorithms,
+    check_elementwise,
+    check_gradients,
+    check_state,
+    check_workers,
+)
+from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
+from onebit_jax.states import placement
+
+
+class _OnMesh:
+    """The functions of the transformation that :func:`on_mesh` returns."""
+
+    def __init__(self, tx: optax.GradientTransformation, axes: MeshAxes, specs: Specs):
+        self._tx, self._axes, self._specs = optax.with_extra_args_support(tx), axes, specs
+        self._placed: dict[Any, Any] = {}
+
+    def init(self, params: optax.Params) -> Any:
+        """One worker's state, with which every worker begins."""
+        specs = parameter_specs(self._axes, self._specs, params)
+        placed = self._place_state(params, specs)
+        given, structure = jax.tree.flatten(params)
+        of_leaves = structure.flatten_up_to(specs)
+        abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in given]
+        arrays = [
+            self._put(x, s) for x, s, a in zip(given, of_leaves, abstract, strict=True) if not a
+        ]
+
+        def of_shards(arrays: list[jax.Array]) -> Any:
+            own = iter(arrays)
+            leaves = [
+                self._zeros(x, s) if a else next(own)
+                for x, s, a in zip(given, of_leaves, abstract, strict=True)
+            ]
+            with tensors_split_along(self._axes.fast_names):
+                state = self._tx.init(structure.unflatten(leaves))
+            return state_layout.from_worker_view(placed, state)
+
+        initialised = jax.shard_map(
+            of_shards,
+            mesh=self._axes.mesh,
+            in_specs=([s for s, a in zip(of_leaves, abstract, strict=True) if not a],),
+            out_specs=state_layout.specs_of(placed),
+            check_vma=False,
+        )
+        try:
+            state = jax.jit(initialised)(arrays)
+        except ValueError as error:
+            if "is not bound" not in str(error):
+                raise
+            raise ValueError(
+                "init was called under a jax.vmap that maps over an Explicit axis: call it on one "
+                "worker's parameters, and give every worker a copy by onebit_jax.worker_copies."
+            ) from error
+        return with_shardings(params, state, state_layout.specs_of(placed))
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        """The worker-view update of every device's shards, where vmap binds the workers."""
+        axes = self._axes
+        specs = parameter_specs(axes, self._specs, updates)
+        placed = self._place_state(updates, specs)
+        check_state(axes, state, placed)
+        if params is not None:
+            check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
+        traced, static = with_and_without_arrays(extra_args)
+        of_params = None if params is None else specs
+        of_state = state_layout.specs_of(placed)
+        in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
+
+        def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
+            with tensors_split_along(axes.fast_names):
+                updates, new = self._tx.update(
+                    updates,
+                    state_layout.to_worker_view(placed, state),
+                    params,
+                    **traced,
+                    **static,
+                )
+            return updates, state_layout.from_worker_view(placed, new)
+
+        @jax.custom_batching.custom_vmap
+        def update_worker(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
+            del params, traced
+            leaves, structure = jax.tree.flatten((updates, state))
+            return structure.unflatten(missing_vmap.bind(*leaves))
+
+        @update_worker.def_vmap
+        def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+            check_workers(axes, axis_size, in_batched[0], args[0])
+            own_arguments = in_batched[3]
+            batched = _leaves(in_batched)
+            spec_leaves = _leaves(in_specs)
+            arrays, structure = jax.tree.flatten(args)
+            results = jax.tree.structure((updates, state))
+
+            def own_row(*rows: jax.Array) -> list[jax.Array]:
+                own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]
+                updates, state, params, traced = structure.unflatten(own)
+                traced = jax.tree.map(common(axes), traced, own_arguments)
+                new = of_shards(updates, state, params, traced)
+                return [x[None] for x in jax.tree.leaves(new)]
+
+            mapped = jax.shard_map(
+                own_row,
+                mesh=axes.mesh,
+                in_specs=tuple(
+                    P(axes.slow, *spec) if b else spec
+                    for spec, b in zip(spec_leaves, batched, strict=True)
+                ),
+                out_specs=[P(axes.slow, *spec) for spec in _leaves(in_specs[:2])],
+                check_vma=False,
+            )
+            # Outside of jit a map runs operation by operation.
+            out = results.unflatten(jax.jit(mapped)(*arrays))
+            return out, jax.tree.map(lambda _: True, out)
+
+        return update_worker(updates, state, params, traced)
+
+    def _place_state(self, like: Any, specs: Any) -> Any:
+        """How the state of parameters like these lies; checks of the optimizer, once for each."""
+        leaves, structure = jax.tree.flatten(like)
+        of_leaves = structure.flatten_up_to(specs)
+        shards = [
+            jax.ShapeDtypeStruct(self._axes.shape_of_shard(x.shape, s), x.dtype)
+            for x, s in zip(leaves, of_leaves, strict=True)
+        ]
+        key = (structure, tuple(of_leaves), *((x.shape, x.dtype) for x in leaves))
+        if key not in self._placed:
+            validation.check_parameters(structure.unflatten(shards))
+            like = structure.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+            # A thread of its own has none of the axes and meshes that are bound here: under vmap an
+            # Explicit axis of workers is none of a mesh.
+            with ThreadPoolExecutor(1) as thread:
+                found = thread.submit(
+                    self._checked_layout, like, specs, structure.unflatten(shards)
+                )
+                self._placed[key] = found.result()
+        return self._placed[key]
+
+    def _checked_layout(self, like: Any, specs: Any, shards: Any) -> Any:
+        axes = self._axes
+        names = axes.mesh.axis_names
+        # An abstract one: nothing here runs, and on Explicit axes shapes would need shardings.
+        mesh = AbstractMesh(
+            tuple(axes.mesh.shape.values()), names, axis_types=(AxisType.Auto,) * len(names)
+        )
+
+        def initial(specs: Any) -> Any:
+            in_worker_view = jax.shard_map(
+                self._tx.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
+            )
+            return jax.eval_shape(in_worker_view, shards)
+
+        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names):
+            check_algorithms(self._tx, shards, specs, mesh, axes)
+            state = initial(P())
+            of_workers = placement.state_specs(state, axes.slow)
+            program = replica_check.check_replicas(
+                self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
+            )
+            if program is not None:
+                check_elementwise(program, shards, specs, axes)
+        return state_layout.place_leaves(self._axes, state, like, specs)
+
+    def _zeros(self, x: Any, spec: P) -> jax.Array:
+        return jnp.zeros(self._axes.shape_of_shard(x.shape, spec), x.dtype)
+
+    def _put(self, x: Any, spec: P) -> Any:
+        """An array whose type states no mesh, as under ``eval_shape``, on this one."""
+        if spec_in_type(x) is None and self._axes.spmd_axis_name is None:
+            return jax.reshard(x, jax.sharding.NamedSharding(self._axes.mesh, spec))
+        return x
+
+
+def _leaves(specs: Any) -> list[Any]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def on_mesh(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis_name: str | tuple[str, str],
+    specs: Specs = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Takes an optimizer into a training loop with a sharded model: bits on the slow axis alone.
+
+    The mesh has a *slow* axis, over which parameters are replicated, and *fast* ones, over which
+    they may be split in any way (FSDP, tensor parallelism). The places along the slow axis are the
+    workers, each of them several devices. Every device exchanges its own shards with those of the
+    same place in other workers, so that nothing crosses a fast axis, and only what the optimizer
+    sends crosses the slow one. A device holds its shards' part of the state.
+
+    ``init`` and ``update`` are called without any bound axis: by Flax, MaxText or a loop of your
+    own. The training step runs under ``jax.vmap`` over the workers, as
+    :func:`onebit_jax.worker_step` does it, so that each has its own gradients. Without it the
+    update is refused when the step is lowered.
+
+    Each shard of a tensor has a scale of its own. Norms that decide for all devices
+    (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are summed over the fast
+    axes; there a tensor that is not split counts once for each place along them.
+
+    Transformations that need whole tensors or their norms (clipping, orthogonalization, trust
+    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
+    onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.contrib.muon(0.02))``.
+
+    Args:
+      tx: the optimizer; its ``axis_name`` is the same.
+      mesh: the mesh that the training loop uses.
+      axis_name: the slow axis, or a pair ``(node_axis, local_axis)`` for the hierarchical exchange.
+      specs: how parameters are split: a tree of ``jax.sharding.PartitionSpec`` (or
+        ``NamedSharding``) like the parameters, one for all of them, or a function of the parameters
+        that returns either. Where all fast axes are Explicit, None: types say it.
+
+    Returns:
+      The optimizer. ``init(params)`` gives one worker's state: leaves like the parameters are split
+      like these; others have a first axis over the fast axes. :func:`onebit_jax.worker_copies`
+      gives every worker one. Its ``update`` takes what that of ``tx`` takes; a further
+      float argument of each worker's own, such as ``value=loss`` for
+      :func:`optax.contrib.reduce_on_plateau`, is averaged over the workers.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks, and a ``tx`` or ``mesh`` of the wrong type. From
+        ``init`` and ``update``: for ``specs`` that are missing, do not fit, differ from what types
+        state or name the slow axis; for an axis of a tensor that does not divide; for
+        :func:`onebit_jax.local_steps`, and where a parameter is split for optimizers that need
+        whole tensors (:func:`onebit_jax.onebit_lamb`, :func:`onebit_jax.onebit_muon`); for an
+        optimizer under which workers would diverge. From ``update``: for another tree or sharding
+        than ``init`` was given; for gradients that all workers have in common; for a ``jax.vmap``
+        over another number of workers; and, when the step is lowered, for none at all.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2
+      >>> sizes = (1, jax.device_count())  # of slices, and of devices of each
+      >>> mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=auto)
+      >>> specs = {"w": jax.P(None, "model"), "b": jax.P("model")}
+      >>> tx = onebit_jax.on_mesh(
+      ...     onebit_jax.onebit_adam(0.05, warmup=20, axis_name="data"),
+      ...     mesh,
+      ...     axis_name="data",
+      ...     specs=specs,
+      ... )
+      >>> def train_step(state, batch):  # knows nothing of workers
+      ...     params, opt_state = state
+      ...     def loss_fn(p):
+      ...         return jnp.mean((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2)
+      ...     loss, grads = jax.value_and_grad(loss_fn)(params)
+      ...     updates, opt_state = tx.update(grads, opt_state, params)
+      ...     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+      >>> params = {"w": jnp.zeros((3, 8)), "b": jnp.zeros(8)}
+      >>> state = onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name="data")
+      >>> step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name="data"))
+      >>> batch = {"x": jnp.eye(16, 3), "y": jnp.ones((16, 8))}
+      >>> for _ in range(100):
+      ...     state, metrics = step(state, batch)
+      >>> bool(metrics["loss"] < 0.01)
+      True
+    """
+    validation.check_transformation("tx", tx)
+    made = _OnMesh(tx, MeshAxes(mesh, axis_name), specs)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)

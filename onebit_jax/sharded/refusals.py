@@ -1,0 +1,205 @@
+"""What an optimizer on a sharded mesh refuses: optimizers, states and gradients that do not fit."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax.programs.collective_check import programs_in
+from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
+from onebit_jax.sharded.state_layout import Placed, is_placed
+from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
+from onebit_jax.transforms.local_steps import LocalSteps
+from onebit_jax.transforms.onebit_lamb import OnebitLamb
+
+# What makes one number of many of an array's: sums, products of matrices, orders.
+_MIXING = re.compile(
+    r"reduce_(?!precision|scatter)|arg(max|min)|dot_general|conv_|cum|sort|top_k|fft|svd|qr|eigh|lu|chol"
+)
+
+
+def check_algorithms(
+    tx: optax.GradientTransformation,
+    shards: Any,
+    specs: Any,
+    mesh: AbstractMesh,
+    axes: MeshAxes,
+) -> None:
+    """Raises ``ValueError`` for optimizers that would not be right on shards.
+
+    Args:
+      tx: the optimizer.
+      shards: the shapes of the parameters' shards.
+      specs: how the parameters are split.
+      mesh: all axes.
+      axes: the same, slow and fast.
+    """
+    made: list[Any] = []
+
+    def init(shards: Any) -> int:
+        made.extend(x.algorithm for x in algorithms_of(tx.init, shards))
+        return 0
+
+    mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jax.eval_shape(mapped, shards)
+    if any(isinstance(x, LocalSteps) for x in made):
+        raise ValueError(
+            "onebit_jax.local_steps trains parameters that it holds itself, of which a training "
+            "step that knows nothing of it would not take the gradients. Take it with "
+            "onebit_jax.train_step, on a model that is replicated on every device."
+        )
+    split = _split(shards, specs, axes)
+    if split is not None and any(isinstance(x, OnebitLamb) for x in made):
+        raise ValueError(
+            f"onebit_lamb scales each tensor by norms of all of it, {_but(split, axes)}"
+        )
+
+
+def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:
+    """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
+
+    Args:
+      program: the update, traced.
+      shards: the shapes of the parameters' shards.
+      specs: how the parameters are split.
+      axes: of the mesh.
+    """
+    split = _split(shards, specs, axes)
+    mixing = None if split is None else next(_mixing(program), None)
+    if split is not None and mixing is not None:
+        raise ValueError(
+            f"the optimizer computes {mixing.primitive.name} over elements of a tensor, as "
+            f"clipping by a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
+        )
+
+
+def _but(split: str, axes: MeshAxes) -> str:
+    return (
+        f"but parameter {split} is split over {axes.fast_names}, and within on_mesh an optimizer "
+        f"has shards alone. Let what needs whole tensors stand outside, as in optax.chain("
+        f"optax.clip_by_global_norm(1.0), onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), "
+        f"mesh, axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
+    )
+
+
+def _mixing(program: Jaxpr) -> Iterator[Any]:
+    """The equations that mix elements, outside of what this library's algorithms compute."""
+    equations: Sequence[Any] = program.eqns
+    for eqn in equations:
+        if OWN_SCOPE in str(eqn.source_info.name_stack):
+            continue
+        sizes = [math.prod(getattr(x.aval, "shape", ())) for x in eqn.invars]
+        if _MIXING.match(eqn.primitive.name) and max(sizes) > 1:
+            yield eqn
+        for value in eqn.params.values():
+            for below in programs_in(value):
+                yield from _mixing(below)
+
+
+def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
+    """The name of a parameter that is split over a fast axis, if any is."""
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(shards)
+    for (path, _), spec in zip(with_paths, structure.flatten_up_to(specs), strict=True):
+        if set(names_of(spec)) & set(axes.fast_names):
+            return jax.tree_util.keystr(path)
+    return None
+
+
+def check_state(axes: MeshAxes, state: Any, placed: Any) -> None:
+    """Raises ``ValueError`` for a state that does not belong to these parameters, split this way.
+
+    Args:
+      axes: of the mesh.
+      state: as a training step passes it.
+      placed: how one that fits lies.
+    """
+    structure = jax.tree.structure(placed, is_leaf=is_placed)
+    if jax.tree.structure(state) != structure:
+        raise ValueError(
+            "the state has other nodes than this optimizer's for these parameters: give update "
+            "what init returned for them, or restore a checkpoint with target=tx.init(params)."
+        )
+    of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed)
+    for (path, x), expected in zip(
+        jax.tree_util.tree_leaves_with_path(state), of_leaves, strict=True
+    ):
+        name, mend = (
+            f"state{jax.tree_util.keystr(path)}",
+            "the parameters' shapes or sharding, or the mesh, changed since init. Take those that "
+            "the state was made for, or call init again.",
+        )
+        if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+            raise ValueError(
+                f"{name} has shape {x.shape} and dtype {x.dtype}, but {expected.shape} and "
+                f"{expected.dtype} is needed: {mend}"
+            )
+        stated = spec_in_type(x)
+        if stated is not None and explicit_part(axes, stated) != explicit_part(axes, expected.spec):
+            raise ValueError(f"{name} is split by {stated}, but {expected.spec} is needed: {mend}")
+
+
+def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> None:
+    """Raises ``ValueError`` for gradients that are not like the parameters, or split otherwise.
+
+    Args:
+      of_grads: the gradients' partition specs.
+      of_params: the parameters'.
+      grads: the gradients.
+      params: the parameters.
+    """
+    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (grads, params))
+    shapes = [
+        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "
+            f"parameters {shapes[1][:3]}...: give update the gradients of these parameters."
+        )
+    specs = [jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, P)) for x in (of_grads, of_params)]
+    for (path, _), of_grad, of_param in zip(got, *specs, strict=True):
+        if of_grad != of_param:
+            raise ValueError(
+                f"the gradient of {jax.tree_util.keystr(path)} is split by {of_grad}, the "
+                f"parameter by {of_param}: give both one sharding, by jax.reshard."
+            )
+
+
+def check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
+    """Raises ``ValueError`` for a vmap over something other than the workers' own gradients.
+
+    Args:
+      axes: of the mesh.
+      size: how many the vmap maps over.
+      batched: for each gradient whether it maps over that.
+      grads: the gradients, ``[workers, ...]`` where it does.
+    """
+    if size != axes.workers:
+        raise ValueError(
+            f"update runs under a jax.vmap over {size}, but along axis_name={axes.slow!r} of the "
+            f"mesh lie {axes.workers} workers: map over as many, one row of parameters, state and "
+            f"batch for each."
+        )
+    if not any(jax.tree.leaves(batched)):
+        raise ValueError(
+            f"all gradients are the same for all {size} workers: they were averaged already, or "
+            f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
+            f"the update: the optimizer does that itself, at one bit."
+        )
+    with_paths = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, g), is_batched in zip(with_paths, jax.tree.leaves(batched), strict=True):
+        stated = spec_in_type(g) if is_batched else None
+        if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
+            raise ValueError(
+                f"the gradient of {jax.tree_util.keystr(path)} has the type "
+                f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
+                f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
+                f"batch and the parameters over {axes.slow!r}, and average nothing before the "
+                f"update."
+            )

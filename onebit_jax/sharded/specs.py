@@ -1,0 +1,181 @@
+"""How parameters are split over the fast axes of a mesh, those that workers do not lie along."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax import validation
+
+Specs = Any | Callable[[Any], Any] | None
+
+
+class MeshAxes:
+    """The axes of a mesh: slow ones, that workers lie along, and fast ones.
+
+    Attributes:
+      mesh: the mesh.
+      slow: what leading axes of workers are split over, as an entry of a partition spec.
+      slow_names: the same as a tuple.
+      fast_names: the others, without those of size 1.
+      workers: the number of workers.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks, and for a mesh of the wrong type.
+    """
+
+    def __init__(self, mesh: Mesh, axis_name: str | tuple[str, str]):
+        validation.check_mesh(mesh)
+        self.mesh, self.slow = mesh, axis_name
+        self.slow_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        for name in self.slow_names:
+            if name not in mesh.shape:
+                raise ValueError(
+                    f"axis_name={axis_name!r} names {name!r}, but the mesh has the axes "
+                    f"{mesh.axis_names}. Give the axis that workers lie along: the slow one, over "
+                    f"which parameters are replicated."
+                )
+        others = [name for name in mesh.axis_names if name not in self.slow_names]
+        self.fast_names = tuple(name for name in others if mesh.shape[name] > 1)
+        self.workers = math.prod(mesh.shape[name] for name in self.slow_names)
+
+    @property
+    def spmd_axis_name(self) -> str | tuple[str, str] | None:
+        """What ``jax.vmap`` must be told of the workers' axis: on Explicit meshes nothing."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        explicit = all(types[name] == AxisType.Explicit for name in self.slow_names)
+        return None if explicit else self.slow
+
+    def tells_types(self) -> bool:
+        """Whether types of arrays say how these are split over every fast axis."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        return all(types[name] == AxisType.Explicit for name in self.fast_names)
+
+    def shape_of_shard(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
+        """The shape of one device's part of an array."""
+        return tuple(
+            size // math.prod(self.mesh.shape[name] for name in names_in(entry))
+            for size, entry in zip(shape, spec, strict=True)
+        )
+
+
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a partition spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def names_of(spec: P) -> tuple[str, ...]:
+    """The axes in a partition spec."""
+    return tuple(name for entry in spec for name in names_in(entry))
+
+
+def spec_in_type(x: Any) -> P | None:
+    """The partition spec that an array's type states; None where it states none."""
+    sharding = jax.typeof(x).sharding
+    return None if sharding.mesh.empty else sharding.spec
+
+
+def explicit_part(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
+    """What a type can state of a partition spec: its Explicit axes."""
+    types = dict(zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True))
+    part = [tuple(x for x in names_in(e) if types.get(x) == AxisType.Explicit) for e in spec]
+    while part and not part[-1]:
+        part.pop()
+    return part
+
+
+def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
+    """The partition spec of each leaf, with an entry for each of its axes, and checks of it.
+
+    Args:
+      axes: of the mesh.
+      specs: as for :func:`onebit_jax.on_mesh`.
+      tree: the parameters, or gradients like them; arrays, or their shapes.
+
+    Returns:
+      A tree like ``tree``.
+
+    Raises:
+      ValueError: where specs are missing, do not fit the tree, differ from what types state, name
+        an axis that the mesh lacks or a slow one, or where an axis does not divide.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if specs is None and not axes.tells_types():
+        raise ValueError(
+            f"specs=None, but the axes {axes.fast_names} of the mesh are not all Explicit, so that "
+            f"types do not say how parameters are split over them. Give specs, a tree of "
+            f"PartitionSpec like the parameters or a function of them; jax.P() for all if none of "
+            f"them is split."
+        )
+    given = [None] * len(leaves) if specs is None else _given(specs, tree, len(leaves))
+    found = [
+        _checked(axes, jax.tree_util.keystr(path), leaf, spec)
+        for (path, leaf), spec in zip(leaves, given, strict=True)
+    ]
+    return structure.unflatten(found)
+
+
+def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
+    made = specs(tree) if callable(specs) else specs
+    is_spec = lambda x: isinstance(x, (P, jax.sharding.NamedSharding))  # noqa: E731
+    found = jax.tree.leaves(made, is_leaf=is_spec)
+    if is_spec(made):
+        found = [made] * count
+    if len(found) != count or not all(map(is_spec, found)):
+        kinds = sorted({type(x).__name__ for x in found})
+        raise ValueError(
+            f"specs has {len(found)} leaves of the types {kinds}, "
+            f"but there are {count} parameters: give one jax.P for each of them, in a tree like "
+            f"theirs, or one for all; where wrappers hide some of them, such as optax.partition, "
+            f"give a function of the parameters."
+        )
+    return [x.spec if isinstance(x, jax.sharding.NamedSharding) else x for x in found]
+
+
+def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
+    shape, stated = leaf.shape, spec_in_type(leaf)
+    spec = given if given is not None else (stated if stated is not None else P())
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"parameter {name} has shape {shape}, but its spec is {spec}: more entries than axes."
+        )
+    spec = P(*spec, *[None] * (len(shape) - len(spec)))
+    for axis in names_of(spec):
+        if axis not in axes.mesh.shape:
+            raise ValueError(
+                f"parameter {name} has the spec {spec}, but the mesh has the axes "
+                f"{axes.mesh.axis_names}: name one of these."
+            )
+        if axis in axes.slow_names:
+            raise ValueError(
+                f"parameter {name} is split over {axis!r}, its spec is {spec}, but along "
+                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it. "
+                f"Split parameters over {axes.fast_names or 'another axis of the mesh'}, or let "
+                f"workers lie along another axis."
+            )
+    if given is not None and stated is not None:
+        _check_stated(axes, name, spec, stated)
+    for size, entry in zip(shape, spec, strict=True):
+        parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
+        if size % parts:
+            raise ValueError(
+                f"parameter {name} has shape {shape}, but its spec {spec} splits an axis of {size} "
+                f"into {parts} parts. Give the parameter a shape that divides, or leave that axis "
+                f"of it whole."
+            )
+    return spec
+
+
+def _check_stated(axes: MeshAxes, name: str, spec: P, stated: P) -> None:
+    """Raises ``ValueError`` where a type states another split over an Explicit axis."""
+    if explicit_part(axes, stated) != explicit_part(axes, spec):
+        raise ValueError(
+            f"specs says that parameter {name} is split by {spec}, but its type states {stated}. "
+            f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "
+            f"jax.device_put or jax.reshard."
+        )

@@ -1,0 +1,130 @@
+"""Makes each worker of a sharded training step see its own gradients."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax.sharded.specs import MeshAxes, names_in, spec_in_type
+
+State = TypeVar("State")
+Step = Callable[[State, Any], tuple[State, Any]]
+
+
+def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str]) -> Step:
+    """Runs a training step on every worker of a sharded mesh, each with its share of the batch.
+
+    The step is that of any training loop, written for one copy of the model, and stays as it is; of
+    its optimizer :func:`onebit_jax.on_mesh` makes one that exchanges.
+
+    Args:
+      train_step: ``(state, batch) -> (state, metrics)``. It must not average over workers itself.
+      mesh: the mesh.
+      axis_name: the slow axis, or the pair of slow axes, that workers lie along.
+
+    Returns:
+      A step of the same form, to be jitted. Its state comes from :func:`worker_copies`, and every
+      leaf has a first axis of workers. Of its batch each worker gets its share of the first axis;
+      float metrics are means over the workers, others the first worker's.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks; from the step for a batch that does not divide.
+
+    See :func:`onebit_jax.on_mesh` for an example.
+    """
+    axes = MeshAxes(mesh, axis_name)
+
+    def of_first(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return jnp.mean(x, 0)
+        return x[0]
+
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        shares = jax.tree_util.tree_map_with_path(lambda path, x: _shares(axes, path, x), batch)
+        mapped = jax.vmap(train_step, spmd_axis_name=axes.spmd_axis_name)
+        state, metrics = mapped(state, shares)
+        return state, jax.tree.map(of_first, metrics)
+
+    return step
+
+
+def _shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
+    """The workers' shares of a part of the batch, ``[workers, ...]``."""
+    if not jnp.ndim(x) or x.shape[0] % axes.workers or not x.shape[0]:
+        raise ValueError(
+            f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, but its first axis must "
+            f"be a multiple of the {axes.workers} workers along {axes.slow!r}: change the batch "
+            f"size."
+        )
+    shape = (axes.workers, x.shape[0] // axes.workers, *x.shape[1:])
+    stated = spec_in_type(jnp.asarray(x))
+    if axes.spmd_axis_name is not None or stated is None:
+        rows = jnp.reshape(x, shape)
+        unsplit = [P.UNCONSTRAINED] * (len(shape) - 1)
+        return lax.with_sharding_constraint(rows, NamedSharding(axes.mesh, P(axes.slow, *unsplit)))
+    first = names_in(stated[0])
+    slow = first[: len(axes.slow_names)]
+    if slow != axes.slow_names:
+        # Rows move: the batch was not split over the workers, or not first.
+        others = tuple(name for name in first if name not in axes.slow_names)
+        x = jax.reshard(x, P((*axes.slow_names, *others), *stated[1:]))
+        first = (*axes.slow_names, *others)
+    rest = first[len(axes.slow_names) :]
+    spec = P(axes.slow, rest or None, *stated[1:])
+    return lax.reshape(x, shape, out_sharding=NamedSharding(axes.mesh, spec))
+
+
+def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str]) -> State:
+    """Gives every worker a copy of a training state, behind a first axis of workers.
+
+    Args:
+      state: a tree of arrays: parameters, the optimizer's state from the ``init`` of
+        :func:`onebit_jax.on_mesh`, counters, random keys, which all workers then have in common.
+      mesh: the mesh.
+      axis_name: the slow axis, or the pair of slow axes, that workers lie along.
+
+    Returns:
+      A tree like it. Leaves ``[workers, *shape]`` are split over the slow axis, and otherwise as
+      they were: a device holds as much as before.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks.
+    """
+    axes = MeshAxes(mesh, axis_name)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+
+    def copies(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[None], (axes.workers, *x.shape))
+
+    def sharding(x: Any) -> NamedSharding:
+        known = getattr(x, "sharding", None)
+        spec = known.spec if isinstance(known, NamedSharding) else P()
+        return NamedSharding(mesh, P(axes.slow, *spec))
+
+    if traced:
+        raise ValueError(
+            "worker_copies was called under jax.jit, where the sharding of arrays is not known: "
+            "call it on the state itself, before the first step."
+        )
+    state = jax.tree.map(jnp.asarray, state)
+    shardings = jax.tree.map(sharding, state)
+    return jax.jit(lambda tree: jax.tree.map(copies, tree), out_shardings=shardings)(state)
+
+
+def worker_copy(state: State, worker: int = 0) -> State:
+    """One worker's copy of a training state: to evaluate it, or to save parameters for others.
+
+    Args:
+      state: from :func:`worker_copies`, or a step.
+      worker: which one's. Parameters are the same on all, but for
+        :func:`onebit_jax.zero_one_adam`'s between two syncs.
+
+    Returns:
+      A tree like it, without the first axis.
+    """
+    return jax.tree.map(lambda x: x[worker], state)

@@ -1,0 +1,98 @@
+"""MaxText, unmodified, by the launcher in `examples`; `ONEBIT_MAXTEXT` is a Python that has it."""
+
+import collections
+import json
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+_CONFIG = (
+    "import importlib.util, pathlib; "
+    "print(pathlib.Path(importlib.util.find_spec('maxtext').origin).parent / 'configs/base.yml')"
+)
+_TOY = {
+    "run_name": "toy",
+    "hardware": "cpu",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "enable_goodput_recording": "false",
+    "skip_jax_distributed_system": "true",
+    "log_config": "false",
+    "base_emb_dim": 64,
+    "base_mlp_dim": 128,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_target_length": 64,
+    "per_device_batch_size": 2,
+    "attention": "dot_product",
+    "steps": 40,
+    "learning_rate": 0.003,
+    "gradient_clipping_threshold": 0,
+    "enable_diloco": "true",
+    "ici_diloco_parallelism": 2,
+    "diloco_sync_period": 1000000,
+}
+
+
+@pytest.fixture(scope="module")
+def python():
+    named = os.environ.get("ONEBIT_MAXTEXT")
+    if not named:
+        pytest.skip("MaxText is not installed here: ONEBIT_MAXTEXT names no Python that has it")
+    return named
+
+
+def run(python, out, launcher, *options):
+    config = subprocess.run([python, "-c", _CONFIG], capture_output=True, text=True, check=True)
+    command = [
+        python,
+        str(ROOT / "tests/sharded/maxtext_run.py"),
+        launcher,
+        config.stdout.strip(),
+        *(f"{name}={value}" for name, value in _TOY.items()),
+        f"base_output_directory={out}",
+        *options,
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "DECOUPLE_GCLOUD": "TRUE",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=out)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-3000:]
+    losses = re.findall(r"completed step: \d+, .*?, loss: ([\d.]+)", output)
+    [report] = re.findall(r"^REPORT (.*)$", output, re.MULTILINE)
+    return [float(x) for x in losses], json.loads(report)
+
+
+def added(one_bit, alone):
+    """What a step sends more than that of replicas which exchange nothing."""
+    sent = [collections.Counter(map(tuple, x["sent"])) for x in (one_bit, alone)]
+    return sent[0] - sent[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_bits_alone_cross_between_replicas(python, tmp_path, axis):
+    split = f"ici_{axis}_parallelism=2"
+    losses, report = run(python, tmp_path, str(ROOT / "examples/maxtext_onebit.py"), split)
+    _, alone = run(python, tmp_path, "none", split)
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] - 0.3
+    assert report["replicas_agree"]
+    assert not alone["replicas_agree"]
+    more = added(report, alone)
+    assert {dtype for _, dtype, place, _ in more if place == "diloco"} == {"u8"}
+    # Along the fast axis the norms of 12 tensors' variances.
+    assert {x for x in more if x[2] != "diloco"} == {("all-reduce", "f32", axis, 48)}
+    # Beside m and v a device holds bits: one of each that it sends, and of each active element.
+    assert report["state_bytes"] < 1.1 * alone["state_bytes"]

@@ -1,0 +1,212 @@
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def auto():
+    return meshes.task("fsdp, tensor", "Auto")
+
+
+@pytest.fixture(scope="module")
+def explicit():
+    return meshes.task("fsdp, tensor", "Explicit")
+
+
+def one_bit(task, specs=None, tx: Any = None, axis_name=SLOW) -> Any:
+    tx = onebit_jax.compressed_mean(SLOW) if tx is None else tx
+    specs = task.given_specs if specs is None else specs
+    return onebit_jax.on_mesh(tx, task.mesh, axis_name=axis_name, specs=specs)
+
+
+def refused(words):
+    return pytest.raises(ValueError, match=re.escape(words))
+
+
+def test_an_axis_that_the_mesh_lacks(auto):
+    with refused("the mesh has the axes ('data', 'fsdp', 'tensor')"):
+        one_bit(auto, axis_name="slices")
+    with refused("the mesh has the axes"):
+        onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name="slices")
+    with refused("name one of these"):
+        one_bit(auto, auto.specs | {"up": P("model")}).init(auto.params())
+
+
+def test_a_slow_axis_that_splits_a_parameter(auto, explicit):
+    with refused("parameter ['up'] is split over 'data'"):
+        one_bit(auto, auto.specs | {"up": P("data")}).init(auto.params())
+    params = explicit.params()
+    params["bias"] = jax.device_put(params["bias"], NamedSharding(explicit.mesh, P("data")))
+    with refused("parameter ['bias'] is split over 'data'"):
+        one_bit(explicit).init(params)
+
+
+def test_specs_that_are_missing_or_do_not_fit(auto, explicit):
+    with refused("specs=None, but the axes ('fsdp', 'tensor')"):
+        onebit_jax.on_mesh(onebit_jax.compressed_mean(SLOW), auto.mesh, axis_name=SLOW).init(
+            auto.params()
+        )
+    with refused("but there are 5 parameters"):
+        one_bit(auto, {"up": P()}).init(auto.params())
+    with refused("splits an axis of 3 into 2 parts"):
+        one_bit(auto, P("fsdp")).init({"w": np.zeros((3, 2), np.float32)})
+    with refused("more entries than axes"):
+        one_bit(auto, P(None, "fsdp")).init({"b": np.zeros(4, np.float32)})
+    with refused("but its type states"):
+        one_bit(explicit, P()).init(explicit.params())
+
+
+def test_no_vmap_over_the_workers(auto):
+    tx, params = one_bit(auto), auto.params()
+    state = tx.init(params)
+    with refused("update was called without jax.vmap over the workers"):
+        tx.update(params, state, params)
+    with refused("update was called without jax.vmap over the workers"):
+        jax.jit(tx.update).lower(params, state, params)
+    # Where only shapes are asked for nothing can be wrong yet.
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert updates["up"].shape == params["up"].shape
+
+
+def test_a_vmap_around_init(auto, explicit):
+    params = onebit_jax.worker_copies(explicit.params(), explicit.mesh, axis_name=SLOW)
+    with jax.set_mesh(explicit.mesh), refused("init was called under a jax.vmap"):
+        jax.vmap(one_bit(explicit).init)(params)
+    # Elsewhere it is as good as copies.
+    params = onebit_jax.worker_copies(auto.params(), auto.mesh, axis_name=SLOW)
+    state = jax.vmap(one_bit(auto).init, spmd_axis_name=SLOW)(params)
+    expected = one_bit(auto).init(auto.params())
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), state, expected)
+
+
+def test_an_argument_that_workers_do_not_share(auto):
+    tx = one_bit(auto)
+    params = auto.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), auto.mesh, axis_name=SLOW)
+    update = jax.vmap(lambda s, i: tx.update(s[0], s[1], s[0], value=i), spmd_axis_name=SLOW)
+    with refused("an argument of dtype int32 that differs between workers"):
+        jax.jit(update).lower(state, np.arange(2, dtype=np.int32))
+
+
+def mapped(task, tx, grads, in_axes):
+    params = task.params()
+    state = (params, tx.init(params))
+    if in_axes[1] == 0:
+        state = onebit_jax.worker_copies(state, task.mesh, axis_name=SLOW)
+    name = None if task.explicit else SLOW
+    update = jax.vmap(lambda g, s: tx.update(g, s[1], s[0]), in_axes=in_axes, spmd_axis_name=name)
+    with jax.set_mesh(task.mesh):
+        return jax.jit(update).lower(grads, state)
+
+
+def test_a_vmap_over_another_number_of_workers(auto):
+    tx = one_bit(auto)
+    state = tx.init(auto.params())
+    three = jax.tree.map(lambda x: np.zeros((3, *x.shape), x.dtype), (auto.params(), state))
+    with refused("under a jax.vmap over 3"):
+        jax.jit(jax.vmap(tx.update)).lower(three[0], three[1])
+
+
+def test_gradients_that_were_averaged_already(auto, explicit):
+    for task in (auto, explicit):
+        with refused("all gradients are the same for all 2 workers"):
+            mapped(task, one_bit(task), task.params(), in_axes=(None, 0))
+    # By their type: the first axis of workers is there, but every worker has all of it.
+    grads = {name: np.zeros((2, *x.shape), np.float32) for name, x in explicit.params().items()}
+    with refused("was averaged or gathered already"):
+        mapped(explicit, one_bit(explicit), explicit.put(grads, None), in_axes=(0, None))
+
+
+def test_a_sharding_that_changed_since_init(auto, explicit):
+    def lowered(task, before, tx):
+        grads = {name: np.zeros((2, *x.shape), np.float32) for name, x in task.params().items()}
+        grads = task.put(grads, SLOW)
+        state = onebit_jax.worker_copies(before, task.mesh, axis_name=SLOW)
+        name = None if task.explicit else SLOW
+        return jax.jit(jax.vmap(tx.update, spmd_axis_name=name)).lower(grads, state)
+
+    before = one_bit(auto, auto.specs | {"square": P(None, "fsdp")}).init(auto.params())
+    other = one_bit(auto, auto.specs | {"up": P()})
+    with refused("the parameters' shapes or sharding, or the mesh, changed since init"):
+        lowered(auto, before, other)
+    tx = one_bit(explicit, tx=onebit_jax.onebit_adam(1e-2, axis_name=SLOW))
+    with jax.set_mesh(explicit.mesh):
+        params = explicit.params()
+        params["square"] = jax.device_put(
+            params["square"], NamedSharding(explicit.mesh, P(None, "fsdp"))
+        )
+        with refused("changed since init"):
+            lowered(explicit, tx.init(params), tx)
+        params["square"] = jax.device_put(params["square"], NamedSharding(explicit.mesh, P()))
+        with refused("changed since init"):
+            lowered(explicit, tx.init(params), tx)
+
+
+def test_optimizers_that_need_whole_tensors(auto):
+    for tx, words in (
+        (onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW), "onebit_lamb scales each tensor"),
+        (onebit_jax.onebit_muon(1e-2, axis_name=SLOW), "the optimizer computes"),
+        (
+            optax.chain(onebit_jax.compressed_mean(SLOW), optax.lamb(1e-2)),
+            "the optimizer computes reduce_sum",
+        ),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), onebit_jax.compressed_mean(SLOW)),
+            "the optimizer computes reduce_sum",
+        ),
+        (
+            optax.chain(
+                onebit_jax.clip_by_common_norm(1.0, SLOW), onebit_jax.compressed_mean(SLOW)
+            ),
+            "the optimizer computes reduce_sum",
+        ),
+        (
+            onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=4, axis_name=SLOW),
+            "trains parameters that it holds itself",
+        ),
+    ):
+        with refused(words):
+            one_bit(auto, tx=tx).init(auto.params())
+    # Beside a model that is not split they are right.
+    one_bit(auto, P(), tx=onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)).init(
+        auto.params()
+    )
+
+
+def test_an_optimizer_that_exchanges_nothing(auto):
+    with refused("differ between workers"):
+        one_bit(auto, tx=optax.adamw(1e-2)).init(auto.params())
+
+
+def test_a_batch_that_does_not_divide(auto):
+    step = onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name=SLOW)
+    with refused("must be a multiple of the 2 workers"):
+        step({}, {"x": np.zeros((3, 4), np.float32)})
+
+
+def test_copies_under_jit(auto):
+    copied = jax.jit(lambda x: onebit_jax.worker_copies(x, auto.mesh, axis_name=SLOW))
+    with refused("worker_copies was called under jax.jit"):
+        copied(np.zeros(3))
+
+
+def test_another_axis_of_devices_is_still_refused():
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
+    with refused("wrap the optimizer by onebit_jax.on_mesh"):
+        onebit_jax.init(
+            onebit_jax.compressed_mean("data"), {"w": np.zeros((2, 2), np.float32)}, mesh
+        )

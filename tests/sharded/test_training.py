@@ -1,0 +1,244 @@
+import collections
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from tests.sharded import meshes
+from tests.sharded.meshes import CASES, SLOW
+from tests.workers import find_state
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+QUICK = [("fsdp, tensor", "Explicit")]
+PARAMETRIZED = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES
+]
+
+
+def begin(task, tx, axis_name=SLOW):
+    params = task.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=axis_name)
+    step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=axis_name)
+    return state, jax.jit(step, donate_argnums=0)
+
+
+def on_task(task, tx) -> Any:
+    return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
+
+
+def sent(task, tx):
+    """What a step of the whole program sends, by what and along which axis."""
+    state, step = begin(task, tx)
+    program = step.lower(state, task.batch(0)).compile()
+    found = wire.collectives(program, task.mesh)
+    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+
+
+@pytest.mark.parametrize(("mesh", "kind"), PARAMETRIZED)
+def test_bits_alone_cross_the_slow_axis_and_replicas_agree(mesh, kind):
+    task = meshes.task(mesh, kind)
+    one_bit = on_task(task, onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW))
+    with jax.set_mesh(task.mesh):
+        # A dense step without an exchange: what is left of it is the model's own.
+        added = sent(task, one_bit) - sent(task, optax.adamw(1e-2))
+        state, step = begin(task, one_bit)
+        losses = []
+        for _ in range(12):
+            state, metrics = step(state, task.batch(0))
+            losses.append(float(metrics["loss"]))
+    slow = {dtype for _, dtype, axis, _ in added if axis == SLOW}
+    assert slow == {"u8"}
+    # The norms of the variance, one for each tensor, in warm-up.
+    fast = {x for x in added if x[2] != SLOW}
+    assert fast == {("all-reduce", "f32", ",".join(task.fast), 4 * len(task.specs))}
+    assert losses[-1] < 0.8 * losses[0]
+    params, opt_state = state
+    meshes.assert_replicas_agree(params)
+    progress = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state).progress
+    assert np.asarray(progress.frozen_at).tolist() == [4] * task.workers
+
+
+def device_bytes(tree):
+    return sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves(tree)
+        for shard in x.addressable_shards
+        if shard.device == x.addressable_shards[0].device
+    )
+
+
+def test_a_device_holds_its_part_of_the_state():
+    held = {}
+    for kind, axes in {"whole": (2, 1), "halves": (2, 2), "quarters": (2, 4)}.items():
+        mesh = jax.make_mesh(
+            axes,
+            (SLOW, "fsdp"),
+            devices=jax.devices()[: axes[0] * axes[1]],
+            axis_types=(AxisType.Auto,) * 2,
+        )
+        tx: Any = onebit_jax.on_mesh(
+            onebit_jax.onebit_adam(1e-2, axis_name=SLOW), mesh, axis_name=SLOW, specs=P("fsdp")
+        )
+        params = {name: np.zeros((512, 512), np.float32) for name in "abc"}
+        held[kind] = device_bytes(onebit_jax.worker_copies(tx.init(params), mesh, axis_name=SLOW))
+    assert held["halves"] / held["whole"] == pytest.approx(1 / 2, rel=2e-3)
+    assert held["quarters"] / held["whole"] == pytest.approx(1 / 4, rel=2e-3)
+
+
+def test_shards_decide_alike_when_warmup_ends():
+    task = meshes.task("fsdp, tensor", "Auto")
+    rule = onebit_jax.variance_stable(0.3)
+    tx = on_task(task, onebit_jax.onebit_adam(1e-3, b2=0.9, warmup=rule, axis_name=SLOW))
+    state, step = begin(task, tx)
+    for i in range(30):
+        state, metrics = step(state, task.batch(i))
+        metrics["loss"].block_until_ready()
+    params, opt_state = state
+    own = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state)
+    assert 4 <= np.asarray(own.progress.frozen_at)[0] < 30
+    meshes.assert_replicas_agree(
+        (params, own.progress._replace(upcoming=()), own.variance_record.growth)
+    )
+    # Each shard has its own copy of these, and all are the same.
+    norms = np.asarray(own.variance_record.norms)
+    np.testing.assert_array_equal(norms, np.broadcast_to(norms[:1, :1], norms.shape))
+
+
+def test_all_devices_skip_a_step_for_one_shard():
+    task = meshes.task("fsdp, tensor", "Auto")
+    inner = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
+    tx = on_task(task, onebit_jax.skip_nonfinite(inner, SLOW))
+    params = task.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+
+    def on_gradients(state, grads):
+        params, opt_state = state
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(jax.vmap(on_gradients, spmd_axis_name=SLOW))
+    grads = {name: np.ones((2, *x.shape), np.float32) for name, x in params.items()}
+    grads["up"][1, 3, 5] = np.nan
+    before = jax.device_get(state)
+    after = jax.device_get(step(state, task.put(grads, SLOW)))
+    np.testing.assert_array_equal(after[1].skips.in_a_row, [1, 1])
+    np.testing.assert_array_equal(after[1].skips.worker, [1, 1])
+    names = list(params)
+    assert sorted(names)[after[1].skips.tensor[0]] == "up"
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (before[0], before[1].inner_state),
+        (after[0], after[1].inner_state),
+    )
+
+
+@pytest.mark.slow
+def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
+    axes, pair = ("node", "local", "fsdp"), ("node", "local")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    specs = {"w": P("fsdp", None), "b": P()}
+    tx: Any = onebit_jax.on_mesh(
+        onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=pair), mesh, axis_name=pair, specs=specs
+    )
+    params = {"w": np.zeros((64, 32), np.float32), "b": np.zeros(32, np.float32)}
+
+    def train_step(state, batch):
+        def loss_fn(p):
+            return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
+
+    state = onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name=pair)
+    step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=pair))
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.standard_normal((32, 64), np.float32), "y": np.ones((32, 32), np.float32)}
+    found = wire.collectives(step.lower(state, batch).compile(), mesh)
+    # Floats of more than a metric stay within a node.
+    assert {x.dtype for x in found if "node" in x.axis and x.operand_bytes > 4} == {"u8"}
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    meshes.assert_replicas_agree(state[0])
+
+
+@pytest.mark.slow
+def test_inside_and_around_other_transformations():
+    """Two kinds of parameters, a learning rate in the state, and one that follows losses."""
+    task = meshes.task("fsdp, tensor", "Auto")
+    adam = optax.inject_hyperparams(onebit_jax.onebit_adam, static_args=("warmup", "axis_name"))
+    parts: dict[Any, Any] = {
+        "matrices": adam(1e-2, warmup=3, axis_name=SLOW),
+        "vectors": onebit_jax.signum(1e-3, axis_name=SLOW),
+    }
+    labels = lambda p: jax.tree.map(lambda x: ["", "vectors", "matrices"][x.ndim], p)  # noqa: E731
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
+    tx = on_task(task, optax.chain(optax.partition(parts, labels), plateau))
+    state, _ = begin(task, tx)
+
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    step = jax.jit(onebit_jax.worker_step(train_step, task.mesh, axis_name=SLOW))
+    losses = []
+    for i in range(12):
+        # After a while every batch is the same, and the loss of each worker on a plateau.
+        state, metrics = step(state, task.batch(min(i, 3)))
+        losses.append(float(metrics["loss"]))
+    params, opt_state = state
+    meshes.assert_replicas_agree(params)
+    own = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state)
+    split = {name: task.specs[name] for name in ("up", "down", "square")}
+    for name, spec in split.items():
+        x = own.v_then_inverse_root[name]
+        assert x.sharding.is_equivalent_to(NamedSharding(task.mesh, P(SLOW, *spec)), x.ndim)
+    scales = np.asarray(opt_state[1].scale)
+    assert scales[0] == scales[1]
+    assert np.isfinite(losses).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slow", "fast"), [("Auto", "Explicit"), ("Explicit", "Auto")])
+def test_a_mesh_of_two_types_of_axes(slow, fast):
+    types = (meshes.TYPES[slow], meshes.TYPES[fast])
+    mesh = jax.make_mesh((2, 2), (SLOW, "model"), devices=jax.devices()[:4], axis_types=types)
+    spec = P(None, "model")
+    tx: Any = onebit_jax.on_mesh(
+        onebit_jax.onebit_adam(5e-2, warmup=3, axis_name=SLOW),
+        mesh,
+        axis_name=SLOW,
+        specs=spec if fast == "Auto" else None,
+    )
+
+    def train_step(state, x):
+        def loss_fn(w):
+            return ((x @ w - 1) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(np.zeros((16, 8), np.float32), NamedSharding(mesh, spec))
+        state = onebit_jax.worker_copies((w, tx.init(w)), mesh, axis_name=SLOW)
+        x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+        x = jax.device_put(x, NamedSharding(mesh, P(SLOW)))
+        step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=SLOW))
+        for _ in range(10):
+            state, metrics = step(state, x)
+            loss = float(metrics["loss"])
+    assert loss < 0.4
+    meshes.assert_replicas_agree(state[0])
