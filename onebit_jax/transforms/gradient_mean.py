@@ -45,7 +45,7 @@ class GradientMean:
 
     @property
     def has_feedback(self) -> bool:
-        """Whether it keeps residuals; 8 bits reach the same loss without them (docs/warm-up.md)."""
+        """Whether it keeps residuals; at 8 bits losses hold without them (docs/lm.md)."""
         return self.bits == 4
 
     def exchange(self) -> Exchange:
