@@ -23,6 +23,7 @@ GIVEN = {
     "residual_dtype": "bfloat16",
     "local_dtype": "bfloat16",
     "bucket_bytes": 128,
+    "form": "two-stage",
 }
 
 

@@ -24,7 +24,8 @@ STEPS = 12
 # Stops at a third fall into the warm-up, and later ones into compression.
 RUN = (
     "--workers 2 --batch-size 16 --sequence-length 32 --vocab-size 300 --learning-rate 5e-3 "
-    f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5 --eval-batches 2"
+    f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5 --eval-batches 2 "
+    "--optimizers adam onebit_adam_frozen"
 ).split()
 
 
@@ -61,7 +62,7 @@ def assert_identical(one, other):
 
 def test_both_optimizers_run_from_the_same_start(finished):
     out, *_ = finished
-    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam")
+    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam_frozen")
     for own in (adam, onebit):
         assert [row["step"] for row in own] == list(range(1, STEPS + 1))
         assert [row["samples"] for row in own] == [16 * row["step"] for row in own]
@@ -78,10 +79,10 @@ def test_both_optimizers_run_from_the_same_start(finished):
 
 def test_bytes_and_phases_are_exact(finished):
     out, *_ = finished
-    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam")
+    adam, onebit = rows(out / "adam"), rows(out / "onebit_adam_frozen")
     assert {row["phase"] for row in adam} == {"warmup"}
     assert [row["phase"] for row in onebit] == ["warmup"] * 6 + ["compression"] * (STEPS - 6)
-    found = result(out / "onebit_adam")
+    found = result(out / "onebit_adam_frozen")
     dense, compressed = (found["bytes_a_step"][phase] for phase in ("warmup", "compression"))
     parameters = found["parameters"]
     # Two workers: each sends half of every array twice, a few scalars and scales beside.
@@ -94,7 +95,7 @@ def test_bytes_and_phases_are_exact(finished):
 
 def test_replicas_are_compared_before_every_checkpoint(finished):
     out, *_ = finished
-    for name in ("adam", "onebit_adam"):
+    for name in ("adam", "onebit_adam_frozen"):
         lines = (out / name / "diagnosis.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]
         assert [row["step"] for row in found] == [5, 10, STEPS]
@@ -135,8 +136,8 @@ def test_report(finished):
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
     assert "| warm-up ended | - | after step 6, as given |" in report
-    assert "all-to-all  u8" in report
-    for name in ("adam", "onebit_adam"):
+    assert "all-gather  u8" in report
+    for name in ("adam", "onebit_adam_frozen"):
         found = result(out / name)
         assert f"{found['heldout_mlm_loss']:.4f}" in report
         assert found["heldout_masked_tokens"] > 0
@@ -150,8 +151,8 @@ def test_bars_count_steps_and_say_what_is_compiled(finished):
     said = re.findall(r"(\w+): .* (\d+)/(\d+) .*, compiling the (.+?)\]", bars.replace("\r", "\n"))
     assert list(dict.fromkeys(said)) == [
         ("adam", "0", str(STEPS), "step"),
-        ("onebit_adam", "0", str(STEPS), "warm-up step"),
-        ("onebit_adam", "5", str(STEPS), "compressed step"),
+        ("onebit_adam_frozen", "0", str(STEPS), "warm-up step"),
+        ("onebit_adam_frozen", "5", str(STEPS), "compressed step"),
     ]
 
 
@@ -181,13 +182,16 @@ def test_other_optimizers_go_by_their_names(tmp_path):
 @pytest.mark.slow
 def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, capsys):
     """Stopped at a third by SIGTERM, then dying between two checkpoints, then left alone."""
-    complete = finished[0] / "onebit_adam"
-    command = [*RUN, "--optimizers", "onebit_adam", "--out", str(tmp_path / "run")]
-    resumed = tmp_path / "run" / "onebit_adam"
+    complete = finished[0] / "onebit_adam_frozen"
+    command = [*RUN, "--optimizers", "onebit_adam_frozen", "--out", str(tmp_path / "run")]
+    resumed = tmp_path / "run" / "onebit_adam_frozen"
     with at_step(STEPS // 3, sigterm):
         assert pretrain.main(command) == 128 + signal.SIGTERM
     message = capsys.readouterr().err.splitlines()[-1]
-    assert message == "onebit_adam stopped after step 4; the same command again goes on from there"
+    assert (
+        message
+        == "onebit_adam_frozen stopped after step 4; the same command again goes on from there"
+    )
     assert not (tmp_path / "run" / "report.md").exists()
     assert len(rows(resumed)) == 4
     with at_step(8, crash), pytest.raises(CrashError):
@@ -221,9 +225,17 @@ def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path
 def test_resumed_where_the_variance_became_stable(tmp_path):
     """The host learns of the freeze one step late; where a run stops must not matter."""
     steps = 2 * STEPS
-    automatic = [*RUN, "--optimizers", "onebit_adam", "--warmup", "auto", "--steps", str(steps)]
+    automatic = [
+        *RUN,
+        "--optimizers",
+        "onebit_adam_frozen",
+        "--warmup",
+        "auto",
+        "--steps",
+        str(steps),
+    ]
     assert pretrain.main([*automatic, "--out", str(tmp_path / "complete")]) == 0
-    complete = tmp_path / "complete" / "onebit_adam"
+    complete = tmp_path / "complete" / "onebit_adam_frozen"
     frozen_at = result(complete)["frozen_at"]
     assert 12 <= frozen_at < steps - 2
     phases = [row["phase"] for row in rows(complete)]
@@ -234,7 +246,9 @@ def test_resumed_where_the_variance_became_stable(tmp_path):
         with at_step(stop_after, sigterm):
             assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
     assert pretrain.main([*automatic, "--out", str(resumed)]) == 0
-    assert_identical(final_state(resumed / "onebit_adam", steps), final_state(complete, steps))
+    assert_identical(
+        final_state(resumed / "onebit_adam_frozen", steps), final_state(complete, steps)
+    )
 
 
 @pytest.mark.parametrize(
