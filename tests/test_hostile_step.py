@@ -135,7 +135,9 @@ def test_in_a_jitted_loop_of_steps_skip_nonfinite_counts():
 # What is kept is finite
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "value", [np.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.inf, -np.inf))]
+)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_learning_rate_that_is_not_finite_leaves_parameters_alone(make, value):
     rate = lambda t: jnp.where(t == 2, value, 1e-2)  # noqa: E731
@@ -194,8 +196,8 @@ def test_a_model_state_that_becomes_infinite_is_not_kept():
     ("sizes", "names", "axis_name"),
     [
         ((4, 1), ("data", "model"), "data"),
-        ((1, 4), ("model", "data"), "data"),
-        ((1, 4, 1), ("a", "data", "b"), "data"),
+        pytest.param((1, 4), ("model", "data"), "data", marks=pytest.mark.slow),
+        pytest.param((1, 4, 1), ("a", "data", "b"), "data", marks=pytest.mark.slow),
         ((4, 1), PAIR, PAIR),
     ],
 )
@@ -233,10 +235,10 @@ def strict_loss(params, batch):
     ("setting", "value"),
     [
         ("numpy_dtype_promotion", "strict"),
-        ("numpy_rank_promotion", "raise"),
+        pytest.param("numpy_rank_promotion", "raise", marks=pytest.mark.slow),
         ("transfer_guard", "disallow"),
         ("debug_nans", True),
-        ("debug_infs", True),
+        pytest.param("debug_infs", True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -124,7 +124,10 @@ def check_equal(name, mesh, kind):
         np.testing.assert_allclose(got, expected[leaf], rtol=1e-5, atol=1e-6, err_msg=leaf)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x == "onebit_adam" else pytest.mark.slow) for x in ELEMENTWISE],
+)
 def test_equals_the_worker_view_on_shards(name):
     check_equal(name, "fsdp, tensor", "Auto")
 

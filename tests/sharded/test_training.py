@@ -111,6 +111,7 @@ def test_shards_decide_alike_when_warmup_ends():
     np.testing.assert_array_equal(norms, np.broadcast_to(norms[:1, :1], norms.shape))
 
 
+@pytest.mark.slow
 def test_all_devices_skip_a_step_for_one_shard():
     task = meshes.task("fsdp, tensor", "Auto")
     inner = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)

@@ -15,7 +15,10 @@ from train.config import write_config
 from train.lm import pretrain
 from train.lm.config import Config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_compilation", "small_language_model"),
+]
 
 NAME, STEPS = "onebit_adam", 4
 RUN = (

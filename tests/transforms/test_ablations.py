@@ -180,7 +180,7 @@ def test_as_good_as_adam(form):
     ("form", "times"),
     [
         pytest.param(ONEBIT_GRADIENTS, 1.2, marks=pytest.mark.slow),
-        (NO_ERROR_FEEDBACK, 2.0),
+        pytest.param(NO_ERROR_FEEDBACK, 2.0, marks=pytest.mark.slow),
         pytest.param(WARMUP_OF_ONE, 1.3, marks=pytest.mark.slow),
     ],
     ids=["onebit_gradients", "no_error_feedback", "warmup_of_one"],
