@@ -150,7 +150,7 @@ def total_residual(layout: Layout, residuals: Any, server_residuals: Any) -> Any
     node = layout.axes.node
     pieces = [lax.pmean(e, node) for e in residuals]
     served = zip(layout.stacks, server_residuals, strict=True) if server_residuals else ()
-    E = [part for stack, E in served for part in stack.split(lax.all_gather(E, node))]
-    for place, (piece, part) in enumerate(zip(layout.pieces, E, strict=False)):
-        pieces[place] = pieces[place] + piece.array(part)
+    E = [part for stack, chunk in served for part in stack.split(lax.all_gather(chunk, node))]
+    if E:
+        pieces = [e + x.array(part) for e, x, part in zip(pieces, layout.pieces, E, strict=True)]
     return layout.scatter([hierarchical.all_gather(R, layout.axes) for R in pieces])

@@ -382,7 +382,7 @@ class BoundExchange:
             return whole_pieces(state.worker.value.values)
         return [
             # Written as chunks before it is read as the tensor: see `Layout._held_shape`.
-            materialize(x, self.axes.node) if self.layout.is_viewed_otherwise(place) else x
+            materialize(x, self.axes.node) if self.layout.is_held_as_chunks(place) else x
             for place, x in enumerate(self._decompress(received))
         ]
 

@@ -282,8 +282,8 @@ class Layout:
         }
         return [self._gather_piece(piece, tensors) for piece in pieces]
 
-    def is_viewed_otherwise(self, place: int) -> bool:
-        """Whether the piece at this place is one leaf, but not held in the leaf's shape."""
+    def is_held_as_chunks(self, place: int) -> bool:
+        """Whether the piece at this place is one leaf that is held as chunks, not in its shape."""
         piece = self.pieces[place]
         in_chunks = piece.shape == (piece.chunks, piece.planes, *piece.plane)
         return in_chunks and len(self.leaves_of(place)) == 1
