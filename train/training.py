@@ -294,7 +294,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     """A `result.json`; where it is damaged or missing nothing, so that it is written anew."""
     try:
         result = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return result if isinstance(result, dict) else {}
 
