@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import onebit_jax
 from onebit_jax import validation
+from onebit_jax.states import placement
 from tests.small_task import MESH, make_params
 
 PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
@@ -68,3 +70,14 @@ def test_decays_and_masks_are_refused_by_every_optimizer(name):
 def test_a_learning_rate_that_is_no_int32_is_refused(value):
     with pytest.raises(ValueError, match=r"^learning_rate=.* does not fit int32"):
         onebit_jax.onebit_adam(value, axis_name="data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "birder"])
+@pytest.mark.parametrize("shape", [(2**16, 2**15), (2**16, 2**16)])
+def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(name, shape):
+    make, options = OPTIMIZERS[name]
+    tx, params = make(1e-2, axis_name="data", **options), {"w": jax.ShapeDtypeStruct(shape, "f4")}
+    state = placement.state_shapes(tx, params, MESH)
+    step = onebit_jax.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, MESH)
+    assert step.lower(params, state, jax.ShapeDtypeStruct((8,), "f4")).as_text()

@@ -11,9 +11,9 @@ import numpy as np
 
 # Pictures are files: a display that the environment names, rightly or not, is never used.
 os.environ["MPLBACKEND"] = "agg"
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import (  # noqa: E402
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import (
     FuncFormatter,
     LogLocator,
     NullLocator,

@@ -266,7 +266,9 @@ def read_run(folder: pathlib.Path) -> Run | None:
         try:
             return [json.loads(x) for x in text.splitlines()] if lines else json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error}; remove it, or put back a copy") from error
+            raise ValueError(
+                f"{path} is damaged: {error}; remove it, or put back a copy"
+            ) from error
 
     config = folder.parent / "config.json"
     return Run(

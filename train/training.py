@@ -218,7 +218,7 @@ class Trainer:
                     if stopping or saving:
                         if OPTIMIZERS[self._name].local_steps:
                             state = state._replace(params=_synced(*state[:2]))
-                        checkpoint.save(checkpoints, progress, state, batches)
+                        checkpoint.save(checkpoints, progress, state, batches, self.optimizer)
                     if stopping:
                         checkpoints.close()
                         raise Stopped(self._name, done, stop.signal)
