@@ -81,5 +81,5 @@ def test_a_hyperparameter_that_nobody_holds_is_named():
     tx = optax.inject_hyperparams(lambda twice: falling(1e-3, b2=twice / 2))(twice=1.8)
     params = make_params()
     state = onebit_jax.init(tx, params, MESH)
-    with pytest.raises(ValueError, match="^b2 of tx is computed from others"):
+    with pytest.raises(ValueError, match=r"^b2 of tx is computed from others"):
         onebit_jax.to_adam(state, tx, params, MESH)

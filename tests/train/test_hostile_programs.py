@@ -90,7 +90,7 @@ def test_a_stranger_that_says_it_is_a_process_ends_nobody_with_0(hello):
 def test_a_size_that_is_none_is_named(name, value, pretrained, tmp_path):  # noqa: F811
     weights.save(tmp_path, pretrained)
     change(tmp_path / "config.json", {name: value})
-    with pytest.raises(ValueError, match=f"{name} is .*, not a whole number of at least 1"):
+    with pytest.raises(ValueError, match=rf"{name} is .*, not a whole number of at least 1"):
         weights.load(tmp_path)
 
 
@@ -127,6 +127,14 @@ def test_a_cased_folder_is_refused(name, content, pretrained, tmp_path):  # noqa
         weights.load(tmp_path)
 
 
+def test_a_cased_vocabulary_is_refused(pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    text = (tmp_path / "vocab.txt").read_text()
+    (tmp_path / "vocab.txt").write_text(text.replace("k\n", "K\n"))
+    with pytest.raises(ValueError, match="tokens with capitals, so its BERT is cased"):
+        weights.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("own", "complaint"),
     [(99, "has the id 99 where 15 is next"), (0, "has the id 0 where 1"), (-1, "has the id -1")],
@@ -141,7 +149,7 @@ def test_a_tokenizer_with_holes_is_refused(own, complaint, pretrained, tmp_path)
     with pytest.raises(ValueError, match=complaint):
         weights.load(tmp_path)
     path.write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ValueError, match="tokenizer.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not JSON"):
         weights.load(tmp_path)
 
 
@@ -194,7 +202,7 @@ def test_a_damaged_file_of_a_finished_run_is_named(name, tmp_path):
 
 @pytest.mark.parametrize("out", ["gs://bucket/run", "a\0b"])
 def test_an_output_folder_that_is_none_is_refused(out):
-    with pytest.raises(ValueError, match="--out .*expected the path of a folder"):
+    with pytest.raises(ValueError, match=r"--out .*expected the path of a folder"):
         RunConfig(out=out).check()
 
 
@@ -202,7 +210,7 @@ def test_an_output_folder_that_is_none_is_refused(out):
 
 
 def test_more_tokens_than_the_text_can_give():
-    with pytest.raises(ValueError, match="too few bytes for more than 268 tokens"):
+    with pytest.raises(ValueError, match=r"too few bytes for more than 268 tokens"):
         train_bpe(["twelve bytes"], 2**31 - 1)
     assert train_tokenizer([["to be or not to be"]], 2**31 - 1).vocab_size < 60
 

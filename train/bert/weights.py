@@ -143,6 +143,17 @@ def _read_config(path: pathlib.Path) -> BertConfig:
 
 def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
     _check_uncased(root)
+    tokenizer = _of_vocabulary(root)
+    words = [token for token in tokenizer.vocabulary if not token.startswith("[")]
+    if 100 * sum(token != token.lower() for token in words) > len(words):
+        raise ValueError(
+            f"{root}: its vocabulary has tokens with capitals, so its BERT is cased, but the "
+            f"tokenizer here lowers case. Give an uncased BERT"
+        )
+    return tokenizer
+
+
+def _of_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
     if (root / "vocab.txt").is_file():
         return load_tokenizer(root / "vocab.txt")
     path = root / _TOKENIZER
@@ -157,7 +168,7 @@ def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
         if own != expected:
             raise ValueError(
                 f"{path}: token {token!r} has the id {own} where {expected} is next: ids must be "
-                f"0 to {len(ids) - 1}, each once, since the rows of the embedding are in their order"
+                f"0 to {len(ids) - 1}, each once, as the rows of the embedding are"
             )
     return WordPieceTokenizer(sorted(ids, key=ids.__getitem__))
 
