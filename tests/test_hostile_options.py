@@ -76,7 +76,8 @@ def test_a_learning_rate_that_is_no_int32_is_refused(value):
 @pytest.mark.parametrize("shape", [(2**16, 2**15), (2**16, 2**16)])
 def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(name, shape):
     make, options = OPTIMIZERS[name]
-    tx, params = make(1e-2, axis_name="data", **options), {"w": jax.ShapeDtypeStruct(shape, "f4")}
+    tx = make(1e-2, axis_name="data", **options)
+    params: Any = {"w": jax.ShapeDtypeStruct(shape, "f4")}
     state = placement.state_shapes(tx, params, MESH)
     step = onebit_jax.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, MESH)
     assert step.lower(params, state, jax.ShapeDtypeStruct((8,), "f4")).as_text()

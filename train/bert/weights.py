@@ -157,8 +157,9 @@ def _of_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
     if (root / "vocab.txt").is_file():
         return load_tokenizer(root / "vocab.txt")
     path = root / _TOKENIZER
-    model = hugging_face.read_config(path).get("model")
-    kind = model.get("type") if isinstance(model, dict) else None
+    found = hugging_face.read_config(path).get("model")
+    model = found if isinstance(found, dict) else {}
+    kind = model.get("type")
     if kind != "WordPiece":
         raise ValueError(f"{path} is a {kind} tokenizer, but BERT's is WordPiece")
     ids = model.get("vocab")
