@@ -12,8 +12,8 @@ their number, as it would not on real ones; the network's share is real.
 The first rows are what a user gets: `onebit_jax.init`, `onebit_jax.train_step` with default
 arguments and a cheap loss whose gradients matmuls make (`benchmarks.tasks.matmuls`), beside dense
 Adam in a jitted `shard_map`. The rows named "bare optimizer" leave out the loss: their gradients
-lie in memory. A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where they
-are installed, with nothing else of theirs:
+lie in memory. A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where
+they are installed, with nothing else of theirs:
 
     pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.6
