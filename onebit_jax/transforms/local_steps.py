@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
@@ -294,7 +295,8 @@ def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
     Tests it on small tensors in a tree like the parameters, while the program is traced.
     """
     rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
+    # Beside a mesh that a user has set arrays would be placed on it, which a program's map cannot.
+    with jax.ensure_compile_time_eval(), use_abstract_mesh(AbstractMesh((), ())):
         tried = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2,) * p.ndim), "f4"), params)
         state = outer.init(tried)
         for count in _TRIED:

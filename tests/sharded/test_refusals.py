@@ -173,8 +173,17 @@ def test_optimizers_that_need_whole_tensors(auto):
             "the optimizer computes reduce_sum",
         ),
         (
-            onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=4, axis_name=SLOW),
-            "trains parameters that it holds itself",
+            onebit_jax.local_steps(optax.lamb(0.1), optax.sgd(1.0), every=4, axis_name=SLOW),
+            "the inner optimizer of local_steps computes reduce_sum",
+        ),
+        (
+            onebit_jax.local_steps(
+                optax.sgd(0.1),
+                optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
+                every=4,
+                axis_name=SLOW,
+            ),
+            "the outer optimizer of local_steps computes reduce_sum",
         ),
     ):
         with refused(words):
