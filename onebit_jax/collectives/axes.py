@@ -72,6 +72,12 @@ def sum_over_shards(sums: jax.Array) -> jax.Array:
     return lax.psum(sums, names) if names else sums
 
 
+def least_over_shards(least: jax.Array) -> jax.Array:
+    """From minima over this place's shards those over whole tensors, the same at all places."""
+    names = _shard_axes.get()
+    return lax.pmin(least, names) if names else least
+
+
 @jax.jit
 def equal_on_all_workers(tree: Any) -> Any:
     """Returns the arrays as they are, and tells checks that they are the same on all workers.

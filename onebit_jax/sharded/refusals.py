@@ -16,7 +16,6 @@ from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_
 from onebit_jax.sharded.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
-from onebit_jax.transforms.onebit_lamb import OnebitLamb
 
 # What makes one number of many of an array's: sums, products of matrices, orders.
 _MIXING = re.compile(
@@ -57,10 +56,6 @@ def check_algorithms(
                 state = jax.eval_shape(own.init, shards)
                 program = jax.make_jaxpr(own.update)(shards, state, shards).jaxpr
                 _check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
-    if any(isinstance(x, OnebitLamb) for x in made):
-        raise ValueError(
-            f"onebit_lamb scales each tensor by norms of all of it, {_but(split, axes)}"
-        )
 
 
 def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:

@@ -140,7 +140,7 @@ def test_a_model_trains_and_replicas_agree_after_an_exchange():
     state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
     step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
     losses = []
-    for i in range(40):
+    for _ in range(40):
         state, metrics = step(state, task.batch(0))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]

@@ -22,6 +22,7 @@ ELEMENTWISE = [
             "birder",
             "birder, votes",
             "zero_one_adam",
+            "onebit_lamb",
         )
     ),
 ]
