@@ -55,7 +55,7 @@ class _OnMesh:
                 self._zeros(x, s) if a else next(own)
                 for x, s, a in zip(given, of_leaves, abstract, strict=True)
             ]
-            with tensors_split_along(self._axes.fast_names):
+            with tensors_split_along(self._axes.fast_names, specs):
                 state = self._tx.init(structure.unflatten(leaves))
             return state_layout.from_worker_view(placed, state)
 
@@ -97,7 +97,7 @@ class _OnMesh:
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            with tensors_split_along(axes.fast_names):
+            with tensors_split_along(axes.fast_names, specs):
                 updates, new = self._tx.update(
                     updates,
                     state_layout.to_worker_view(placed, state),
@@ -180,7 +180,7 @@ class _OnMesh:
             )
             return jax.eval_shape(in_worker_view, shards)
 
-        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names):
+        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names, specs):
             check_algorithms(self._tx, shards, specs, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)

@@ -11,6 +11,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.exchange import ExchangeOptions, check_options
 from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
 
 
 def onebit_muon(
@@ -120,13 +121,12 @@ def onebit_muon(
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
     mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
     of_others = exchange.travel()
-    muon = optax.contrib.muon(
-        learning_rate,
-        ns_steps=ns_steps,
-        beta=beta,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        consistent_rms=consistent_rms,
+    muon = optax.chain(
+        orthogonalized_momentum(
+            beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
+        ),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)

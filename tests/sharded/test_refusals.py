@@ -156,7 +156,6 @@ def test_a_sharding_that_changed_since_init(auto, explicit):
 
 def test_optimizers_that_need_whole_tensors(auto):
     for tx, words in (
-        (onebit_jax.onebit_muon(1e-2, axis_name=SLOW), "the optimizer computes"),
         (
             optax.chain(onebit_jax.compressed_mean(SLOW), optax.lamb(1e-2)),
             "the optimizer computes reduce_sum",
