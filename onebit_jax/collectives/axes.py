@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec
 class _Shards(NamedTuple):
     """The axes that tensors are split along, and how each tensor is, by its path."""
 
-    names: tuple[str, ...] = ()
-    specs: dict[Any, PartitionSpec] = {}
+    names: tuple[str, ...]
+    specs: Mapping[Any, PartitionSpec]
 
 
+_WHOLE = _Shards((), {})
 # Here and in what is called from here.
-_shards: contextvars.ContextVar[_Shards] = contextvars.ContextVar("_shards", default=_Shards())
+_shards: contextvars.ContextVar[_Shards] = contextvars.ContextVar("_shards", default=_WHOLE)
 
 
 @contextlib.contextmanager

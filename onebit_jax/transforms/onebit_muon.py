@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,7 @@ def onebit_muon(
         orthogonalized_momentum(
             beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
         ),
-        optax.add_decayed_weights(weight_decay),
+        optax.add_decayed_weights(cast(Any, weight_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate

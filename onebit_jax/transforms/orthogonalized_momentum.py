@@ -49,7 +49,7 @@ def orthogonalized_momentum(
         del params
         correct = optax.tree.bias_correction
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         directions = correct(mu, beta, count)
         if nesterov:
             ahead = correct(mu, beta, optax.safe_increment(count))
