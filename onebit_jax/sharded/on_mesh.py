@@ -225,13 +225,16 @@ def on_mesh(
     :func:`onebit_jax.worker_step` does it, so that each has its own gradients. Without it the
     update is refused when the step is lowered.
 
-    Each shard of a tensor has a scale of its own. Norms that decide for all devices
-    (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are summed over the fast
-    axes; there a tensor that is not split counts once for each place along them.
+    Each shard of a tensor has a scale of its own, or all shards have one
+    (``ExchangeOptions(scale_per="tensor")``). :func:`onebit_jax.onebit_lamb`'s coefficients are of
+    whole tensors; :func:`onebit_jax.onebit_muon` gathers matrices to orthogonalize them;
+    :func:`onebit_jax.local_steps` moves each worker's own copy of the parameters. Norms that decide
+    for all devices (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are
+    summed over the fast axes; there a tensor that is not split counts once for each place.
 
-    Transformations that need whole tensors or their norms (clipping, orthogonalization, trust
-    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
-    onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.contrib.muon(0.02))``.
+    Transformations of Optax that need whole tensors or their norms (clipping, orthogonalization,
+    trust ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
+    onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.lamb(0.02))``.
 
     Args:
       tx: the optimizer; its ``axis_name`` is the same.
@@ -251,10 +254,9 @@ def on_mesh(
     Raises:
       ValueError: for an axis that the mesh lacks, and a ``tx`` or ``mesh`` of the wrong type. From
         ``init`` and ``update``: for ``specs`` that are missing, do not fit, differ from what types
-        state or name the slow axis; for an axis of a tensor that does not divide; for
-        :func:`onebit_jax.local_steps`, and where a parameter is split for optimizers that need
-        whole tensors (:func:`onebit_jax.onebit_lamb`, :func:`onebit_jax.onebit_muon`); for an
-        optimizer under which workers would diverge. From ``update``: for another tree or sharding
+        state or name the slow axis; for an axis of a tensor that does not divide; where a parameter
+        is split for transformations of Optax that need whole tensors; for an optimizer under which
+        workers would diverge. From ``update``: for another tree or sharding
         than ``init`` was given; for gradients that all workers have in common; for a ``jax.vmap``
         over another number of workers; and, when the step is lowered, for none at all.
 

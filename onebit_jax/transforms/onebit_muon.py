@@ -54,6 +54,9 @@ def onebit_muon(
     update. With whole residuals one bit loses Muon's gain over Adam; with halved ones it loses a
     small part of that gain (``docs/lm.md``).
 
+    **On a sharded mesh** (:func:`onebit_jax.on_mesh`) the momentum stays split as the matrices are.
+    What is orthogonalized is gathered over the fast axes, and every device computes all of it.
+
     When to choose it: if you train with Muon. The loss is higher than with dense Muon: compare both
     on your task.
 

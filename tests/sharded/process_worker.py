@@ -47,8 +47,9 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
         params = task.params()
         state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
         step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
+        batch = task.batch(0)
         for i in range(STEPS):
-            state, metrics = step(state, task.batch(i))
+            state, metrics = step(state, batch)
             held[f"{name}, loss {i}"] = np.asarray(metrics["loss"])
         for path, leaf in jax.tree_util.tree_leaves_with_path(state):
             for shard in leaf.addressable_shards:
