@@ -347,8 +347,9 @@ def local_steps(
     parameters in a ``PerWorker``: :func:`onebit_jax.train_step` reads them there, so a run can be
     saved and resumed after any update, and sets them to :math:`x` in an exchange, bit for bit. In
     your own loop read them by ``state.worker_parameters(params)``; parameters to which updates were
-    added, as within :func:`onebit_jax.on_mesh`, may be off by a unit in the last place. ``state.synced_parameters(params)`` are the shared
-    ones, to evaluate and to publish. Nothing may change the updates after this transformation.
+    added, as within :func:`onebit_jax.on_mesh`, may be off by a unit in the last place.
+    ``state.synced_parameters(params)`` are the shared ones, to evaluate and to publish. Nothing may
+    change the updates after this transformation.
 
     **Fragments.** ``fragments=F`` divides the tensors into :math:`F` groups of about the same size,
     assigned largest first, which take turns: group :math:`f` is exchanged in the updates
