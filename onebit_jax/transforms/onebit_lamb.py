@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -349,7 +350,8 @@ def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
         position = lax.iota(jnp.uint32, size)
         values = jnp.full((size,), of_chunks[start // chunk if size else 0])
         for j in bounds:
-            values = jnp.where(position >= j * chunk - start, of_chunks[j], values)
+            boundary = np.uint32(j * chunk - start)
+            values = jnp.where(position >= boundary, of_chunks[j], values)
         tensors.append(values.reshape(shape))
         start += size
     return tensors
@@ -381,6 +383,7 @@ def scale_by_onebit_lamb(
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     warmup_end.check_warmup(warmup)
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
