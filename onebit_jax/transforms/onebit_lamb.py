@@ -161,9 +161,9 @@ class OnebitLamb(PhasedAlgorithm):
         return [inverse_k[i] * x for i, x in enumerate(k_m)]
 
     def _momentum_sizes(self, state: State) -> Arrays:
-        """``|k_l m_l|`` in compression; with several nodes, constant within a chunk."""
+        """``|k_l m_l|`` in compression; behind servers constant within a chunk."""
         exchange = self._bound(state)
-        if not exchange.compresses:
+        if not exchange.compresses or exchange.one_stage:
             F = _fused(exchange, moments.compressed(exchange, state.momentum))
             return [jnp.abs(x) for x in _cut(exchange, F)]
         scales = exchange.layout.scales(state.momentum.received).reshape(-1)
