@@ -44,7 +44,7 @@ from onebit_jax.collectives.error_feedback import (
     ExchangeState,
     worker_arrays,
 )
-from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.markers import PerWorker
 
@@ -253,8 +253,8 @@ class OneBit:
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
-        """The worker's stage: ``c_i``, ``s_i``, and what to send, ``[chunks, bytes]``."""
+    ) -> tuple[list[jax.Array], ExchangeState]:
+        """The worker's stage: ``c_i``, ``s_i``, and what to send, sections ``[chunks, bytes]``."""
         kind, nodes, at = self.scale, layout.axes.nodes, layout.at
         other: Scale = "mean_abs" if kind == "rms" else "rms"
         held, last_scales = state.worker.value
@@ -277,17 +277,17 @@ class OneBit:
         counts = jnp.sum(active.counts, 0)
         s = scale(jnp.concatenate(sums), counts, kind)
         squared = jnp.sum(squared_residual(s, counts, jnp.concatenate(others), kind))
-        sent = layout.row(sections, jnp.broadcast_to(s, (nodes, s.size)))
+        sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
         kept = jnp.where(call.when, s[None], last_scales)
-        return sent, state._replace(
+        return sections, state._replace(
             worker=PerWorker(Compensated(compensated, kept)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
-        """The server's stage: ``a_j``, ``S_j``, and what to send to all, ``[bytes]``."""
+    ) -> tuple[list[jax.Array], ExchangeState]:
+        """The server's stage: ``a_j``, ``S_j``, and what to send to all, sections ``[bytes]``."""
         chunk, scales = lax.axis_index(layout.axes.node), layout.scales(rows)
         held, last_scales = state.server.value
         active = jax.tree.map(lambda x: x[chunk], layout.shard(state.active))
@@ -307,7 +307,8 @@ class OneBit:
             sections.append(pack(a[0] >= 0, 1, 1).reshape(-1))
         S = scale(jnp.concatenate(sums), active.counts, self.scale)
         kept = jnp.where(call.when, S[None], last_scales)
-        return layout.row(sections, S), state._replace(server=PerWorker(Compensated(served, kept)))
+        kept_values = PerWorker(Compensated(served, kept))
+        return [*sections, scale_bytes(S)], state._replace(server=kept_values)
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """The numbers ``S sgn`` that rows stand for, in pieces."""
