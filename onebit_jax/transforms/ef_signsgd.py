@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import ExchangeState
+from onebit_jax.collectives.error_feedback import Call, ExchangeState
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker, own
@@ -88,7 +88,7 @@ class EfSignsgd(Algorithm):
         m = keep(update.when, list(map(add, m, update.grads)), m)
         m = materialize(m, exchange.axes.node)
         nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
-        delta, kept = exchange.average(nesterov, state.exchange, update.call())
+        delta, kept = exchange.average(nesterov, state.exchange, Call(update.when))
         return state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept), delta
 
     def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
