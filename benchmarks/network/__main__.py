@@ -10,10 +10,10 @@ parameters of BERT-Base. All hosts share the machine's cores, so what computing 
 their number, as it would not on real ones; the network's share is real.
 
 The first rows are what a user gets: `onebit_jax.init`, `onebit_jax.train_step` with default
-arguments and a trivial loss, whose gradients are computed in the step, beside dense Adam in a
-jitted `shard_map`. The rows named "bare optimizer" leave out the loss: their gradients lie in
-memory. A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where they
-are installed, with nothing else of theirs:
+arguments and a cheap loss whose gradients matmuls make (`benchmarks.tasks.matmuls`), beside dense
+Adam in a jitted `shard_map`. The rows named "bare optimizer" leave out the loss: their gradients
+lie in memory. A kind is timed together with its exchange. PyTorch and DeepSpeed are timed too where
+they are installed, with nothing else of theirs:
 
     pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     DS_BUILD_OPS=0 pip install --no-deps deepspeed==0.19.6
@@ -41,6 +41,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tyro
 
 from benchmarks import tasks
@@ -68,6 +69,8 @@ class Options:
     """What to time; all of it by default. The others are compared with the first."""
     elements: int | None = None
     """Elements of a single matrix to update in place of BERT-Base; a power of two."""
+    shape: tuple[int, int] | None = None
+    """Rows and columns of 16 matrices to update in place of BERT-Base."""
     rounds: int = 3
     """How often the kinds take turns."""
     steps: int = 2
@@ -106,6 +109,11 @@ def check(options: Options) -> None:
             raise ValueError(f"{field}={values!r} must hold something, and nothing twice.")
     if options.elements is not None and options.elements < 1:
         raise ValueError(f"elements={options.elements} must be a power of two, such as {2**26}.")
+    if options.shape is not None and (options.elements is not None or min(options.shape) < 1):
+        raise ValueError(
+            f"shape={options.shape!r} must be rows and columns, both at least 1, and given without "
+            f"elements: write --shape 6713 1024."
+        )
     for field in ("rounds", "steps", "budget", "limit"):
         value = getattr(options, field)
         if not 0 < value < math.inf:
@@ -250,7 +258,9 @@ def main(options: Options) -> None:
     if options.redraw:
         _report(json.loads(options.json.read_text(encoding="utf-8"))["figures"], options)
         return
-    if options.elements is None:
+    if options.shape is not None:
+        tree = [jax.ShapeDtypeStruct(options.shape, jnp.float32)] * tasks.MATRICES
+    elif options.elements is None:
         tree = tasks.of_tree("bert-base", elements=0).shapes
     else:
         tree = tasks.matrices(options.elements)

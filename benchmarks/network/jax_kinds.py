@@ -55,7 +55,7 @@ class Worker:
         address, port = place.meeting_point
         jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
         self._mesh = jax.make_mesh((place.hosts,), (AXIS,))
-        self._task = tasks.trivial(
+        self._task = tasks.matmuls(
             [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in place.shapes]
         )
         self._runs: dict[str, Run] = {}

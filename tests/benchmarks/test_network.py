@@ -41,6 +41,7 @@ def test_refuses_what_is_no_bandwidth(name):
         ("hosts", (1,), "hosts=1 must be from 2"),
         ("elements", 0, "elements=0 must be a power of two"),
         ("elements", 3, "elements=3 must be a power of two"),
+        ("shape", (0, 3), r"shape=\(0, 3\) must be rows and columns"),
         ("rounds", 0, "rounds=0 must be above 0"),
         ("budget", float("nan"), "budget=nan must be above 0"),
         ("calibration", (pathlib.Path("one"),), "calibration=.* one file for each of hosts="),
