@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from onebit_jax.collectives.packing import join_sections
 
@@ -67,7 +68,7 @@ def in_buckets(
     """Applies a collective to rows, ``[..., row_bytes]``, in buckets.
 
     Args:
-      collective: keeps the last axis as it is; may add axes before the others.
+      collective: keeps the last axis as it is, but for padding behind it; may add axes before.
       sections: the rows' sections, side by side; uint8 ``[..., bytes]``.
       limit: bytes of a row in a bucket, at most; None for all in one.
       order: the places of sections whose buckets are filled first, in this order; then the others.
@@ -84,7 +85,7 @@ def in_buckets(
     for bucket in buckets_of([flat[i].shape[-1] for i in order], limit):
         parts = [part._replace(section=order[part.section]) for part in bucket]
         sent = [flat[part.section][..., part.start : part.end] for part in parts]
-        rows = collective(join_sections(sent, leading))
+        rows = collective(jnp.concatenate(sent, -1))
         start = 0
         for part in parts:
             end = start + part.end - part.start

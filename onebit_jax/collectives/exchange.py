@@ -49,6 +49,7 @@ from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
+from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
@@ -334,14 +335,16 @@ class BoundExchange:
         order = layout.backward_order()
         if self.one_stage:
             # A row for each server, all of which go to all workers.
-            rows = len(sent[0])
-            received = self._travel(lambda x: lax.all_gather(x, node), sent, order, rows)
+            received = self._travel(self._to_all, sent, order, rows=len(sent[0]))
         else:
-            to_serve = self._travel(
-                lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent, order
-            )
+
+            def to_servers(rows: jax.Array) -> jax.Array:
+                padded_rows = join_sections([rows], rows.shape[:1])
+                return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
+
+            to_serve = self._travel(to_servers, sent, order)
             answer, new = self.compressor.serve(layout, to_serve, new, call)
-            received = self._travel(lambda x: lax.all_gather(x, node), answer)
+            received = self._travel(self._to_all, answer)
         if isinstance(new, ExchangeState):
             new = self._measured(received, new, state, call)
             if call.fit is not None:
@@ -349,6 +352,11 @@ class BoundExchange:
                     lambda x, was: x if x is was else jnp.where(call.fit, x, was), new, state
                 )
         return received, new
+
+    def _to_all(self, rows: jax.Array) -> jax.Array:
+        """All workers' rows, ``[n, *rows.shape]``."""
+        flat = lax.all_gather(join_sections([rows], ()), self.axes.node)
+        return flat[:, : rows.size].reshape(-1, *rows.shape)
 
     def _travel(
         self,

@@ -21,10 +21,10 @@ def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
 @pytest.mark.parametrize(
     ("limit", "order", "lengths"),
     [
-        # Sections of 300, 40, 200 and 100 bytes; each message is padded to a multiple of 128.
-        (256, (), [256, 256, 256, 128]),
-        (256, (2, 1, 0), [256, 256, 256, 128]),
-        (384, (3, 2), [384, 384]),
+        # Sections of 300, 40, 200 and 100 bytes.
+        (256, (), [150, 150, 240, 100]),
+        (256, (2, 1, 0), [240, 150, 150, 100]),
+        (384, (3, 2), [300, 340]),
         (640, (), [640]),
         (None, (), [640]),
     ],

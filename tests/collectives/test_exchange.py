@@ -117,7 +117,7 @@ def test_what_travels_and_in_how_many_collectives(name, sizes):
             floor = (nodes - 1) / nodes * size / per_node * bits / 8
             # Scales, and what does not fill a bucket, have buckets of their own.
             more = 0 if limit == math.inf else 2
-            assert floor <= sum(sent) <= 1.04 * floor + more * 128 * nodes
+            assert floor <= sum(sent) <= 1.04 * floor + more * 128 * (nodes - 1)
             fewest = max(math.ceil(floor / (nodes - 1) / limit), 1)
             assert fewest <= len(sent) <= fewest + more
             assert max(sent) <= (nodes - 1) * limit
