@@ -209,20 +209,17 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
 
 
 def print_table(figures: dict[str, dict[str, Any]], bandwidths: tuple[str, ...]) -> None:
-    """Milliseconds per step; beside them what a perfect overlap would take, and how far off."""
+    """Milliseconds per step, medians."""
     medians = {
         name: {x: 1e3 * statistics.median(figure["seconds"]) for x, figure in by.items()}
         for name, by in figures.items()
     }
-    compute = medians["compute"]["any"]
     columns = [name for name in KINDS if name != "compute"]
-    print(f"compute alone {compute:.0f} ms; milliseconds per step, medians:")
-    print(f"{'':10}" + "".join(f"{name:>12}" for name in columns) + f"{'floor':>12}{'over it':>9}")
+    print(f"compute alone {medians['compute']['any']:.0f} ms; milliseconds per step, medians:")
+    print(f"{'':10}" + "".join(f"{name:>12}" for name in columns))
     for bandwidth in bandwidths:
-        row = [medians[name][bandwidth] for name in columns]
-        floor = max(compute, medians["exchange"][bandwidth])
-        over = medians["overlapped"][bandwidth] / floor - 1
-        print(f"{bandwidth:10}" + "".join(f"{x:12.0f}" for x in row) + f"{floor:12.0f}{over:9.0%}")
+        row = "".join(f"{medians[name][bandwidth]:12.0f}" for name in columns)
+        print(f"{bandwidth:10}{row}")
 
 
 def main(options: Options) -> None:
