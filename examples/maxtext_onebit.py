@@ -1,15 +1,20 @@
-"""MaxText's own pre-training, its optimizer 1-bit Adam between DiLoCo replicas.
+"""MaxText's own pre-training, its optimizer one of onebit_jax between DiLoCo replicas.
 
-    python examples/maxtext_onebit.py BASE_YML enable_diloco=true ici_diloco_parallelism=2 \
-        ici_fsdp_parallelism=2 diloco_sync_period=1000000 gradient_clipping_threshold=0 ...
+    python examples/maxtext_onebit.py BASE_YML optimizer=onebit_muon scan_layers=false \
+        enable_diloco=true ici_diloco_parallelism=2 ici_fsdp_parallelism=2 \
+        diloco_sync_period=1000000 gradient_clipping_threshold=0 ...
 
-Replicas then differ in nothing: each step exchanges momenta, and DiLoCo's own synchronization never
-comes. Clipping must be off, since MaxText would clip each replica alone.
+`optimizer` is `onebit_adam`, `onebit_muon` or `local_steps`. Replicas exchange inside of it, and
+DiLoCo's own synchronization never comes. Clipping must be off, since MaxText would clip each
+replica alone.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 from absl import app
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
@@ -19,8 +24,49 @@ from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 
 import onebit_jax
 
+AXIS = "diloco"
 
-def get_optimizer(config: Any, schedule: Any, model: Any = None, mesh: Any = None) -> Any:
+
+def onebit_adam(config: Any, schedule: Any) -> Any:
+    """1-bit Adam, the first fifth of its steps dense."""
+    decays = config.adam_b1, config.adam_b2, config.adam_eps
+    warmup = max(1, config.steps // 5)
+    decay = config.adam_weight_decay
+    return onebit_jax.onebit_adam(
+        schedule, *decays, weight_decay=decay, warmup=warmup, axis_name=AXIS
+    )
+
+
+def onebit_muon(config: Any, schedule: Any) -> Any:
+    """1-bit Muon of the kernels with two axes; Adam has those of attention, which have three."""
+    if config.scan_layers:
+        raise ValueError("Set scan_layers=false: kernels of all layers in one array have 3 axes.")
+
+    def matrices(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: p.ndim == 2 and "kernel" in jax.tree_util.keystr(path), params
+        )
+
+    decay = config.adam_weight_decay
+    return onebit_jax.onebit_muon(
+        schedule, weight_decay=decay, consistent_rms=0.2, matrices=matrices, axis_name=AXIS
+    )
+
+
+def local_steps(config: Any, schedule: Any) -> Any:
+    """AdamW on each replica, and every ten steps 4 bits of how far it came."""
+    inner = optax.adamw(schedule, config.adam_b1, config.adam_b2, config.adam_eps)
+    rate, momentum = config.diloco_outer_lr, config.diloco_outer_momentum
+    outer = optax.sgd(rate, momentum=momentum, nesterov=True)
+    return onebit_jax.local_steps(inner, outer, every=10, bits=4, axis_name=AXIS)
+
+
+OPTIMIZERS = {f.__name__: f for f in (onebit_adam, onebit_muon, local_steps)}
+
+
+def get_optimizer(
+    name: str, config: Any, schedule: Any, model: Any = None, mesh: Any = None
+) -> Any:
     """What MaxText asks for its optimizer; `model` and `mesh` are always given in pre-training."""
     if config.gradient_clipping_threshold > 0:
         raise ValueError(
@@ -32,18 +78,20 @@ def get_optimizer(config: Any, schedule: Any, model: Any = None, mesh: Any = Non
             nnx.state(model, nnx.Param),
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
-    tx = onebit_jax.onebit_adam(
-        schedule,
-        config.adam_b1,
-        config.adam_b2,
-        config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-        warmup=max(1, config.steps // 5),
-        axis_name="diloco",
-    )
-    return onebit_jax.on_mesh(tx, mesh, axis_name="diloco", specs=specs)
+    tx = OPTIMIZERS[name](config, schedule)
+    return onebit_jax.on_mesh(tx, mesh, axis_name=AXIS, specs=specs)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs MaxText with all options but `optimizer`, which is none of its own."""
+    prefix = "optimizer="
+    chosen = [x.removeprefix(prefix) for x in argv if x.startswith(prefix)]
+    name = chosen[-1] if chosen else "onebit_adam"
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name} must be one of {', '.join(OPTIMIZERS)}.")
+    optimizers.get_optimizer = functools.partial(get_optimizer, name)
+    train.main([x for x in argv if not x.startswith(prefix)])
 
 
 if __name__ == "__main__":
-    optimizers.get_optimizer = get_optimizer
-    app.run(train.main)
+    app.run(main)

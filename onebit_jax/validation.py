@@ -23,6 +23,9 @@ def _check_number(name: str, value: Any, holds: Callable[[float], bool], expecte
         return
     if not is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
         raise ValueError(f"{name}={value!r} must be {expected}, in float32 too.")
+    # JAX computes with Python's integers in int32.
+    if isinstance(value, int) and abs(value) >= 2**31:
+        raise ValueError(f"{name}={value!r} does not fit int32: give a float, {float(value)!r}.")
 
 
 def is_real(value: Any) -> bool:
@@ -251,6 +254,36 @@ def check_weight_decay(weight_decay: Any) -> None:
     if not callable(weight_decay):
         expected = "a finite number of at least 0, or a schedule of the number of updates"
         _check_number("weight_decay", weight_decay, lambda x: 0 <= x < math.inf, expected)
+
+
+def checked_mask(mask: Any) -> Any:
+    """A mask of the weight decay, of booleans; what a function returns is checked when it does.
+
+    Raises:
+      ValueError: for anything else than booleans; later, for a function's result that is no tree
+        of booleans like the parameters, or a prefix of one.
+    """
+    expected = "a tree of booleans like the parameters, a prefix of one, or a function of them"
+
+    def check_leaves(given: Any, what: str) -> None:
+        for path, x in jax.tree_util.tree_leaves_with_path(given):
+            if not isinstance(x, (bool, np.bool)):
+                place = jax.tree_util.keystr(path)
+                raise ValueError(f"{what}{place} is {x!r:.60}; mask must be {expected}.")
+
+    def of_params(params: Any) -> Any:
+        given, what = (mask(params), "the result of mask") if callable(mask) else (mask, "mask")
+        check_leaves(given, what)
+        try:
+            jax.tree.map(lambda *_: None, given, params)
+        except ValueError as error:
+            named = f"{what} has another structure than the parameters; mask must be {expected}"
+            raise ValueError(f"{named}: {error}") from error
+        return given
+
+    if not callable(mask):
+        check_leaves(mask, "mask")
+    return None if mask is None else of_params
 
 
 def check_coefficient_bounds(min_coeff: Any, max_coeff: Any) -> None:

@@ -3,6 +3,7 @@
 Run as `python -m tests.test_hostile_processes FOLDER PROCESSES RANK PORT` it is one of them.
 """
 
+import os
 import pathlib
 import sys
 
@@ -24,6 +25,8 @@ CASES = {
     "warmup": "differ in the loss, the optimizer or the shapes of the arguments",
     "rows": "jax.make_array_from_process_local_data",
     "x64": "differ in jax_enable_x64",
+    "prng": "differ in jax_default_prng_impl",
+    "flags": "differ in XLA_FLAGS",
     "nothing": "",
 }
 
@@ -52,7 +55,11 @@ def main(folder: pathlib.Path, processes: int, rank: int, port: int) -> None:
         state = onebit_jax.init(tx, params, mesh)
         batch = np.full((8, 5), 1.0 + rank * (case == "rows"), np.float32)
         try:
-            with jax.enable_x64(second and case == "x64"):
+            prng = "rbg" if second and case == "prng" else "threefry2x32"
+            # JAX has read its flags; what is compared is what it was started with.
+            flags = "--xla_cpu_enable_fast_math=true" if second and case == "flags" else ""
+            os.environ["XLA_FLAGS"] = f"--xla_dump_to=/tmp/{rank} {flags}"
+            with jax.enable_x64(second and case == "x64"), jax.default_prng_impl(prng):
                 params, state, _ = step(params, state, batch)
             told[case] = np.array("")
         except ValueError as error:

@@ -128,6 +128,7 @@ def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
     state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
     lowered = step.lower(params, state, _batch(workers, 0, width), phase="compression")
     text = lowered.compile().as_text()
+    assert text is not None
     assert "is_scheduled=true" in text
     found = re.findall(
         rf"= (?:(f32)\[{width},{width}\]\S* dot|u8\[\S* all-gather|\(u8\[.*?\) all-to-all)\(", text

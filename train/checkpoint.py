@@ -55,6 +55,7 @@ def save(
     progress: Progress,
     state: State,
     batches: grain.DatasetIterator[Arrays],
+    tx: optax.GradientTransformation,
 ) -> None:
     """Saves a run after `progress.step` updates.
 
@@ -62,7 +63,7 @@ def save(
         ValueError: the checkpoint before this one could not be written.
     """
     extra = {"progress": dataclasses.asdict(progress), "batches": batches.get_state()}
-    checkpoints.save(progress.step, *state, extra=extra)
+    checkpoints.save(progress.step, *state, extra=extra, tx=tx)
 
 
 def restore(

@@ -265,6 +265,11 @@ class RunConfig:
                 (isinstance(rises, int) and 0 <= rises < self.steps) or 0 <= rises < 1,
                 f"0 or more, and fewer than --steps {self.steps}; or a share of them below 1",
             ),
+            (
+                "out",
+                self.out is None or ("://" not in self.out and "\0" not in self.out),
+                "the path of a folder; no URL, but a disk may be mounted at a path",
+            ),
             ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
             ("warmup", *check_warmup(self.warmup, self.optimizers)),
             (
@@ -424,7 +429,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     """The options in a `config.json`; a `ValueError` where it is damaged."""
     try:
         earlier = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         earlier = None
     if not isinstance(earlier, dict):
         raise ValueError(

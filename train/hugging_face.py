@@ -5,7 +5,7 @@ No code of a checkpoint runs: safetensors are numbers, and the rest is JSON and 
 
 import json
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -32,14 +32,52 @@ def check_files(root: pathlib.Path, *besides: Sequence[str]) -> None:
 
 
 def read_config(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a `config.json`; a ``ValueError`` says what is wrong with it."""
+    """Reads a file of JSON as `config.json`; a ``ValueError`` says what is wrong with it."""
     try:
         values = json.loads(read_utf8(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} is no configuration but {type(values).__name__}")
     return values
+
+
+def check_sizes(values: Mapping[str, Any], names: Iterable[str], heads: str, path: Any) -> None:
+    """Checks the sizes of a model that a `config.json` gives.
+
+    Args:
+        values: of the file.
+        names: of all sizes; `hidden_size` is among them.
+        heads: which of them is the number of heads, which divides the hidden size.
+        path: of the file.
+
+    Raises:
+        ValueError: sizes are missing, or no numbers that such a model can have; all are named.
+    """
+    wrong = [
+        f"{name} is {values[name]!r:.60}, not a whole number of at least 1, below 2**31"
+        if name in values
+        else f"{name} is missing"
+        for name in names
+        if not (type(values.get(name)) is int and 1 <= values[name] < 2**31)
+    ]
+    if not wrong and values["hidden_size"] % values[heads]:
+        wrong = [f"hidden_size {values['hidden_size']} is no multiple of {heads} {values[heads]}"]
+    if wrong:
+        raise ValueError(f"{path} is no configuration of this model: {'; '.join(wrong)}")
+
+
+def check_layers(layers: int, tensors: Iterable[str], prefix: str, path: pathlib.Path) -> None:
+    """Checks a number of layers against the names of tensors, before trees of it are made.
+
+    Raises:
+        ValueError: the file has no tensor of the last layer.
+    """
+    if not any(name.startswith(f"{prefix}{layers - 1}.") for name in tensors):
+        raise ValueError(
+            f"{path} does not hold the model of its {CONFIG}: num_hidden_layers is {layers}, but "
+            f"no tensor is called {prefix}{layers - 1}"
+        )
 
 
 def read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:

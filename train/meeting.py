@@ -29,6 +29,7 @@ _RETRY_SECONDS = 0.2
 _NEWS_SECONDS = 3.0
 _LATE_SECONDS = 4.0
 _LEAVING_SECONDS = 10.0
+_LONGEST = 2**20
 
 
 class RefusedError(ValueError):
@@ -62,10 +63,26 @@ class Line(NamedTuple):
     def receive(self) -> dict[str, Any] | None:
         """The next message; None if the other side has ended, or is no process of any run."""
         try:
-            message = json.loads(self.file.readline())
-        except (OSError, ValueError):
+            message = json.loads(self.file.readline(_LONGEST))
+        except (OSError, ValueError, RecursionError):
             return None
-        return message if isinstance(message, dict) else None
+        return message if _is_message(message) else None
+
+
+def _is_message(message: Any) -> bool:
+    """Whether this is what a process of a run sends, rather than a stranger at the same port."""
+    match message:
+        case {"stopped": {"text": str(), "code": int(code)}, **rest} if not rest:
+            return 0 < code < 256
+        case {"stopped": int(), "host": str(), "text": str(), "code": int(code)}:
+            return 0 < code < 256
+        case {"said": dict(said)}:
+            return all(isinstance(value, str) for value in said.values())
+        case {"id": int(), "count": int(), "host": str()}:
+            return type(message["id"]) is type(message["count"]) is int
+        case {"refused": str()} | {"agreed": True} | {"done": True}:
+            return True
+    return False
 
 
 class Hub(threading.Thread):
@@ -159,6 +176,8 @@ class Hub(threading.Thread):
                 f"--processes: {count} on process {id} ({host}), {self._count} on process 0; "
                 "give all processes the same"
             )
+        if not 0 <= id < count:
+            return f"--process-id {id} ({host}): expected 0 to {count - 1}"
         if id in self._lines:
             return (
                 f"--process-id {id}: two processes have it, on {self._lines[id].host} and on "
@@ -204,6 +223,8 @@ class Meeting:
         listening = _listening(address, int(port)) if index == 0 else None
         self._hub = Hub(listening, count, timeout) if listening else None
         self._line = Line.of(_connect(host.strip("[]"), int(port), timeout))
+        # Within this time all have come and said what the first answer depends on.
+        self._line.connection.settimeout(2 * timeout + _LATE_SECONDS)
         self._line.send(id=index, count=count, host=socket.gethostname())
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -251,6 +272,7 @@ class Meeting:
         met = False
         while message := self._line.receive():
             met = True
+            self._line.connection.settimeout(None)
             if "stopped" not in message:
                 self._over = self._over or "refused" in message
                 self._answers.put(message.get("refused"))

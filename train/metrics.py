@@ -45,8 +45,14 @@ class MetricsLog:
         self._writes = jax.process_index() == 0
         if self._writes:
             folder = config.folder / name
-            self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
-            self._diagnoses = _open_truncated(folder / "diagnosis.jsonl", progress.step)
+            self._lines, last = _open_truncated(folder / "metrics.jsonl", progress.step)
+            if progress.step - last >= config.log_every:
+                print(
+                    f"warning: {folder / 'metrics.jsonl'} has nothing of steps {last + 1} to "
+                    f"{progress.step}; the run goes on without them",
+                    file=sys.stderr,
+                )
+            self._diagnoses, _ = _open_truncated(folder / "diagnosis.jsonl", progress.step)
             self._events = Events(folder, progress.step + 1)
         self._bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
@@ -151,7 +157,7 @@ def _step_of(line: str) -> int | None:
     """The step of a line; None of one that is damaged."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 
@@ -164,10 +170,10 @@ def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
-    """Opens a file of JSON lines to append to, without the lines past `step`."""
+def _open_truncated(path: pathlib.Path, step: int) -> tuple[TextIO, int]:
+    """Opens a file of JSON lines to append to, without those past `step`; with the last one's."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
+    kept, last = [], 0
     if path.exists():
         # Only whole lines: a process that was killed may have left half a one.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -178,5 +184,6 @@ def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
         kept = [
             line for line, own in zip(whole, steps, strict=True) if own is not None and own <= step
         ]
+        last = max((own for own in steps if own is not None and own <= step), default=0)
     path.write_text("".join(kept), encoding="utf-8")
-    return path.open("a", buffering=1, encoding="utf-8")  # a line at a time
+    return path.open("a", buffering=1, encoding="utf-8"), last  # a line at a time

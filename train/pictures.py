@@ -1,12 +1,16 @@
 """What pictures of trainings and measurements have in common: colours, panels, ticks, legends."""
 
 import math
+import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+# Pictures are files: a display that the environment names, rightly or not, is never used.
+os.environ["MPLBACKEND"] = "agg"
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import (

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import onebit_jax
 from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
+from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
 from train.training import AXIS, NODE_AXES, Task, Trainer, make_optimizer
 
@@ -82,15 +83,25 @@ class Program(Generic[AnyConfig]):
             _check(run, task)
         others.agree(lambda: _of_runs(runs))
         first = jax.process_index() == 0
-        if first:
-            for run, task in runs:
-                write_config(run, task.identity)
-                task.write_files(run.folder)
-        others.check_shared(config.folder)
-        with StopRequest() as stop:
-            self.train(config, runs, mesh, stop)
-        if first:
-            print(*self.report(config.folder), sep="\n")
+        with locked(config.folder) if first else contextlib.nullcontext():
+            if first:
+                for run, task in runs:
+                    write_config(run, task.identity)
+                    task.write_files(run.folder)
+            others.check_shared(config.folder)
+            with StopRequest() as stop:
+                self.train(config, runs, mesh, stop)
+            if first:
+                print(*self._report(config.folder), sep="\n")
+
+    def _report(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+        try:
+            return self.report(folder)
+        except KeyError as error:
+            raise ValueError(
+                f"a result.json in {folder} is damaged: it has no {error}. Remove it, and the same "
+                f"command writes it anew"
+            ) from error
 
 
 # What a program ends with in a line, and its exit code.

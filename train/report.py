@@ -261,16 +261,21 @@ def read_run(folder: pathlib.Path) -> Run | None:
     if not (folder / "result.json").exists():
         return None
 
-    def read(path: pathlib.Path) -> Any:
-        return json.loads(path.read_text(encoding="utf-8"))
+    def read(path: pathlib.Path, *, lines: bool = False) -> Any:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            return [json.loads(x) for x in text.splitlines()] if lines else json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is damaged: {error}; remove it, or put back a copy"
+            ) from error
 
     config = folder.parent / "config.json"
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return Run(
         folder,
         read(config) if config.exists() else {},
         read(folder / "result.json"),
-        [json.loads(line) for line in lines],
+        read(folder / "metrics.jsonl", lines=True),
     )
 
 

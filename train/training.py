@@ -218,7 +218,7 @@ class Trainer:
                     if stopping or saving:
                         if OPTIMIZERS[self._name].local_steps:
                             state = state._replace(params=_synced(*state[:2]))
-                        checkpoint.save(checkpoints, progress, state, batches)
+                        checkpoint.save(checkpoints, progress, state, batches, self.optimizer)
                     if stopping:
                         checkpoints.close()
                         raise Stopped(self._name, done, stop.signal)
@@ -294,7 +294,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     """A `result.json`; where it is damaged or missing nothing, so that it is written anew."""
     try:
         result = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return result if isinstance(result, dict) else {}
 

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax import validation
-from onebit_jax.checkpoint import manifest
+from onebit_jax.checkpoint import hyperparameters, manifest
 from onebit_jax.checkpoint.checksums import checksums
 from onebit_jax.checkpoint.loading import (
     MANIFEST,
@@ -165,6 +165,7 @@ class Checkpoints:
         *,
         extra: Any = None,
         metric: float | None = None,
+        tx: optax.GradientTransformation | None = None,
     ) -> None:
         """Saves a run; returns once everything is copied, while it is still being written.
 
@@ -176,6 +177,7 @@ class Checkpoints:
           extra: what JSON can hold, such as the place in the data. Each process has its own.
           metric: of ``keep_best``, the smaller the better; the same on all processes. NaN is never
             among the best.
+          tx: the optimizer, whose hyperparameters ``restore`` then compares with its own ``tx``.
 
         Raises:
           ValueError: for a step that is not after all checkpoints that are there, or whose name
@@ -205,6 +207,8 @@ class Checkpoints:
                 f"another folder."
             )
         written = manifest.describe(step, tree) | {"metric": metric}
+        if tx is not None:
+            written["hyperparameters"] = hyperparameters.of(tx, params, manifest.mesh_of(tree))
         sums = {name: checksums(x) for name, x in manifest.leaves(tree)}
         try:
             own = manifest.encoded({"checksums": sums, "extra": extra})
@@ -238,7 +242,8 @@ class Checkpoints:
             :func:`onebit_jax.init`.
           others: what else was saved, of its shapes and shardings.
           tx: the optimizer, for a state that was saved by another number of workers:
-            :func:`onebit_jax.resize` converts it to this number.
+            :func:`onebit_jax.resize` converts it to this number. Hyperparameters that ``save`` was
+            given by another ``tx`` are named in a warning, and those of this one are used.
           saved_tx: the optimizer that it was saved with, if options of its exchange differ.
 
         Raises:
@@ -277,6 +282,9 @@ class Checkpoints:
                     from_axes=dict(written["axes"]),
                     from_tx=saved_tx,
                 )
+            if tx is not None:
+                now = hyperparameters.of(tx, params, manifest.mesh_of(tree))
+                hyperparameters.warn_of_others(written.get("hyperparameters"), now, where)
             self._damaged = [later for later in steps if later > step]
             return Restored(step, **loaded, extra=extra)
         if steps:

@@ -2,32 +2,43 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
-# The axes that tensors are split along, here and in what is called from here.
-_shard_axes: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
-    "_shard_axes", default=()
-)
+
+class _Shards(NamedTuple):
+    """The axes that tensors are split along, and how each tensor is, by its path."""
+
+    names: tuple[str, ...]
+    specs: Mapping[Any, PartitionSpec]
+
+
+_WHOLE = _Shards((), {})
+# Here and in what is called from here.
+_shards: contextvars.ContextVar[_Shards] = contextvars.ContextVar("_shards", default=_WHOLE)
 
 
 @contextlib.contextmanager
-def tensors_split_along(names: tuple[str, ...]) -> Iterator[None]:
+def tensors_split_along(names: tuple[str, ...], specs: Any = ()) -> Iterator[None]:
     """Says that along these axes a program has different shards of the same tensors.
 
     An exchange then runs once for each place along them, between the workers' shards of one place.
 
     Args:
       names: axes that are bound where exchanges are called, none of them an exchange's own.
+      specs: a tree of partition specs like the parameters, for :func:`whole_tensors`.
     """
-    token = _shard_axes.set(names)
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec))
+    token = _shards.set(_Shards(names, by_path))
     try:
         yield
     finally:
-        _shard_axes.reset(token)
+        _shards.reset(token)
 
 
 class Axes(NamedTuple):
@@ -68,8 +79,54 @@ def sum_over_shards(sums: jax.Array) -> jax.Array:
 
     A tensor that is not split counts once for each place.
     """
-    names = _shard_axes.get()
+    names = _shards.get().names
     return lax.psum(sums, names) if names else sums
+
+
+def least_over_shards(least: jax.Array) -> jax.Array:
+    """From minima over this place's shards those over whole tensors, the same at all places."""
+    names = _shards.get().names
+    return lax.pmin(least, names) if names else least
+
+
+def whole_tensors(tree: Any) -> Any:
+    """Gathers a tree like the parameters, or like some of them, over the axes that split it."""
+    return _by_split_axes(tree, lambda x, i, names: lax.all_gather(x, names, axis=i, tiled=True))
+
+
+def own_shards(tree: Any) -> Any:
+    """Cuts this place's shards from whole tensors; undoes :func:`whole_tensors`."""
+
+    def cut(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
+        size = x.shape[axis] // lax.axis_size(names)
+        start = lax.axis_index(names) * size
+        return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+    return _by_split_axes(tree, cut)
+
+
+def _by_split_axes(
+    tree: Any, change: Callable[[jax.Array, int, tuple[str, ...]], jax.Array]
+) -> Any:
+    """``change(x, axis, mesh_axes)`` for every axis of a tensor that is split."""
+    shards = _shards.get()
+
+    def of_tensor(path: Any, x: jax.Array) -> jax.Array:
+        if not shards.names:
+            return x
+        if path not in shards.specs:
+            raise ValueError(
+                f"nothing says how the tensor {jax.tree_util.keystr(path)} is split over "
+                f"{shards.names}: its tree is not like the parameters. Leave out what takes the "
+                f"parameters' tree apart, such as optax.flatten."
+            )
+        for axis, entry in enumerate(shards.specs[path]):
+            entries = (entry,) if isinstance(entry, str) else entry or ()
+            names = tuple(name for name in entries if name in shards.names)
+            x = change(x, axis, names) if names else x
+        return x
+
+    return jax.tree_util.tree_map_with_path(of_tensor, tree)
 
 
 @jax.jit
@@ -94,7 +151,7 @@ def bound_axes(axis_name: Any) -> Axes:
         devices along another axis besides.
     """
     names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
-    shards = _shard_axes.get()
+    shards = _shards.get().names
     pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
     if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
         raise ValueError(

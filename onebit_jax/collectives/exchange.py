@@ -48,7 +48,7 @@ from onebit_jax.collectives.error_feedback import (
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
+from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale, ScalePer
 from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.collectives.xla_workarounds import materialize
@@ -129,6 +129,10 @@ class ExchangeOptions:
     Attributes:
       scale: the scale at one bit: ``"rms"`` (root mean square, the papers' choice, and better with
         error feedback) or ``"mean_abs"`` (mean absolute value).
+      scale_per: where tensors are split between devices (:func:`onebit_jax.on_mesh`), one scale at
+        one bit per ``"shard"``, or per ``"tensor"``: each exchange then sums 8 bytes per tensor
+        over the fast axes, and in one stage equals that of whole tensors. At 2, 4 and 8 bits 256
+        values share a scale.
       residual_dtype: dtype of the arrays that hold residuals, and in a warm-up the momentum:
         ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. Its
         rounding errors are lost: up to one part in 256 of a value, each step.
@@ -148,19 +152,23 @@ class ExchangeOptions:
     """
 
     scale: Scale = "rms"
+    scale_per: ScalePer = "shard"
     residual_dtype: ResidualDtype = "float32"
     local_dtype: LocalDtype = "float32"
     bucket_bytes: int | Literal["auto"] | None = "auto"
     form: Form | Literal["auto"] = "auto"
 
     def __post_init__(self):
-        OneBit(self.scale, self.residual_dtype)
+        self._compressor()
         validation.check_bucket_bytes(self.bucket_bytes)
         validation.check_form(self.form)
 
+    def _compressor(self, *, fused: bool = False) -> OneBit:
+        return OneBit(self.scale, self.residual_dtype, fused, self.scale_per)
+
     def one_bit(self, axis_name: Any, *, fused: bool = False) -> "Exchange":
         """The exchange at one bit."""
-        return self.of(axis_name, OneBit(self.scale, self.residual_dtype, fused))
+        return self.of(axis_name, self._compressor(fused=fused))
 
     def at_bits(self, axis_name: Any, bits: int) -> "Exchange":
         """The exchange at 1, 2, 4 or 8 bits."""
@@ -168,11 +176,11 @@ class ExchangeOptions:
 
     def of(self, axis_name: Any, compressor: Compressor) -> "Exchange":
         """The exchange with a given compressor; ``ValueError`` for options it does not have."""
-        given = (self.scale, self.residual_dtype)
-        if not isinstance(compressor, OneBit) and given != ("rms", "float32"):
+        if not isinstance(compressor, OneBit) and self._compressor() != OneBit():
             raise ValueError(
-                f"scale={self.scale!r}, residual_dtype={self.residual_dtype!r} are options of one "
-                f"bit with error feedback, but {compressor} has neither: leave them out."
+                f"scale={self.scale!r}, scale_per={self.scale_per!r}, "
+                f"residual_dtype={self.residual_dtype!r} are options of one bit with error "
+                f"feedback, but {compressor} has none of them: leave them out."
             )
         if not isinstance(compressor, (OneBit, KBits)) and self.form != "auto":
             raise ValueError(
@@ -183,7 +191,7 @@ class ExchangeOptions:
 
     def travel(self) -> "ExchangeOptions":
         """The options of sending alone, which apply to any compressor."""
-        return dataclasses.replace(self, scale="rms", residual_dtype="float32")
+        return dataclasses.replace(self, scale="rms", scale_per="shard", residual_dtype="float32")
 
 
 def check_options(exchange: Any) -> None:

@@ -37,6 +37,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import (
     Active,
     Call,
@@ -49,6 +50,7 @@ from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
+ScalePer = Literal["shard", "tensor"]
 ResidualDtype = Literal["float32", "bfloat16"]
 
 # Elements that are neighbours in a sample: what a cache line or a TPU's tile holds, or more.
@@ -156,24 +158,19 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
 
 
 def squared_residual(
-    scales: jax.Array, counts: jax.Array, other_sums: jax.Array, kind: Scale
+    scales: jax.Array, counts: jax.Array, squares: jax.Array, magnitudes: jax.Array
 ) -> jax.Array:
     r"""``||e||^2`` of blocks, without a pass over the residuals.
 
-    With ``d`` active elements :math:`\|e\|^2 = \|c\|_2^2 - 2 s \|c\|_1 + d s^2`, and the scale is
-    one of the two norms.
+    With ``d`` active elements :math:`\|e\|^2 = \|c\|_2^2 - 2 s \|c\|_1 + d s^2`.
 
     Args:
-      scales: from :func:`scale`.
-      counts: as for it.
-      other_sums: the sum that the scale is not made of; :func:`estimated_sum` will do.
-      kind: of the scale.
+      scales: of the blocks, or of the tensors of which they are shards.
+      counts: how many elements of each block are active, float32.
+      squares: their sums of squares, from :func:`power_sum` or :func:`estimated_sum`.
+      magnitudes: their sums of absolute values, likewise.
     """
-    if kind == "rms":
-        squared = 2 * scales * (counts * scales - other_sums)
-    else:
-        squared = other_sums - counts * scales**2
-    return jnp.maximum(squared, 0.0)
+    return jnp.maximum(squares - 2 * scales * magnitudes + counts * scales**2, 0.0)
 
 
 def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
@@ -211,6 +208,8 @@ class OneBit:
       scale: ``"rms"``, the papers', or ``"mean_abs"``.
       residual_dtype: of the arrays that hold compensated values.
       fused: whether the whole tree is one tensor, with one scale.
+      scale_per: where tensors are split between devices, ``"shard"`` or ``"tensor"``. A fused tree
+        always has one scale: tensors that are not split must not differ from place to place.
 
     Raises:
       ValueError: for another scale or dtype.
@@ -219,10 +218,12 @@ class OneBit:
     scale: Scale = "rms"
     residual_dtype: ResidualDtype = "float32"
     fused: bool = False
+    scale_per: ScalePer = "shard"
     planes = 8
 
     def __post_init__(self):
         validation.check_scale(self.scale)
+        validation.check_name("scale_per", self.scale_per, "shard", "tensor")
         validation.check_residual_dtype(self.residual_dtype)
 
     @property
@@ -275,8 +276,10 @@ class OneBit:
             others.append(estimated_sum(blocks, other))
             sections.append(piece.pack(c[0] >= 0, 1))
         counts = jnp.sum(active.counts, 0)
-        s = scale(jnp.concatenate(sums), counts, kind)
-        squared = jnp.sum(squared_residual(s, counts, jnp.concatenate(others), kind))
+        own_sums = jnp.concatenate(sums), jnp.concatenate(others)
+        s = self._scales(own_sums[0], counts)
+        squares, magnitudes = own_sums if kind == "rms" else own_sums[::-1]
+        squared = jnp.sum(squared_residual(s, counts, squares, magnitudes))
         sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
         kept = jnp.where(call.when, s[None], last_scales)
         return sections, state._replace(
@@ -305,10 +308,17 @@ class OneBit:
             served.append(a)
             sums.append(power_sum(a[0], self.scale))
             sections.append(pack(a[0] >= 0, 1, 1).reshape(-1))
-        S = scale(jnp.concatenate(sums), active.counts, self.scale)
+        S = self._scales(jnp.concatenate(sums), active.counts)
         kept = jnp.where(call.when, S[None], last_scales)
         kept_values = PerWorker(Compensated(served, kept))
         return [*sections, scale_bytes(S)], state._replace(server=kept_values)
+
+    def _scales(self, power_sums: jax.Array, counts: jax.Array) -> jax.Array:
+        """The scales of shards, or of the tensors that they are shards of."""
+        if self.fused or self.scale_per == "tensor":
+            # What every place has as a whole counts as often in the sums as in the counts.
+            power_sums, counts = sum_over_shards(jnp.stack([power_sums, counts]))
+        return scale(power_sums, counts, self.scale)
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """The numbers ``S sgn`` that rows stand for, in pieces."""

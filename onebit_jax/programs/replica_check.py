@@ -100,7 +100,7 @@ def check_replicas(
             raise
     else:
         return None
-    varies = check_collectives(program.jaxpr)
+    varies = [over & frozenset(axes) for over in check_collectives(program.jaxpr)]
     updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
     _check_state(state, specs, axes)
     if not local:

@@ -55,7 +55,7 @@ class _OnMesh:
                 self._zeros(x, s) if a else next(own)
                 for x, s, a in zip(given, of_leaves, abstract, strict=True)
             ]
-            with tensors_split_along(self._axes.fast_names):
+            with tensors_split_along(self._axes.fast_names, specs):
                 state = self._tx.init(structure.unflatten(leaves))
             return state_layout.from_worker_view(placed, state)
 
@@ -97,7 +97,7 @@ class _OnMesh:
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            with tensors_split_along(axes.fast_names):
+            with tensors_split_along(axes.fast_names, specs):
                 updates, new = self._tx.update(
                     updates,
                     state_layout.to_worker_view(placed, state),
@@ -180,7 +180,7 @@ class _OnMesh:
             )
             return jax.eval_shape(in_worker_view, shards)
 
-        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names):
+        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names, specs):
             check_algorithms(self._tx, shards, specs, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)
@@ -225,13 +225,16 @@ def on_mesh(
     :func:`onebit_jax.worker_step` does it, so that each has its own gradients. Without it the
     update is refused when the step is lowered.
 
-    Each shard of a tensor has a scale of its own. Norms that decide for all devices
-    (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are summed over the fast
-    axes; there a tensor that is not split counts once for each place along them.
+    Each shard of a tensor has a scale of its own, or all shards have one
+    (``ExchangeOptions(scale_per="tensor")``). :func:`onebit_jax.onebit_lamb`'s coefficients are of
+    whole tensors; :func:`onebit_jax.onebit_muon` gathers matrices to orthogonalize them;
+    :func:`onebit_jax.local_steps` moves each worker's own copy of the parameters. Norms that decide
+    for all devices (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are
+    summed over the fast axes; there a tensor that is not split counts once for each place.
 
-    Transformations that need whole tensors or their norms (clipping, orthogonalization, trust
-    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
-    onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.contrib.muon(0.02))``.
+    Transformations of Optax that need whole tensors or their norms (clipping, orthogonalization,
+    trust ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
+    onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.lamb(0.02))``.
 
     Args:
       tx: the optimizer; its ``axis_name`` is the same.
@@ -251,10 +254,9 @@ def on_mesh(
     Raises:
       ValueError: for an axis that the mesh lacks, and a ``tx`` or ``mesh`` of the wrong type. From
         ``init`` and ``update``: for ``specs`` that are missing, do not fit, differ from what types
-        state or name the slow axis; for an axis of a tensor that does not divide; for
-        :func:`onebit_jax.local_steps`, and where a parameter is split for optimizers that need
-        whole tensors (:func:`onebit_jax.onebit_lamb`, :func:`onebit_jax.onebit_muon`); for an
-        optimizer under which workers would diverge. From ``update``: for another tree or sharding
+        state or name the slow axis; for an axis of a tensor that does not divide; where a parameter
+        is split for transformations of Optax that need whole tensors; for an optimizer under which
+        workers would diverge. From ``update``: for another tree or sharding
         than ``init`` was given; for gradients that all workers have in common; for a ``jax.vmap``
         over another number of workers; and, when the step is lowered, for none at all.
 

@@ -16,7 +16,6 @@ from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_
 from onebit_jax.sharded.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
-from onebit_jax.transforms.onebit_lamb import OnebitLamb
 
 # What makes one number of many of an array's: sums, products of matrices, orders.
 _MIXING = re.compile(
@@ -48,17 +47,15 @@ def check_algorithms(
 
     mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     jax.eval_shape(mapped, shards)
-    if any(isinstance(x, LocalSteps) for x in made):
-        raise ValueError(
-            "onebit_jax.local_steps trains parameters that it holds itself, of which a training "
-            "step that knows nothing of it would not take the gradients. Take it with "
-            "onebit_jax.train_step, on a model that is replicated on every device."
-        )
     split = _split(shards, specs, axes)
-    if split is not None and any(isinstance(x, OnebitLamb) for x in made):
-        raise ValueError(
-            f"onebit_lamb scales each tensor by norms of all of it, {_but(split, axes)}"
-        )
+    if split is None:
+        return
+    for algorithm in made:
+        if isinstance(algorithm, LocalSteps):
+            for role, own in (("inner", algorithm.inner), ("outer", algorithm.outer)):
+                state = jax.eval_shape(own.init, shards)
+                program = jax.make_jaxpr(own.update)(shards, state, shards).jaxpr
+                _check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
 
 
 def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:
@@ -71,11 +68,16 @@ def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -
       axes: of the mesh.
     """
     split = _split(shards, specs, axes)
-    mixing = None if split is None else next(_mixing(program), None)
-    if split is not None and mixing is not None:
+    if split is not None:
+        _check_elementwise(program, "optimizer", split, axes)
+
+
+def _check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
+    mixing = next(_mixing(program), None)
+    if mixing is not None:
         raise ValueError(
-            f"the optimizer computes {mixing.primitive.name} over elements of a tensor, as "
-            f"clipping by a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
+            f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
+            f"a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
         )
 
 

@@ -122,7 +122,8 @@ def worker_copy(state: State, worker: int = 0) -> State:
     Args:
       state: from :func:`worker_copies`, or a step.
       worker: which one's. Parameters are the same on all, but for
-        :func:`onebit_jax.zero_one_adam`'s between two syncs.
+        :func:`onebit_jax.zero_one_adam`'s and :func:`onebit_jax.local_steps`' between two
+        exchanges.
 
     Returns:
       A tree like it, without the first axis.

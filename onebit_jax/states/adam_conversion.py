@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import jax
+import jax.core
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -74,12 +75,26 @@ def from_adam(
     def fill(x: Any) -> Any:
         if x is node:
             return begun
-        return x._replace(count=count) if isinstance(x, optax.ScaleByScheduleState) else x
+        if isinstance(x, optax.InjectStatefulHyperparamsState):
+            inner = filled((x.hyperparams_states, x.inner_state))
+            return x._replace(count=count, hyperparams_states=inner[0], inner_state=inner[1])
+        return x._replace(count=count) if _is_schedule(x) else x
 
-    kinds = (ScaleByOnebitAdamState, optax.ScaleByScheduleState)
-    state = jax.tree.map(fill, state, is_leaf=lambda x: isinstance(x, kinds))
+    def is_filled(x: Any) -> bool:
+        kinds = (ScaleByOnebitAdamState, optax.InjectStatefulHyperparamsState)
+        return isinstance(x, kinds) or _is_schedule(x)
+
+    def filled(tree: Any) -> Any:
+        return jax.tree.map(fill, tree, is_leaf=is_filled)
+
+    state = filled(state)
     specs = placement.state_specs(state, mesh.axis_names)
     return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), state, specs)
+
+
+def _is_schedule(x: Any) -> bool:
+    """Whether a state is that of a schedule, which holds nothing but the number of updates."""
+    return getattr(x, "_fields", None) == ("count",)
 
 
 def _noted(tx: optax.GradientTransformation, state: Any, params: Any, axes: AbstractMesh) -> Noted:
@@ -98,24 +113,19 @@ def to_adam(
     tx: optax.GradientTransformation,
     params: optax.Params,
     mesh: Mesh,
-    *,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    eps_root: float = 0.0,
 ) -> optax.ScaleByAdamState:
     r"""Converts a state of 1-bit Adam to one of Optax's Adam.
 
-    The variance is what it was when it froze or was last refreshed. The sum of all residuals,
-    :math:`R`, is added to the momentum: :math:`m + R / \beta_1`.
+    The variance is what it was when it froze or was last refreshed, scaled to the number of updates
+    by which Adam's bias correction divides it. The sum of all residuals, :math:`R`, is added to the
+    momentum: :math:`m + R / \beta_1`.
 
     Args:
       opt_state: the state, in the mesh view.
-      tx: :func:`onebit_jax.onebit_adam` with ``bias_correction``, alone or in a chain.
+      tx: :func:`onebit_jax.onebit_adam`, alone or in a chain; its ``b2``, ``eps``, ``eps_root`` and
+        ``bias_correction`` are read from it.
       params: the parameters.
       mesh: what the state is on.
-      b2: as ``tx`` was given it, and so are the next two.
-      eps: added to the root of the variance.
-      eps_root: added to the variance within the root.
 
     Returns:
       A state for :func:`optax.scale_by_adam`, on the mesh, equal on all workers.
@@ -131,18 +141,35 @@ def to_adam(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         held, _ = simulated.carried(noted, host, axes)
     b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
+    b2, eps, eps_root = (
+        _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")
+    )
     mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
     if host.progress.frozen_at >= 0:
+        correction = 1 - b2 ** float(count)
+        if not cast(Any, noted.algorithm).bias_correction:
+            correction /= 1 - b2 ** float(host.variance_at)
 
         def variance(y: Any) -> Any:
             root = np.where(y > 0, 1 / np.where(y > 0, y, 1), eps)
-            v = np.maximum((root - eps) ** 2 - eps_root, 0) * (1 - b2 ** float(count))
+            v = np.maximum((root - eps) ** 2 - eps_root, 0) * correction
             return np.where(y > 0, v, 0).astype(np.float32)
 
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
     state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
     return jax.tree.map(lambda x: simulated.put(x, NamedSharding(mesh, P())), state)
+
+
+def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:
+    """A hyperparameter of an optimizer; where it is injected, the one in the state."""
+    value = getattr(algorithm, name)
+    if not isinstance(value, jax.core.Tracer):
+        return float(value)
+    injected = _only(optax.InjectStatefulHyperparamsState, opt_state).hyperparams
+    if name not in injected:
+        raise ValueError(f"{name} of tx is computed from others: to_adam cannot read it.")
+    return float(simulated.on_host(injected[name]))
 
 
 def _only(kind: type, state: Any) -> Any:

@@ -1,5 +1,6 @@
 """Whether all processes of a run make the same training step."""
 
+import os
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,10 +15,15 @@ from onebit_jax.programs.collective_check import equations
 # Settings of JAX that decide what numbers a step computes.
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
 
+# Flags of XLA that each process may have otherwise: where it writes, and its simulated devices.
+_OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+
 
 def settings() -> dict[str, Any]:
-    """The settings of JAX that must be the same on all processes."""
-    return {name: getattr(jax.config, name) for name in _SETTINGS}
+    """The settings of JAX and XLA that must be the same on all processes."""
+    found = {name: getattr(jax.config, name) for name in _SETTINGS}
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return found | {"XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS))}
 
 
 def outline(program: Jaxpr) -> int:

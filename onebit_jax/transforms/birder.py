@@ -392,6 +392,7 @@ def birder(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_birder(
             b,

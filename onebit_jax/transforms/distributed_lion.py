@@ -197,6 +197,7 @@ def distributed_lion(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_distributed_lion(
             b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange

@@ -215,6 +215,7 @@ def ef_signsgd(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     validation.check_decay("momentum", momentum)
     check_options(exchange)
     steps = EfSignsgd(learning_rate, validation.float32(momentum), exchange.one_bit(axis_name))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import least_over_shards, sum_over_shards
 from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 
 
@@ -47,9 +48,19 @@ class Tensor(NamedTuple):
 def _for_each(
     terms: Callable[..., tuple[jax.Array, ...]], tensors: Sequence[Tensor], *kinds: Any
 ) -> list[jax.Array]:
-    """The sum or minimum of each term over each tensor."""
+    """The sum or minimum of each term over each tensor.
+
+    Sums over a tensor that every place of a mesh has as a whole are as many times too large; their
+    ratios are not.
+    """
     rows = [fused_reduce(functools.partial(terms, *x.numbers), x.arrays, *kinds) for x in tensors]
-    return [jnp.array([row[i] for row in rows], jnp.float32) for i in range(len(kinds))]
+    found = [jnp.array([row[i] for row in rows], jnp.float32) for i in range(len(kinds))]
+    sums = [x for x, kind in zip(found, kinds, strict=True) if kind is SUM]
+    of_whole = iter(sum_over_shards(jnp.stack(sums)))
+    return [
+        next(of_whole) if kind is SUM else least_over_shards(x)
+        for x, kind in zip(found, kinds, strict=True)
+    ]
 
 
 def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> list[Any]:

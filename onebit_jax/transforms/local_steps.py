@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
@@ -294,7 +295,8 @@ def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
     Tests it on small tensors in a tree like the parameters, while the program is traced.
     """
     rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
+    # Beside a mesh that a user has set arrays would be placed on it, which a program's map cannot.
+    with jax.ensure_compile_time_eval(), use_abstract_mesh(AbstractMesh((), ())):
         tried = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2,) * p.ndim), "f4"), params)
         state = outer.init(tried)
         for count in _TRIED:
@@ -345,8 +347,9 @@ def local_steps(
     parameters in a ``PerWorker``: :func:`onebit_jax.train_step` reads them there, so a run can be
     saved and resumed after any update, and sets them to :math:`x` in an exchange, bit for bit. In
     your own loop read them by ``state.worker_parameters(params)``; parameters to which updates were
-    added may be off by a unit in the last place. ``state.synced_parameters(params)`` are the shared
-    ones, to evaluate and to publish. Nothing may change the updates after this transformation.
+    added, as within :func:`onebit_jax.on_mesh`, may be off by a unit in the last place.
+    ``state.synced_parameters(params)`` are the shared ones, to evaluate and to publish. Nothing may
+    change the updates after this transformation.
 
     **Fragments.** ``fragments=F`` divides the tensors into :math:`F` groups of about the same size,
     assigned largest first, which take turns: group :math:`f` is exchanged in the updates

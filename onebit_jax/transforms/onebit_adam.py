@@ -455,6 +455,7 @@ def onebit_adam(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     return chain(
         scale_by_onebit_adam(
             b1,

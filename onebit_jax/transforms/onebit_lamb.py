@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -160,9 +161,9 @@ class OnebitLamb(PhasedAlgorithm):
         return [inverse_k[i] * x for i, x in enumerate(k_m)]
 
     def _momentum_sizes(self, state: State) -> Arrays:
-        """``|k_l m_l|`` in compression; with several nodes, constant within a chunk."""
+        """``|k_l m_l|`` in compression; behind servers constant within a chunk."""
         exchange = self._bound(state)
-        if not exchange.compresses:
+        if not exchange.compresses or exchange.one_stage:
             F = _fused(exchange, moments.compressed(exchange, state.momentum))
             return [jnp.abs(x) for x in _cut(exchange, F)]
         scales = exchange.layout.scales(state.momentum.received).reshape(-1)
@@ -349,7 +350,8 @@ def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
         position = lax.iota(jnp.uint32, size)
         values = jnp.full((size,), of_chunks[start // chunk if size else 0])
         for j in bounds:
-            values = jnp.where(position >= j * chunk - start, of_chunks[j], values)
+            boundary = np.uint32(j * chunk - start)
+            values = jnp.where(position >= boundary, of_chunks[j], values)
         tensors.append(values.reshape(shape))
         start += size
     return tensors
@@ -381,6 +383,7 @@ def scale_by_onebit_lamb(
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     warmup_end.check_warmup(warmup)
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)

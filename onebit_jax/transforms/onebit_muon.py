@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.exchange import ExchangeOptions, check_options
 from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
 
 
 def onebit_muon(
@@ -52,6 +53,9 @@ def onebit_muon(
     orthogonalization makes them as large as the rest, so by default they are halved in every
     update. With whole residuals one bit loses Muon's gain over Adam; with halved ones it loses a
     small part of that gain (``docs/lm.md``).
+
+    **On a sharded mesh** (:func:`onebit_jax.on_mesh`) the momentum stays split as the matrices are.
+    What is orthogonalized is gathered over the fast axes, and every device computes all of it.
 
     When to choose it: if you train with Muon. The loss is higher than with dense Muon: compare both
     on your task.
@@ -120,13 +124,12 @@ def onebit_muon(
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
     mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
     of_others = exchange.travel()
-    muon = optax.contrib.muon(
-        learning_rate,
-        ns_steps=ns_steps,
-        beta=beta,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        consistent_rms=consistent_rms,
+    muon = optax.chain(
+        orthogonalized_momentum(
+            beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
+        ),
+        optax.add_decayed_weights(cast(Any, weight_decay)),
+        optax.scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)

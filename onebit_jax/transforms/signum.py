@@ -83,6 +83,7 @@ def signum(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_distributed_lion(b1, b1, axis_name=axis_name, exchange=exchange),
         optax.add_decayed_weights(weight_decay, mask),

@@ -469,6 +469,7 @@ def zero_one_adam(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
+    mask = validation.checked_mask(mask)
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+import onebit_jax
+from onebit_jax import ExchangeOptions
 from onebit_jax.checkpoint import Checkpoints, manifest
 
 PARAMS, STATE = {"w": np.arange(4, dtype=np.float32)}, {}
@@ -274,3 +277,34 @@ def test_parameters_alone_are_not_restored(tmp_path, opt_state):
         pytest.raises(ValueError, match="is of another tree: opt_state"),
     ):
         checkpoints.restore(PARAMS, opt_state)
+
+
+# What a run goes on with
+
+
+def onebit(**options):
+    return onebit_jax.onebit_adam(1e-3, axis_name="data", warmup=3, **options)
+
+
+OTHERS = {
+    "b1 was 0.9 and is 0.8": {"b1": 0.8},
+    "b2 was 0.999 and is 0.9": {"b2": 0.9},
+    "bias_correction was True and is False": {"bias_correction": False},
+    "scale was 'rms' and is 'mean_abs'": {"exchange": ExchangeOptions(scale="mean_abs")},
+}
+
+
+@pytest.mark.parametrize("told", OTHERS)
+def test_other_hyperparameters_are_named_in_a_warning(tmp_path, told):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    state = onebit_jax.init(onebit(), PARAMS, mesh)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, PARAMS, state, tx=onebit())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert checkpoints.restore(PARAMS, state, tx=onebit()).step == 1
+            assert checkpoints.restore(PARAMS, state).step == 1
+        other = onebit(**OTHERS[told])
+        fresh = onebit_jax.init(other, PARAMS, mesh)
+        with pytest.warns(UserWarning, match=f"1 was saved with other hyperparameters: .*{told}"):
+            assert checkpoints.restore(PARAMS, fresh, tx=other).step == 1

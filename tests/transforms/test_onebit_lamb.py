@@ -49,6 +49,9 @@ CASES: dict[str, tuple[Sizes, dict[str, Any], Any, dict[str, Any], Callable[...,
         lambda t, rank: 0.02 * t * (rank > 1),
     ),
     "one node": ((1, 3), {}, "rms", {"weight_decay": 0.1}, lambda t, rank: 0.1),
+    # In one stage, in which momenta have several sizes.
+    "two": (2, {}, "rms", {"weight_decay": 0.1}, lambda t, rank: 0.1),
+    "two nodes": ((2, 2), {}, "mean_abs", {}, lambda t, rank: 0.0),
 }
 
 
@@ -91,7 +94,7 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["flat", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "flat")],
+    [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES],
 )
 def test_agrees_with_numpy(name):
     state, history, theirs, on_the_way = trained(name)

@@ -121,8 +121,10 @@ def train_tokenizer(documents: Iterable[Sequence[str]], vocab_size: int) -> Word
             f"vocab_size is {vocab_size}; this corpus needs at least {len(pieces)} for the special "
             "tokens and its single characters"
         )
+    # The trainer reserves memory for all tokens that it is asked for.
+    most = len(pieces) + sum(map(len, paragraphs))
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
+        vocab_size=min(vocab_size, most),
         min_frequency=_MIN_FREQUENCY,
         special_tokens=pieces,
         initial_alphabet=alphabet,

@@ -5,7 +5,6 @@ hidden = encode(pretrained.config, pretrained.params, batch)
 save("mine", pretrained)
 """
 
-import json
 import os
 import pathlib
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from train.hugging_face import Place
 
 # Parts that a checkpoint has or has not, as wholes; it always has the others.
 OPTIONAL = ("pooler", "mlm_head", "nsp_head")
+_TOKENIZER = "tokenizer.json"
 _HEADS = ("mlm_head", "nsp_head")
 # A buffer that some versions saved, and the tied output matrix, which is the token embedding.
 _BUFFER = "embeddings.position_ids"
@@ -131,21 +131,63 @@ def _read_config(path: pathlib.Path) -> BertConfig:
         for name, expected in _FIXED.items()
         if values.get(name, expected) != expected
     ]
-    wrong += [f"{name} is missing" for name in _SHAPE.values() if name not in values]
     if wrong:
         raise ValueError(f"{path} is of another architecture than BERT's: {'; '.join(wrong)}")
+    hugging_face.check_sizes(values, _SHAPE.values(), _SHAPE["heads"], path)
+    dropout = values.get("hidden_dropout_prob", 0.1)
+    if not (type(dropout) in (int, float) and 0 <= dropout < 1):
+        raise ValueError(f"{path}: hidden_dropout_prob is {dropout!r:.60}, not from 0 to below 1")
     shape = {ours: values[theirs] for ours, theirs in _SHAPE.items()}
-    return BertConfig(**shape, dropout=values.get("hidden_dropout_prob", 0.1))
+    return BertConfig(**shape, dropout=dropout)
 
 
 def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
+    _check_uncased(root)
+    tokenizer = _of_vocabulary(root)
+    words = [token for token in tokenizer.vocabulary if not token.startswith("[")]
+    if 100 * sum(token != token.lower() for token in words) > len(words):
+        raise ValueError(
+            f"{root}: its vocabulary has tokens with capitals, so its BERT is cased, but the "
+            f"tokenizer here lowers case. Give an uncased BERT"
+        )
+    return tokenizer
+
+
+def _of_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
     if (root / "vocab.txt").is_file():
         return load_tokenizer(root / "vocab.txt")
-    path = root / "tokenizer.json"
-    model = json.loads(path.read_text(encoding="utf-8")).get("model", {})
-    if model.get("type") != "WordPiece":
-        raise ValueError(f"{path} is a {model.get('type')} tokenizer, but BERT's is WordPiece")
-    return WordPieceTokenizer(sorted(model["vocab"], key=model["vocab"].__getitem__))
+    path = root / _TOKENIZER
+    found = hugging_face.read_config(path).get("model")
+    model = found if isinstance(found, dict) else {}
+    kind = model.get("type")
+    if kind != "WordPiece":
+        raise ValueError(f"{path} is a {kind} tokenizer, but BERT's is WordPiece")
+    ids = model.get("vocab")
+    if not isinstance(ids, dict) or not all(type(x) is int for x in ids.values()):
+        raise ValueError(f"{path}: its vocab must give each token its id, a whole number")
+    for expected, (own, token) in enumerate(sorted((own, token) for token, own in ids.items())):
+        if own != expected:
+            raise ValueError(
+                f"{path}: token {token!r} has the id {own} where {expected} is next: ids must be "
+                f"0 to {len(ids) - 1}, each once, as the rows of the embedding are"
+            )
+    return WordPieceTokenizer(sorted(ids, key=ids.__getitem__))
+
+
+def _check_uncased(root: pathlib.Path) -> None:
+    """Raises `ValueError` for a tokenizer that keeps capitals or accents, which ours does not."""
+    settings = {}
+    for name in (hugging_face.CONFIG, _TOKENIZER, "tokenizer_config.json"):
+        if (root / name).is_file():
+            read = hugging_face.read_config(root / name)
+            normalizer = read.get("normalizer")
+            settings |= read | (normalizer if isinstance(normalizer, dict) else {})
+    for name in ("do_lower_case", "lowercase", "strip_accents"):
+        if settings.get(name) is False:
+            raise ValueError(
+                f"{root} says {name} false: its BERT is cased, but the tokenizer here lowers case "
+                f"and strips accents, and most words would be [UNK]. Give an uncased BERT"
+            )
 
 
 def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -160,6 +202,7 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _fit(config: BertConfig, tensors: dict[str, np.ndarray], path: pathlib.Path) -> Params:
     """The tensors as a tree of ours; a `ValueError` lists all that does not fit."""
+    hugging_face.check_layers(config.layers, tensors, "encoder.layer.", path)
     tensors.pop(_BUFFER, None)
     for name, same in _TIED.items():
         if name in tensors and np.array_equal(tensors[name], tensors.get(same, ())):

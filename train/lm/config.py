@@ -28,7 +28,9 @@ class Config(TextConfig):
     ] = 128
     dropout: Fraction = 0.0
     tokenizer: Literal["bytes", "bpe"] = "bytes"
-    vocab_size: Annotated[int, Range(f"more than the {BYTES} bytes", lambda x: x > BYTES)] = 1024
+    vocab_size: Annotated[
+        int, Range(f"more than the {BYTES} bytes, below 2**31", lambda x: BYTES < x < 2**31)
+    ] = 1024
     steps: Count = 400
     learning_rate: Positive = 4e-3
     schedule_warmup: int | float = 40

@@ -116,6 +116,13 @@ def train_bpe(pieces: Sequence[str], vocab_size: int) -> BPETokenizer:
             f"vocab_size {vocab_size}: expected at least {BYTES + 1}, since the {BYTES} bytes are "
             "among the tokens"
         )
+    # The trainer reserves memory for all tokens that it is asked for.
+    most = BYTES + sum(len(piece.encode()) for piece in pieces)
+    if vocab_size > most:
+        raise ValueError(
+            f"vocab_size {vocab_size}: the training text has too few bytes for more than {most} "
+            "tokens; ask for fewer, or give more text"
+        )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

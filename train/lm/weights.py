@@ -49,8 +49,9 @@ def load(folder: str | os.PathLike[str], **options: bool) -> tuple[LMConfig, Par
     root = pathlib.Path(folder)
     hugging_face.check_files(root)
     config, path = _config(root / hugging_face.CONFIG, options), root / hugging_face.TENSORS
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
     tensors = hugging_face.read_tensors(path)
+    hugging_face.check_layers(config.layers, tensors, "model.layers.", path)
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
     params = hugging_face.to_params(tensors, _places(config), shapes, path)
     return config, jax.tree.map(jnp.asarray, params)
 
@@ -59,6 +60,15 @@ def save(folder: str | os.PathLike[str], config: LMConfig, params: Params) -> No
     """Writes a model as `load`, and Hugging Face's `LlamaForCausalLM`, read it: in float32."""
     tensors = hugging_face.to_tensors(params, _places(config))
     hugging_face.write(pathlib.Path(folder), _described(config), tensors)
+
+
+_SIZES = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "feed_forward": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
 
 
 def _described(config: LMConfig) -> dict[str, Any]:
@@ -103,20 +113,14 @@ _DEFAULTS = {
 
 def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
     read = hugging_face.read_config(path)
-    try:
-        config = LMConfig(
-            layers=read["num_hidden_layers"],
-            hidden=read["hidden_size"],
-            heads=read["num_attention_heads"],
-            feed_forward=read["intermediate_size"],
-            vocab_size=read["vocab_size"],
-            **options,
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no configuration of a Llama: {error!r}") from error
+    hugging_face.check_sizes(read, _SIZES.values(), _SIZES["heads"], path)
+    sizes = {ours: read[theirs] for ours, theirs in _SIZES.items()}
+    config = LMConfig(**sizes, **options)
     heads = config.heads
     # Newer files have what concerns rotary positions in an entry of its own.
-    found = _DEFAULTS | {"num_key_value_heads": heads} | read | (read.get("rope_parameters") or {})
+    rotary = read.get("rope_parameters")
+    found = _DEFAULTS | {"num_key_value_heads": heads} | read
+    found |= rotary if isinstance(rotary, dict) else {}
     if not found.get("head_dim"):
         found["head_dim"] = config.hidden // heads
     expected = _architecture(heads) | {

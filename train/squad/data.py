@@ -83,7 +83,7 @@ def read_questions(path: pathlib.Path) -> list[Question]:
             for paragraph in article["paragraphs"]
             for question in paragraph["qas"]
         ]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON of SQuAD 1.1: {error!r}") from error
     for question in found:
         answer, start = question.answers[0], question.start

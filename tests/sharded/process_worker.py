@@ -1,0 +1,63 @@
+"""One of the processes of `test_processes.py`; also run alone, with all devices in it.
+
+    python -m tests.sharded.process_worker FOLDER PROCESSES RANK PORT
+
+trains a model that is sharded over four devices of each of two workers, and writes what this
+process's devices hold in the end to `FOLDER/PROCESSES-RANK.npz`.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import onebit_jax
+from tests.processes import join_processes
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+
+DEVICES, STEPS = 8, 12
+
+OPTIMIZERS: dict[str, Any] = {
+    "onebit_adam": onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW),
+    "onebit_adam, a scale per tensor": onebit_jax.onebit_adam(
+        1e-2,
+        warmup=4,
+        axis_name=SLOW,
+        exchange=onebit_jax.ExchangeOptions(scale_per="tensor"),
+    ),
+    "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW),
+    "onebit_muon": onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
+    "local_steps": onebit_jax.local_steps(
+        optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
+    ),
+}
+
+
+def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
+    del folder, rank
+    task = meshes.task("fsdp", "Auto")
+    of_process = {row: {d.process_index for d in task.mesh.devices[row]} for row in (0, 1)}
+    assert of_process == {0: {0}, 1: {processes - 1}}
+    held = {}
+    for name, tx in OPTIMIZERS.items():
+        tx = onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.specs)
+        params = task.params()
+        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+        step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
+        batch = task.batch(0)
+        for i in range(STEPS):
+            state, metrics = step(state, batch)
+            held[f"{name}, loss {i}"] = np.asarray(metrics["loss"])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            for shard in leaf.addressable_shards:
+                row, place = np.argwhere(task.mesh.devices == shard.device)[0]
+                at = f"{name}, worker {row}, place {place}, {jax.tree_util.keystr(path)}"
+                held[at] = np.asarray(shard.data)
+    return held
+
+
+if __name__ == "__main__":
+    join_processes(main, DEVICES)

@@ -1,0 +1,154 @@
+"""Local steps of workers whose parameters are sharded, in a loop that knows nothing of them."""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+from tests.sharded.updates import by_on_mesh, draw, on_shards, on_whole_tensors, split
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def diloco(bits: int, every: int = 4, fragments: int = 1) -> Any:
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    inner = optax.adam(1e-2)
+    return onebit_jax.local_steps(
+        inner, outer, every=every, axis_name=SLOW, bits=bits, fragments=fragments
+    )
+
+
+def linear_regression(kind: AxisType) -> Any:
+    """Two workers, each of two devices that share a kernel's rows: state, step, batch."""
+    mesh = jax.make_mesh((2, 2), (SLOW, "fsdp"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+    specs = {"kernel": P("fsdp", None), "bias": P(None)}
+    outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
+    tx = onebit_jax.on_mesh(
+        onebit_jax.local_steps(optax.sgd(0.1), outer, every=3, axis_name=SLOW, bits=32),
+        mesh,
+        axis_name=SLOW,
+        specs=specs,
+    )
+
+    def train_step(state: Any, batch: Any) -> Any:
+        params, opt_state, _ = state
+
+        def loss_fn(params: Any) -> jax.Array:
+            kernel = params["kernel"]
+            if kind == AxisType.Explicit:
+                kernel = jax.reshard(kernel, P(None, None))
+            return jnp.mean((batch["x"] @ kernel + params["bias"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, loss), {"loss": loss}
+
+    params = {"kernel": np.array([[2.0], [1.0]], np.float32), "bias": np.ones(1, np.float32)}
+    params = {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()
+    }
+    state = (params, tx.init(params), jnp.float32(0))
+    state = onebit_jax.worker_copies(state, mesh, axis_name=SLOW)
+    step = onebit_jax.worker_step(train_step, mesh, axis_name=SLOW)
+    batch = {"x": [[0, 1], [1, 0], [1, 0], [0, 1]], "y": [[1], [2], [2], [3]]}
+    rows = NamedSharding(mesh, P(SLOW))
+    batch = {name: jax.device_put(np.array(x, np.float32), rows) for name, x in batch.items()}
+    return mesh, state, jax.jit(step), batch
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_losses_of_maxtext_own_closed_form(kind):
+    """A linear layer of two replicas, SGD at 0.1, Nesterov at 1.0 and 0.9, in sync every 3."""
+    mesh, state, step, batch = linear_regression(kind)
+    of_first, means = [], []
+    with jax.set_mesh(mesh):
+        for _ in range(4):
+            state, metrics = step(state, batch)
+            of_first.append(np.asarray(state[2])[0])
+            means.append(np.asarray(metrics["loss"]))
+            if len(means) == 3:
+                meshes.assert_replicas_agree(state[0])
+    np.testing.assert_allclose(of_first, [1.0, 0.49, 0.2401, 0.207545], rtol=1e-5)
+    np.testing.assert_allclose(means, [1.0, 0.65, 0.4481, 0.574244], rtol=1e-5)
+
+
+def test_at_full_precision_shards_are_as_whole_tensors():
+    task = meshes.task("fsdp, tensor", "Auto")
+    params, gradients = draw(task, 22)
+    expected = on_whole_tensors(diloco(32), gradients, params)
+    _, history = by_on_mesh(task, diloco(32), gradients, params)
+    for name, x in history.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "bits", "fragments"),
+    [
+        ("fsdp, tensor", "Auto", 4, 2),
+        pytest.param("fsdp, tensor", "Explicit", 1, 1, marks=pytest.mark.slow),
+        pytest.param("four workers", "Auto", 1, 2, marks=pytest.mark.slow),
+        pytest.param("model", "Explicit", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_bits_of_shards_are_those_of_the_worker_view(mesh, kind, bits, fragments):
+    task = meshes.task(mesh, kind)
+    params, gradients = draw(task, 22)
+    tx = diloco(bits, fragments=fragments)
+    expected = on_shards(task, tx, gradients, params)
+    state, history = by_on_mesh(task, tx, gradients, params)
+    meshes.assert_places_agree((state, history))
+    for name, x in history.items():
+        got = split(task, name, np.asarray(x))
+        np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def sent(task: Any, tx: Any) -> Any:
+    with jax.set_mesh(task.mesh):
+        params = task.params()
+        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+        step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW)
+        program = jax.jit(step).lower(state, task.batch(0)).compile()
+    found = wire.collectives(program, task.mesh)
+    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+
+
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_bits_alone_cross_and_nothing_new_between_shards(kind):
+    task = meshes.task("fsdp, tensor", kind)
+    local: Any = onebit_jax.on_mesh(diloco(4), task.mesh, axis_name=SLOW, specs=task.given_specs)
+    added = sent(task, local) - sent(task, optax.adam(1e-2))
+    assert {(dtype, axis) for _, dtype, axis, _ in added} == {("u8", SLOW)}
+
+
+def test_a_model_trains_and_replicas_agree_after_an_exchange():
+    task = meshes.task("fsdp", "Auto")
+    local = onebit_jax.local_steps(
+        optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
+    )
+    tx: Any = onebit_jax.on_mesh(local, task.mesh, axis_name=SLOW, specs=task.specs)
+    params = task.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+    step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
+    losses = []
+    for _ in range(40):
+        state, metrics = step(state, task.batch(0))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    params, opt_state = jax.device_get(state)
+    for name, x in params.items():
+        # An update is added in float32: a unit in the last place of the larger of both.
+        np.testing.assert_allclose(x[0], x[1], rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(opt_state.shared[name][0], opt_state.shared[name][1])
+    state, _ = step(state, task.batch(0))
+    up = jax.device_get(state[0]["up"])
+    assert np.abs(up[0] - up[1]).max() > 1e-3

@@ -1,0 +1,118 @@
+"""One scale for each shard, or one for each tensor, summed over the fast axes."""
+
+import collections
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from tests import reference
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+from tests.sharded.updates import by_on_mesh, draw, on_whole_tensors, split
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+STEPS, WARMUP, RATE = 50, 5, 1e-2
+PER_TENSOR = onebit_jax.ExchangeOptions(scale_per="tensor")
+COLUMNS = {
+    "up": P(None, "fsdp"),
+    "down": P(None, "fsdp"),
+    "square": P(None, "fsdp"),
+    "gain": P(None),
+    "bias": P(None),
+}
+
+
+def adam(**options: Any) -> Any:
+    warmup: Any = {"warmup": WARMUP, "warmup_bits": 32, "variance_refreshes": None}
+    return onebit_jax.onebit_adam(RATE, b2=0.5, axis_name=SLOW, **warmup, **options)
+
+
+QUICK = ("fsdp", "Auto")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
+        for case in meshes.CASES
+        if case[0] != "four workers"
+    ],
+)
+@pytest.mark.parametrize("scale", ["rms", pytest.param("mean_abs", marks=pytest.mark.slow)])
+def test_one_scale_for_each_tensor_equals_whole_tensors(mesh, kind, scale):
+    task = meshes.task(mesh, kind)
+    tx = adam(exchange=onebit_jax.ExchangeOptions(scale=scale, scale_per="tensor"))
+    # Of some draws a value is so near 0 that its sign is one of rounding, and so is what follows.
+    params, gradients = draw(task, STEPS, seed=1)
+    expected = on_whole_tensors(tx, gradients, params)
+    _, history = by_on_mesh(task, tx, gradients, params)
+    for name, x in history.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_servers_have_one_scale_for_the_chunks_of_all_shards():
+    """Of tensors that are split by columns these chunks are those of the whole tensor."""
+    task = meshes.task("four workers", "Auto")
+    task = task._replace(specs=COLUMNS)
+    tx = adam(exchange=PER_TENSOR)
+    # Of some draws a value is so near 0 that its sign is one of rounding, and so is what follows.
+    params, gradients = draw(task, STEPS, seed=1)
+    expected = on_whole_tensors(tx, gradients, params)
+    _, history = by_on_mesh(task, tx, gradients, params)
+    # In "square", of 16 rows, a server's chunk would be half a row's eighth: it lies otherwise.
+    for name in ("up", "down", "gain", "bias"):
+        np.testing.assert_allclose(
+            history[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+
+
+def test_a_scale_for_each_shard_is_the_algorithm_on_shards():
+    task = meshes.task("fsdp, tensor", "Auto")
+    params, gradients = draw(task, STEPS)
+    _, history = by_on_mesh(task, adam(), gradients, params)
+    got = {name: split(task, name, np.asarray(x)) for name, x in history.items()}
+    of_shards = {name: split(task, name, x) for name, x in params.items()}
+    own = {name: split(task, name, x) for name, x in gradients.items()}
+    for name, p in of_shards.items():
+        for place in np.ndindex(2, 2):
+            plain = reference.OnebitAdam(
+                p[place], task.workers, RATE, 0.9, 0.5, 1e-8, 0.0, WARMUP, bias_correction=True
+            )
+            for step in range(STEPS):
+                plain.update([g[step][place] for g in own[name]])
+            np.testing.assert_allclose(
+                got[name][0, -1][place].reshape(-1), plain.p, rtol=1e-4, atol=1e-5, err_msg=name
+            )
+
+
+def sent(task, tx):
+    tx = onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
+    params = task.params()
+    with jax.set_mesh(task.mesh):
+        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+        step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW)
+        program = jax.jit(step).lower(state, task.batch(0)).compile()
+    found = wire.collectives(program, task.mesh)
+    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+
+
+@pytest.mark.parametrize(("mesh", "sums"), [("fsdp", 1), ("four workers", 2)])
+def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
+    """On workers, and where there are servers on these."""
+    task = meshes.task(mesh, "Auto")
+    added = sent(task, adam(exchange=PER_TENSOR)) - sent(task, adam())
+    assert added == {("all-reduce", "f32", "fsdp", 8 * len(task.specs)): sums}
+
+
+def test_scales_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="scale_per='device' must be 'shard' or 'tensor'"):
+        onebit_jax.ExchangeOptions(scale_per="device")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"scale_per='tensor'.*options of one bit"):
+        onebit_jax.compressed_mean(SLOW, 4, exchange=PER_TENSOR)

@@ -1,0 +1,221 @@
+"""What else stands at a coordinator's port, in a folder of weights, or beside a run."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.train.test_bert_weights import pretrained  # noqa: F401 - a fixture
+from tests.train.test_meeting import WORKER
+from tests.train.together import ended, free_address, started
+from train.bert import weights
+from train.bert.tokenizer import train_tokenizer
+from train.config import RunConfig
+from train.lm.tokenizer import train_bpe
+from train.lock import locked
+from train.metrics import _open_truncated
+from train.report import read_run
+
+# A stranger at the coordinator's port
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"5\n",
+        b"[1]\n",
+        b'{"stopped": 7, "host": "a", "text": "done", "code": 0}\n',
+        b'{"refused": 3}\n',
+        b"[" * 200_000 + b"\n",
+        b"x" * (2**20 + 1),
+        None,
+    ],
+    ids=["number", "list", "code 0", "no text", "nested", "endless", "silent"],
+)
+def test_a_stranger_at_the_port_ends_the_process_with_2(answer):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with started([[WORKER, address, "1", "2", "1", "7"]]) as processes:
+            connection, _ = other.accept()
+            if answer is not None:
+                sending = threading.Thread(target=_send, args=(connection, answer), daemon=True)
+                sending.start()
+            codes, errors = ended(processes)
+            connection.close()
+    assert codes == [2]
+    assert "what answers there is not process 0 of this run" in errors[0]
+
+
+def _send(connection, answer):
+    try:
+        connection.sendall(answer)
+    except OSError:
+        return
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        [{"id": 7, "count": 2, "host": "a"}, {"stopped": {"text": "", "code": 0}}],
+        [{"id": -1, "count": 2, "host": "a"}],
+    ],
+)
+def test_a_stranger_that_says_it_is_a_process_ends_nobody_with_0(hello):
+    address = free_address()
+    host, port = address.split(":")
+    with started([[WORKER, address, "0", "2", "6", "7"]]) as [process]:
+        connection = None
+        while connection is None:
+            try:
+                connection = socket.create_connection((host, int(port)), 1)
+            except OSError:
+                assert process.poll() is None
+        for message in hello:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+        codes, errors = ended([process])
+        connection.close()
+    assert codes == [2]
+    assert "expected 0 to 1" in errors[0]
+
+
+# Folders of weights
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
+@pytest.mark.parametrize("value", [1.5, "8", None, True, 0, -1, [2], 2**31, 2.0])
+def test_a_size_that_is_none_is_named(name, value, pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    change(tmp_path / "config.json", {name: value})
+    with pytest.raises(ValueError, match=rf"{name} is .*, not a whole number of at least 1"):
+        weights.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but no tensor is called"),
+        ({"num_attention_heads": 3}, "hidden_size 8 is no multiple of num_attention_heads 3"),
+        ({"intermediate_size": 10**9}, "has shape .*, not "),
+        ({"hidden_dropout_prob": 1}, "hidden_dropout_prob is 1, not from 0"),
+        ({"hidden_dropout_prob": "0.1"}, "hidden_dropout_prob is '0.1'"),
+        ({"do_lower_case": False}, "its BERT is cased"),
+    ],
+)
+def test_a_configuration_that_no_tensor_has(changes, complaint, pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    change(tmp_path / "config.json", changes)
+    with pytest.raises(ValueError, match=complaint):
+        weights.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"do_lower_case": False}),
+        ("tokenizer_config.json", {"do_lower_case": True, "strip_accents": False}),
+        ("tokenizer.json", {"normalizer": {"type": "BertNormalizer", "lowercase": False}}),
+    ],
+)
+def test_a_cased_folder_is_refused(name, content, pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="its BERT is cased, but the tokenizer here lowers case"):
+        weights.load(tmp_path)
+
+
+def test_a_cased_vocabulary_is_refused(pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    text = (tmp_path / "vocab.txt").read_text()
+    (tmp_path / "vocab.txt").write_text(text.replace("k\n", "K\n"))
+    with pytest.raises(ValueError, match="tokens with capitals, so its BERT is cased"):
+        weights.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "complaint"),
+    [(99, "has the id 99 where 15 is next"), (0, "has the id 0 where 1"), (-1, "has the id -1")],
+)
+def test_a_tokenizer_with_holes_is_refused(own, complaint, pretrained, tmp_path):  # noqa: F811
+    weights.save(tmp_path, pretrained)
+    (tmp_path / "vocab.txt").unlink()
+    ids = {token: index for index, token in enumerate(pretrained.tokenizer.vocabulary)}
+    ids["k"] = own
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
+    with pytest.raises(ValueError, match=complaint):
+        weights.load(tmp_path)
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer.json is not JSON"):
+        weights.load(tmp_path)
+
+
+def change(path, changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# Folders of runs
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path):
+    out = tmp_path / "runs" / "mine"
+    with locked(out), pytest.raises(ValueError, match="another run is training there"), locked(out):
+        pass
+    with locked(out):
+        pass
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path):
+    program = "import os, pathlib; from train.lock import locked\n"
+    program += f"with locked(pathlib.Path({str(tmp_path / 'run')!r})): os.abort()"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode != 0
+    with locked(tmp_path / "run"):
+        pass
+
+
+def test_the_last_step_of_a_log_is_told(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 9}\n{"st')
+    file, last = _open_truncated(path, 5)
+    file.close()
+    assert last == 2
+    path.unlink()
+    file, last = _open_truncated(path, 5)
+    file.close()
+    assert last == 0
+
+
+@pytest.mark.parametrize("name", ["result.json", "metrics.jsonl", "../config.json"])
+def test_a_damaged_file_of_a_finished_run_is_named(name, tmp_path):
+    folder = tmp_path / "adam"
+    folder.mkdir()
+    for file in ("result.json", "metrics.jsonl", "../config.json"):
+        (folder / file).write_text("{}\n")
+    (folder / name).write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=f"{os.path.basename(name)} is damaged: .*; remove it"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("out", ["gs://bucket/run", "a\0b"])
+def test_an_output_folder_that_is_none_is_refused(out):
+    with pytest.raises(ValueError, match=r"--out .*expected the path of a folder"):
+        RunConfig(out=out).check()
+
+
+# Vocabularies and displays
+
+
+def test_more_tokens_than_the_text_can_give():
+    with pytest.raises(ValueError, match=r"too few bytes for more than 268 tokens"):
+        train_bpe(["twelve bytes"], 2**31 - 1)
+    assert train_tokenizer([["to be or not to be"]], 2**31 - 1).vocab_size < 60
+
+
+def test_a_display_that_is_none_changes_nothing():
+    environment = os.environ | {"MPLBACKEND": "nonsense"}
+    command = [sys.executable, "-c", "import train.pictures"]
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
