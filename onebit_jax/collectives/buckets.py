@@ -1,12 +1,17 @@
-"""Rows of the buffer in pieces, for transports that a large message would hold up."""
+"""Rows of the buffer in pieces, for transports that a large message would hold up.
 
-from collections.abc import Callable
-from typing import Literal
+A bucket depends on its own sections alone: where a backward pass makes their gradients one after
+the other, each bucket travels while the rest of the gradients are computed.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.collectives.packing import join_sections
 
 # What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
 _CPU_BUCKET_BYTES = 2**18
@@ -20,25 +25,71 @@ def bucket_limit(bucket_bytes: int | Literal["auto"] | None) -> int | None:
     return _CPU_BUCKET_BYTES if between_cpus else None
 
 
+class Part(NamedTuple):
+    """A part of a section, ``[start, end)``."""
+
+    section: int
+    start: int
+    end: int
+
+
+def buckets_of(sizes: Sequence[int], limit: int) -> list[list[Part]]:
+    """Cuts sections of these many bytes into buckets of at most ``limit``.
+
+    A larger section is cut into equal parts, each a bucket of its own; smaller ones that are
+    neighbours share a bucket.
+
+    >>> [[tuple(part) for part in bucket] for bucket in buckets_of([3, 2, 10, 1], 5)]
+    [[(0, 0, 3), (1, 0, 2)], [(2, 0, 5)], [(2, 5, 10)], [(3, 0, 1)]]
+    """
+    buckets: list[list[Part]] = [[]]
+    filled = 0
+    for section, size in enumerate(sizes):
+        if filled + size > limit:
+            buckets.append([])
+            filled = 0
+        if size <= limit:
+            buckets[-1].append(Part(section, 0, size))
+            filled += size
+            continue
+        count = -(-size // limit)
+        ends = [size * i // count for i in range(count + 1)]
+        buckets += [[Part(section, *part)] for part in itertools.pairwise(ends)]
+        filled = limit
+    return [bucket for bucket in buckets if bucket]
+
+
 def in_buckets(
     collective: Callable[[jax.Array], jax.Array],
-    rows: jax.Array,
-    bucket_bytes: int | Literal["auto"] | None,
-    axis_name: str,
+    sections: Sequence[jax.Array],
+    limit: int | None,
+    order: Sequence[int] = (),
 ) -> jax.Array:
-    """Applies a collective to rows, ``[..., row_bytes]``, in buckets of equal bytes but the last.
+    """Applies a collective to rows, ``[..., row_bytes]``, in buckets.
 
     Args:
-      collective: keeps the last axis as it is.
-      rows: what travels.
-      bucket_bytes: of a bucket; None for all in one; ``"auto"``.
-      axis_name: the axis that it travels along.
+      collective: keeps the last axis as it is, but for padding behind it; may add axes before.
+      sections: the rows' sections, side by side; uint8 ``[..., bytes]``.
+      limit: bytes of a row in a bucket, at most; None for all in one.
+      order: the places of sections whose buckets are filled first, in this order; then the others.
+
+    Returns:
+      The rows after the collective, each row's length a multiple of 128.
     """
-    step, end = bucket_limit(bucket_bytes), rows.shape[-1]
-    if step is None or step >= end:
-        return collective(rows)
-    # Written first: XLA would else order what the rows are made of by bucket, and hold all
-    # gradients at once.
-    rows = materialize(rows, axis_name)
-    buckets = [rows[..., start : start + step] for start in range(0, end, step)]
-    return jnp.concatenate([collective(bucket) for bucket in buckets], -1)
+    leading = sections[0].shape[: sections[0].ndim - 1]
+    flat = [x.reshape(*leading, -1) for x in sections]
+    if limit is None or sum(x.shape[-1] for x in flat) <= limit:
+        return collective(join_sections(flat, leading))
+    order = [*order, *(i for i in range(len(flat)) if i not in set(order))]
+    received: list[list[jax.Array]] = [[] for _ in flat]
+    for bucket in buckets_of([flat[i].shape[-1] for i in order], limit):
+        parts = [part._replace(section=order[part.section]) for part in bucket]
+        sent = [flat[part.section][..., part.start : part.end] for part in parts]
+        rows = collective(jnp.concatenate(sent, -1))
+        start = 0
+        for part in parts:
+            end = start + part.end - part.start
+            received[part.section].append(rows[..., start:end])
+            start = end
+    rows = [part for parts in received for part in parts]
+    return join_sections(rows, rows[0].shape[:-1])

@@ -95,11 +95,14 @@ class Call(NamedTuple):
       when: where false, the state stays as it is; the same on all workers.
       residual_decay: the factor of the workers' residuals when they are added.
       server_decay: likewise for the servers'.
+      fit: as ``when``, but where there are buckets nothing that is sent depends on it: each leaves
+        as soon as its own values are there, before this is known. None for true.
     """
 
     when: ArrayLike = True
     residual_decay: ArrayLike = 1.0
     server_decay: ArrayLike = 1.0
+    fit: jax.Array | None = None
 
 
 def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:

@@ -36,7 +36,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
-from onebit_jax.collectives.buckets import in_buckets
+from onebit_jax.collectives.buckets import bucket_limit, in_buckets
 from onebit_jax.collectives.error_feedback import (
     Active,
     Call,
@@ -49,6 +49,7 @@ from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale, ScalePer
+from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
@@ -76,14 +77,18 @@ class Compressor(Protocol):
 
     def compress(
         self, layout: Layout, values: Sequence[Any], state: Any, call: Any
-    ) -> tuple[jax.Array, Any]:
-        """Encodes a worker's values, a row per server, uint8 ``[chunks, bytes]``; the new state."""
+    ) -> tuple[list[jax.Array], Any]:
+        """Encodes a worker's values, a row per server; the new state.
+
+        Rows are returned in sections, uint8 ``[chunks, bytes]``: one for each piece, and one of all
+        scales, if there are any. A section depends on its own piece alone.
+        """
         ...
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Any
-    ) -> tuple[jax.Array, Any]:
-        """A server's row for all, uint8 ``[bytes]``, from all workers' rows; the new state."""
+    ) -> tuple[list[jax.Array], Any]:
+        """A server's row for all from all workers' rows, in sections ``[bytes]``; the new state."""
         ...
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
@@ -255,6 +260,11 @@ class BoundExchange:
         return bool(self.layout.pieces) and not self.axes.single_node
 
     @property
+    def _limit(self) -> int | None:
+        """Bytes of a bucket; None for one message, as within a node that compresses nothing."""
+        return bucket_limit(self.how.bucket_bytes) if self.compresses else None
+
+    @property
     def feedback(self) -> FeedbackCompressor:
         """The compressor, of an exchange with error feedback."""
         return cast(FeedbackCompressor, self.compressor)
@@ -314,6 +324,9 @@ class BoundExchange:
           in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, each worker's row for each chunk;
           the same on all workers, bit for bit; and the next state.
         """
+        if isinstance(call, Call) and call.fit is not None and self._limit is None:
+            # One message waits for the last value, and so may all: one pass less over the state.
+            call = call._replace(when=call.when & call.fit, fit=None)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
         received, new = self.all_reduce_shard(values, state, call)
@@ -326,20 +339,42 @@ class BoundExchange:
         layout, node = self.layout, self.axes.node
         sent, new = self.compressor.compress(layout, values, state, call)
         if isinstance(self.compressor, RandomSigns) and self.compressor.transport == "votes":
-            return self.compressor.sum(layout, sent, call), new
+            return self.compressor.sum(layout, layout.row(sent, None), call), new
+        order = layout.backward_order()
         if self.one_stage:
-            received = self._travel(lambda x: lax.all_gather(x, node), sent.reshape(-1))
-            received = received.reshape(-1, *sent.shape)
+            # A row for each server, all of which go to all workers.
+            received = self._travel(self._to_all, sent, order, rows=len(sent[0]))
         else:
-            to_serve = self._travel(lambda x: lax.all_to_all(x, node, 0, 0, tiled=True), sent)
+
+            def to_servers(rows: jax.Array) -> jax.Array:
+                padded_rows = join_sections([rows], rows.shape[:1])
+                return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
+
+            to_serve = self._travel(to_servers, sent, order)
             answer, new = self.compressor.serve(layout, to_serve, new, call)
-            received = self._travel(lambda x: lax.all_gather(x, node), answer)
+            received = self._travel(self._to_all, answer)
         if isinstance(new, ExchangeState):
             new = self._measured(received, new, state, call)
+            if call.fit is not None:
+                new = jax.tree.map(
+                    lambda x, was: x if x is was else jnp.where(call.fit, x, was), new, state
+                )
         return received, new
 
-    def _travel(self, collective: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-        return in_buckets(collective, rows, self.how.bucket_bytes, self.axes.node)
+    def _to_all(self, rows: jax.Array) -> jax.Array:
+        """All workers' rows, ``[n, *rows.shape]``."""
+        flat = lax.all_gather(join_sections([rows], ()), self.axes.node)
+        return flat[:, : rows.size].reshape(-1, *rows.shape)
+
+    def _travel(
+        self,
+        collective: Callable[[jax.Array], jax.Array],
+        sections: Sequence[jax.Array],
+        order: Sequence[int] = (),
+        rows: int = 1,
+    ) -> jax.Array:
+        limit = self._limit
+        return in_buckets(collective, sections, limit and max(limit // rows, 1), order)
 
     def _all_reduce_dense(
         self, values: Sequence[Any], state: Any, call: Any

@@ -33,7 +33,7 @@ from onebit_jax.collectives.error_feedback import (
     ExchangeState,
     worker_arrays,
 )
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
+from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack
 from onebit_jax.markers import PerWorker
 
@@ -136,8 +136,8 @@ class KBits:
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call
-    ) -> tuple[jax.Array, Any]:
-        """The worker's stage: returns rows to send, ``[chunks, bytes]``, and the next state."""
+    ) -> tuple[list[jax.Array], Any]:
+        """The worker's stage: sections of rows to send, ``[chunks, bytes]``; the next state."""
         if not self.keeps_residuals:
             return self._rounded(layout, values), ()
         held, last_scales = state.worker.value
@@ -158,34 +158,34 @@ class KBits:
             e = residual(c[..., sample, :], s[..., sample], self.bits)
             squared += times * jnp.sum(e**2)
         s = jnp.concatenate(scales, -1)
-        return layout.row(sections, s[0]), state._replace(
+        return [*sections, scale_bytes(s[0])], state._replace(
             worker=PerWorker(Compensated(compensated, s)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
 
-    def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> jax.Array:
-        """The rows to send without error feedback."""
+    def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """The sections to send without error feedback."""
         scales = [block_scales(z) for z in values]
         sections = [
             piece.pack(self._offset(quantize(z, s, self.bits)), self.bits)
             for piece, z, s in zip(layout.pieces, values, scales, strict=True)
         ]
-        return layout.row(sections, jnp.concatenate(scales, -1))
+        return [*sections, scale_bytes(jnp.concatenate(scales, -1))]
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Call
-    ) -> tuple[jax.Array, Any]:
-        """The server's stage: returns the row to send to all, ``[bytes]``, and the next state."""
+    ) -> tuple[list[jax.Array], Any]:
+        """The server's stage: sections ``[bytes]`` to send to all, and the next state."""
         if not self.keeps_residuals:
             a = lax.optimization_barrier(self._mean(layout, rows, 0.0))
-            return self._answer(layout, a, block_scales(a)[0]), ()
+            return self._answer(a, block_scales(a)[0]), ()
         [last], last_scales = state.server.value
         E = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
         a = jnp.where(call.when, self._mean(layout, rows, E), last)
         a = lax.optimization_barrier(a)
         S = jnp.where(call.when, block_scales(a)[0], last_scales)
         kept = state._replace(server=PerWorker(Compensated([a], S)))
-        return self._answer(layout, a, S), kept
+        return self._answer(a, S), kept
 
     def _mean(self, layout: Layout, rows: jax.Array, residual: jax.Array | float) -> jax.Array:
         """The mean of the workers' rows of a chunk, plus the server's residual."""
@@ -200,9 +200,9 @@ class KBits:
         total = residual + self._numbers(*first)[None]
         return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
 
-    def _answer(self, layout: Layout, a: jax.Array, S: jax.Array) -> jax.Array:
+    def _answer(self, a: jax.Array, S: jax.Array) -> list[jax.Array]:
         section = pack(self._offset(quantize(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
-        return layout.row([section], S[0])
+        return [section, scale_bytes(S[0])]
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""

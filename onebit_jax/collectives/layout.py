@@ -385,8 +385,16 @@ class Layout:
         leading = sections[0].shape[:-1] if scales is None else ()
         if scales is not None:
             leading = scales.shape[: scales.ndim - len(self.scale_shape)]
-            sections = [*sections, lax.bitcast_convert_type(scales, jnp.uint8)]
+            sections = [*sections, scale_bytes(scales)]
         return join_sections(sections, leading)
+
+    def backward_order(self) -> list[int]:
+        """The pieces' places in about the order in which a backward pass makes their gradients.
+
+        The reverse of the tree's order stands in for it; a piece of several tensors waits for the
+        last of them.
+        """
+        return sorted(range(len(self.pieces)), key=lambda i: min(self.leaves_of(i)), reverse=True)
 
     def scales(self, rows: jax.Array) -> jax.Array:
         """The scales in rows; float32 ``[..., *scale_shape]``."""
@@ -394,6 +402,11 @@ class Layout:
         in_bytes = rows[..., self.payload : self.payload + 4 * count].reshape(*leading, count, 4)
         scales = lax.bitcast_convert_type(in_bytes, jnp.float32)
         return scales.reshape(*leading, *self.scale_shape)
+
+
+def scale_bytes(scales: jax.Array) -> jax.Array:
+    """Scales as they travel, four bytes each: float32 ``[..., k]`` to uint8 ``[..., k, 4]``."""
+    return lax.bitcast_convert_type(scales, jnp.uint8)
 
 
 def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:

@@ -45,7 +45,7 @@ from onebit_jax.collectives.error_feedback import (
     ExchangeState,
     worker_arrays,
 )
-from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.markers import PerWorker
 
@@ -254,8 +254,8 @@ class OneBit:
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
-        """The worker's stage: ``c_i``, ``s_i``, and what to send, ``[chunks, bytes]``."""
+    ) -> tuple[list[jax.Array], ExchangeState]:
+        """The worker's stage: ``c_i``, ``s_i``, and what to send, sections ``[chunks, bytes]``."""
         kind, nodes, at = self.scale, layout.axes.nodes, layout.at
         other: Scale = "mean_abs" if kind == "rms" else "rms"
         held, last_scales = state.worker.value
@@ -280,17 +280,17 @@ class OneBit:
         s = self._scales(own_sums[0], counts)
         squares, magnitudes = own_sums if kind == "rms" else own_sums[::-1]
         squared = jnp.sum(squared_residual(s, counts, squares, magnitudes))
-        sent = layout.row(sections, jnp.broadcast_to(s, (nodes, s.size)))
+        sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
         kept = jnp.where(call.when, s[None], last_scales)
-        return sent, state._replace(
+        return sections, state._replace(
             worker=PerWorker(Compensated(compensated, kept)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call
-    ) -> tuple[jax.Array, ExchangeState]:
-        """The server's stage: ``a_j``, ``S_j``, and what to send to all, ``[bytes]``."""
+    ) -> tuple[list[jax.Array], ExchangeState]:
+        """The server's stage: ``a_j``, ``S_j``, and what to send to all, sections ``[bytes]``."""
         chunk, scales = lax.axis_index(layout.axes.node), layout.scales(rows)
         held, last_scales = state.server.value
         active = jax.tree.map(lambda x: x[chunk], layout.shard(state.active))
@@ -310,7 +310,8 @@ class OneBit:
             sections.append(pack(a[0] >= 0, 1, 1).reshape(-1))
         S = self._scales(jnp.concatenate(sums), active.counts)
         kept = jnp.where(call.when, S[None], last_scales)
-        return layout.row(sections, S), state._replace(server=PerWorker(Compensated(served, kept)))
+        kept_values = PerWorker(Compensated(served, kept))
+        return [*sections, scale_bytes(S)], state._replace(server=kept_values)
 
     def _scales(self, power_sums: jax.Array, counts: jax.Array) -> jax.Array:
         """The scales of shards, or of the tensors that they are shards of."""

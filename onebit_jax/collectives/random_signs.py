@@ -164,7 +164,7 @@ class RandomSigns:
 
     def compress(
         self, layout: Layout, values: Sequence[Ratio], state: Any, call: Draw
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[list[jax.Array], Any]:
         """``Q(z_i)``; of an inactive element, whether its denominator is not 0."""
         key = _words(layout, call.key, lax.axis_index(layout.axes.node))
         at, firsts, sections = layout.at, _first_words(layout), []
@@ -178,14 +178,14 @@ class RandomSigns:
             starts = [firsts[i] for i in piece.tensors]
             uniform = uniforms(key, starts, piece.chunks, piece.plane)
             sections.append(piece.section(pack(binarize(sent, uniform), 1, 2)))
-        return layout.row(materialize(sections, layout.axes.node), None), state
+        return materialize(sections, layout.axes.node), state
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Draw
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[list[jax.Array], Any]:
         """``Q`` of the mean of this server's chunk, or the counts' digits."""
         chunk = lax.axis_index(layout.axes.node)
-        return self._decided(layout, count_rows(rows), call, chunk), state
+        return [self._decided(layout, count_rows(rows), call, chunk)], state
 
     def sum(self, layout: Layout, votes: jax.Array, call: Draw) -> jax.Array:
         """What all servers would send, ``[chunks, bytes]``, by one sum of all workers' votes."""

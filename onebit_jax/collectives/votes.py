@@ -167,27 +167,27 @@ class Votes:
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Turn
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[list[jax.Array], Any]:
         """A worker's votes, the signs of its values."""
         zero_is_positive = (call.turn + lax.axis_index(layout.axes.node)) % 2 == 0
         sections = [
             piece.pack(jnp.where(zero_is_positive, z >= 0, z > 0), 1)
             for piece, z in zip(layout.pieces, values, strict=True)
         ]
-        return layout.row(sections, None), state
+        return sections, state
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: Any, call: Turn
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[list[jax.Array], Any]:
         """The sign that most workers voted for, or the counts' digits."""
         del layout
         digits, workers = count_rows(rows), len(rows)
         if self.mean:
-            return digits.reshape(-1), state
+            return [digits.reshape(-1)], state
         more, equal = more_and_equal(digits, workers // 2)
         if workers % 2 == 0:
             more |= jnp.where(call.turn % 2 == 0, equal, jnp.uint8(0))
-        return more, state
+        return [more], state
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """+1 or -1 for each element, or means of them; float32, in pieces."""

@@ -402,7 +402,7 @@ def train_step(
       max_skipped: the number of skipped steps in a row after which a call raises. All workers skip
         a step if one worker's loss, gradient or new model state is not finite, or its gradient's
         norm is above ``2**48``. Parameters, states and random keys stay as they were, bit for bit.
-        Each worker sends two float32 before the exchange, and one with the metrics; the norm takes
+        Each worker sends two float32 besides the exchange, and one with the metrics; the norm takes
         a pass over the gradients, which clipping needs anyway. None turns the check off: one
         worker's NaN then stays in all parameters and residuals.
 

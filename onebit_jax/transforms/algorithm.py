@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.error_feedback import check_fits, worker_arrays
+from onebit_jax.collectives.error_feedback import Call, check_fits, worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
@@ -40,6 +41,7 @@ class Update(NamedTuple):
       grads: the worker's own gradients.
       params: the parameters, or None.
       when: where false, the state stays as it is; the same on all workers.
+      accepted: what of ``when`` is known before the gradients: whether the phase can follow.
       phase: the phase of the update; None for the upcoming phase in the state's ``progress``.
       extra_args: the other arguments of ``tx.update``.
       tree: the gradients in their original tree.
@@ -48,9 +50,15 @@ class Update(NamedTuple):
     grads: Arrays
     params: Any
     when: jax.Array
+    accepted: jax.Array
     phase: Phase | None
     extra_args: Mapping[str, Any]
     tree: Any
+
+    def call(self, residual_decay: ArrayLike = 1.0, server_decay: ArrayLike = 1.0) -> Call:
+        """The options of an exchange of which nothing that is sent waits for ``when``."""
+        fit = None if self.when is self.accepted else self.when
+        return Call(self.accepted, residual_decay, server_decay, fit)
 
 
 # Computes the state after an update in one phase.
@@ -166,7 +174,7 @@ class PhasedAlgorithm(Algorithm):
             chosen = update.when & (index == PHASES.index(phase))
 
             def make(state: Any, grads: Any, params: Any, when: Any, phase: Phase = phase) -> Any:
-                return self._make(phase, state, Update(grads, params, when, phase, {}, ()))
+                return self._make(phase, state, Update(grads, params, when, when, phase, {}, ()))
 
             reads = (update.grads, update.params, chosen)
             state = overwrite_if(chosen, make, state, *reads, axis_names=names)
@@ -235,8 +243,9 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         leaves = None if params is None else jax.tree.leaves(params)
         was, wanted = state.progress, made(when)
         index = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
-        accepted = wanted if phase is None else wanted & algorithm.accepts(was, phase)
-        update = Update(grads, leaves, accepted, phase, extra_args, updates)
+        follows = jnp.bool(True) if phase is None else jnp.bool(algorithm.accepts(was, phase))
+        accepted = follows if when is None else when.made & follows
+        update = Update(grads, leaves, accepted, follows, phase, extra_args, updates)
         new, received = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(

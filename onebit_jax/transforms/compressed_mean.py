@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, ExchangeState
+from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
@@ -62,7 +62,7 @@ class CompressedMean(Algorithm):
         """``u = EC(g_1, ..., g_n)``."""
         exchange = self.exchange.over(update.grads)
         fits(exchange, state.exchange)
-        call = Call(update.when, self.residual_decay, self.residual_decay)
+        call = update.call(self.residual_decay, self.residual_decay)
         mean, kept = exchange.average(update.grads, state.exchange, call)
         return state._replace(exchange=kept), mean
 

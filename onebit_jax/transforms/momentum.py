@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from onebit_jax.collectives.error_feedback import Call, ExchangeState, check_fits
+from onebit_jax.collectives.error_feedback import ExchangeState, check_fits
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, whole_pieces
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms.algorithm import Arrays
+from onebit_jax.transforms.algorithm import Arrays, Update
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
 
@@ -154,7 +154,7 @@ def compress(
     m_i: Arrays,
     decay: Any,
     first: jax.Array,
-    when: jax.Array,
+    update: Update,
 ) -> Momentum:
     """``m <- EC1(m_1, ..., m_n)``.
 
@@ -164,16 +164,16 @@ def compress(
       m_i: the momentum from :func:`last`, updated with this worker's gradients alone.
       decay: the factor of the momentum in ``m_i``.
       first: whether this is the first compressed update.
-      when: where false, all stays as it is; the same on all workers.
+      update: the update; where it is not made, all stays as it is.
     """
     # Before the first compressed update the residuals' array holds m, and nothing was received, so
     # m_i lacks m. Adding m as a residual, times the decay, avoids a separate program for it.
     residual_decay = jnp.where(first, jnp.asarray(decay, jnp.float32), 1.0)
     arrays = momentum.m_then_compensated.value
     handed = exchange.hand_over(arrays, momentum.exchange)
-    received, state = exchange.all_reduce(m_i, handed, Call(when, residual_decay))
+    received, state = exchange.all_reduce(m_i, handed, update.call(residual_decay))
     arrays, state = exchange.hand_back(arrays, state)
-    received = jnp.where(when, received, momentum.received)
+    received = jnp.where(update.when, received, momentum.received)
     return Momentum(PerWorker(arrays), received, state)
 
 

@@ -210,14 +210,14 @@ class OnebitAdam(PhasedAlgorithm):
         """``m <- EC1(b1 m + (1 - b1) g_i)``."""
         exchange = self._bound(state)
         m, g = moments.last(exchange, state.momentum), exchange.node_mean(update.grads)
-        return self._with_momentum(state, m, g, update.when)
+        return self._with_momentum(state, m, g, update)
 
-    def _with_momentum(self, state: State, m: Arrays, g: Arrays, when: jax.Array) -> State:
+    def _with_momentum(self, state: State, m: Arrays, g: Arrays, update: Update) -> State:
         m_i = [jnp.multiply(self.b1, x) + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         first = state.progress.count == state.progress.frozen_at
         exchange = self._bound(state)
         return state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
         )
 
     def refresh_step(self, state: State, update: Update) -> State:
@@ -242,7 +242,7 @@ class OnebitAdam(PhasedAlgorithm):
             momentum=moments.reactivate(exchange, state.momentum, inverse_root),
             gradients=gradients,
         )
-        return self._with_momentum(state, m, exchange.node_mean(update.grads), update.when)
+        return self._with_momentum(state, m, exchange.node_mean(update.grads), update)
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""

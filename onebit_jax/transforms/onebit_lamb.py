@@ -244,7 +244,7 @@ class OnebitLamb(PhasedAlgorithm):
         last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
         m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update.when)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
         )
         fresh = overwrite_if(
             first & update.when,

@@ -115,8 +115,12 @@ def test_what_travels_and_in_how_many_collectives(name, sizes):
         for op, bits in between.items():
             sent = [c.bytes_sent for c in found if c.op == op]
             floor = (nodes - 1) / nodes * size / per_node * bits / 8
-            assert floor <= sum(sent) <= 1.04 * floor
-            assert len(sent) == max(math.ceil(sum(sent) / (nodes - 1) / limit), 1)
+            # Scales, and what does not fill a bucket, have buckets of their own.
+            more = 0 if limit == math.inf else 2
+            assert floor <= sum(sent) <= 1.04 * floor + more * 128 * (nodes - 1)
+            fewest = max(math.ceil(floor / (nodes - 1) / limit), 1)
+            assert fewest <= len(sent) <= fewest + more
+            assert max(sent) <= (nodes - 1) * limit
         found = [c for c in exchange.sent() if c.axis not in (AXIS, NODE)]
         assert {(c.op, c.dtype, c.axis) for c in found} == (within if per_node > 1 else set())
         floor = (per_node - 1) / per_node * size * (4 + back / 8)

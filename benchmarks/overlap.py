@@ -1,0 +1,238 @@
+"""Times steps whose exchange travels during the backward pass, on hosts of a chosen bandwidth.
+
+    python -m benchmarks.overlap
+    python -m benchmarks.overlap --bandwidths 100mbit --steps 8
+
+The hosts are those of `benchmarks.network`, and as there share the machine's cores: Linux, root and
+iproute2. Each trains a chain of layers by 1-bit Adam in its compression phase, through
+`onebit_jax.train_step`; the default sizes compute about a second on one core.
+
+- *compute*: Adam without an exchange, each host by itself;
+- *exchange*: 1-bit Adam on gradients of a loss that costs next to nothing: encoding and the wire;
+- *waiting*: the step with a norm to clip at that is never reached, so that no bucket leaves before
+  the last gradient is there;
+- *overlapped*: the step with default arguments.
+
+Waiting and overlapped make the same steps: the benchmark compares their parameters bit for bit.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from benchmarks.kinds import AXIS
+from benchmarks.network.hosts import bits_per_second, network, why_unavailable
+from benchmarks.network.processes import Place, Processes
+from train import record
+
+_RATE = 1e-4
+_NEVER_REACHED = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to time."""
+
+    hosts: int = 2
+    """Number of hosts: with two an exchange has one stage, with more it has two."""
+    bandwidths: tuple[str, ...] = ("10gbit", "1gbit", "400mbit", "200mbit", "100mbit", "50mbit")
+    """Of each host, each way: a number of mbit or gbit, or "unshaped"."""
+    layers: int = 12
+    """Layers of the chain."""
+    width: int = 2048
+    """Rows and columns of a layer's matrix."""
+    rows: int = 256
+    """Rows of each host's batch."""
+    rounds: int = 2
+    """How often the kinds take turns."""
+    steps: int = 3
+    """Steps in a turn at one bandwidth."""
+    limit: float = 120.0
+    """Seconds after which a host that does not answer is given up."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/overlap.json")
+    """File to write the figures to."""
+
+
+class Kind(NamedTuple):
+    """A way to make a step.
+
+    Attributes:
+      make: the optimizer.
+      trains: whether the loss is the chain's; else it costs next to nothing.
+      max_grad_norm: as for `onebit_jax.train_step`.
+      bandwidths: whether its time depends on the bandwidth.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    trains: bool = True
+    max_grad_norm: float | None = None
+    bandwidths: bool = True
+
+
+def _onebit_adam() -> optax.GradientTransformation:
+    return onebit_jax.onebit_adam(
+        _RATE, warmup=1, warmup_bits=32, variance_refreshes=None, axis_name=AXIS
+    )
+
+
+KINDS = {
+    "compute": Kind(lambda: optax.adam(_RATE), bandwidths=False),
+    "exchange": Kind(_onebit_adam, trains=False),
+    "waiting": Kind(_onebit_adam, max_grad_norm=_NEVER_REACHED),
+    "overlapped": Kind(_onebit_adam),
+}
+
+
+def chain_loss(params: Any, x: jax.Array) -> jax.Array:
+    """A forward pass through all layers."""
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(jnp.square(x - 0.5))
+
+
+def trivial_loss(params: Any, x: jax.Array) -> jax.Array:
+    """A loss whose gradients are elementwise, and each worker's own."""
+    return jnp.mean(x) * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
+
+
+class Worker:
+    """Makes the steps on one host, together with those on the others."""
+
+    def __init__(self, place: Place):
+        jax.config.update("jax_num_cpu_devices", 1)
+        address, port = place.meeting_point
+        jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
+        self._mesh = jax.make_mesh((place.hosts,), (AXIS,))
+
+    def prepare(self, name: str, layers: int, width: int, rows: int) -> None:
+        """Makes parameters, state and batch, and compiles."""
+        kind, mesh = KINDS[name], self._mesh
+        tx, loss_fn = kind.make(), chain_loss if kind.trains else trivial_loss
+
+        def make_params() -> Any:
+            drawn = jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5
+            return {f"layer {i:03}": drawn[i] for i in range(layers)}
+
+        replicated, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+        self._params = jax.jit(make_params, out_shardings=replicated)()
+        self._batch = jax.jit(
+            lambda: jax.random.normal(jax.random.key(1), (rows * mesh.size, width)),
+            out_shardings=split,
+        )()
+        if name == "compute":
+            self._state = jax.jit(tx.init, out_shardings=replicated)(self._params)
+            self._step = _alone(tx, mesh)
+        else:
+            self._state = onebit_jax.init(tx, self._params, mesh)
+            self._step = onebit_jax.train_step(loss_fn, tx, mesh, max_grad_norm=kind.max_grad_norm)
+        # One of warm-up, and those in which the phase is not yet known ahead.
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> float:
+        """Makes one step; seconds."""
+        start = time.perf_counter()
+        self._params, self._state, metrics = self._step(self._params, self._state, self._batch)
+        jax.block_until_ready((self._params, self._state, metrics))
+        return time.perf_counter() - start
+
+    def release(self) -> str:
+        """Frees everything; a digest of the parameters."""
+        digest = hashlib.sha256()
+        for x in jax.tree.leaves(self._params):
+            digest.update(x.addressable_data(0).tobytes())
+        del self._params, self._state, self._batch
+        return digest.hexdigest()
+
+
+def _alone(tx: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Any:
+    """A step of each host by itself, without any collective."""
+
+    def worker(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(chain_loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss[None]
+
+    mapped = jax.shard_map(
+        worker,
+        mesh=mesh,
+        in_specs=(P(), P(), P(AXIS)),
+        out_specs=(P(), P(), P(AXIS)),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=(0, 1))
+
+
+def measure(options: Options) -> dict[str, dict[str, Any]]:
+    """Seconds and megabytes of each kind at each bandwidth; the kinds take turns.
+
+    Raises:
+      RuntimeError: the overlapped step did not make the parameters of the one that waits.
+    """
+    sizes = options.layers, options.width, options.rows
+    figures: dict[str, dict[str, Any]] = {name: {} for name in KINDS}
+    with network(options.hosts) as net:
+        processes = Processes(net, "benchmarks.overlap", 29500, [], options.limit)
+        try:
+            for _ in range(options.rounds):
+                digests = {}
+                for name, kind in KINDS.items():
+                    net.shape("unshaped")
+                    processes.ask("prepare", name, *sizes)
+                    for bandwidth in options.bandwidths if kind.bandwidths else ("any",):
+                        net.shape("unshaped" if bandwidth == "any" else bandwidth)
+                        before = processes.ask("sent")[0][0]
+                        # A step has ended when the last host's has.
+                        seconds = [max(processes.ask("step")) for _ in range(options.steps)]
+                        sent = processes.ask("sent")[0][0] - before
+                        figure = figures[name].setdefault(bandwidth, {"seconds": []})
+                        figure["seconds"] += seconds
+                        figure["megabytes"] = sent / options.steps / 1e6
+                    digests[name] = processes.ask("release")[0]
+                if digests["waiting"] != digests["overlapped"]:
+                    raise RuntimeError("the overlapped step made other parameters than the other")
+        finally:
+            processes.close()
+    return figures
+
+
+def print_table(figures: dict[str, dict[str, Any]], bandwidths: tuple[str, ...]) -> None:
+    """Milliseconds per step, medians."""
+    medians = {
+        name: {x: 1e3 * statistics.median(figure["seconds"]) for x, figure in by.items()}
+        for name, by in figures.items()
+    }
+    columns = [name for name in KINDS if name != "compute"]
+    print(f"compute alone {medians['compute']['any']:.0f} ms; milliseconds per step, medians:")
+    print(f"{'':10}" + "".join(f"{name:>12}" for name in columns))
+    for bandwidth in bandwidths:
+        row = "".join(f"{medians[name][bandwidth]:12.0f}" for name in columns)
+        print(f"{bandwidth:10}{row}")
+
+
+def main(options: Options) -> None:
+    """Runs the benchmark."""
+    for bandwidth in options.bandwidths:
+        bits_per_second(bandwidth)
+    if reason := why_unavailable():
+        raise SystemExit(reason)
+    figures = measure(options)
+    print_table(figures, options.bandwidths)
+    record.write(options.json, options, {"kinds": figures})
+    print(f"wrote {options.json}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,0 +1,153 @@
+"""Buckets that leave during the backward pass: the same steps, and the order in the program."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import onebit_jax
+from onebit_jax import ExchangeOptions
+from onebit_jax.collectives import layout
+from tests.workers import AXIS
+
+LAYERS, WIDTH = 4, 32
+
+
+@pytest.fixture(autouse=True)
+def each_kernel_by_itself(monkeypatch):
+    """As if it were large: small tensors travel together."""
+    monkeypatch.setattr(layout, "SMALL", WIDTH)
+
+
+_STEPS, _BAD = 9, (4, 7)
+
+
+def _loss_fn(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+    return jnp.mean(jnp.square(x - batch["y"])) + jnp.mean(batch["fault"] * params["0"]["bias"])
+
+
+def _params(width: int = WIDTH) -> Any:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    return {
+        str(i): {
+            "kernel": jax.random.normal(key, (width, width)) / width**0.5,
+            "bias": jnp.zeros(width),
+        }
+        for i, key in enumerate(keys)
+    }
+
+
+def _batch(workers: int, step: int, width: int = WIDTH) -> Any:
+    rng = np.random.default_rng(step)
+    x, y = rng.standard_normal((2, 4 * workers, width), np.float32)
+    fault = np.zeros((4 * workers, width), np.float32)
+    if step in _BAD:
+        fault[-1, 3] = np.nan if step == _BAD[0] else 1e30
+    return {"x": x, "y": y, "fault": fault}
+
+
+def _make(name: str, exchange: ExchangeOptions) -> optax.GradientTransformation:
+    if name == "onebit_adam":
+        return onebit_jax.onebit_adam(
+            1e-2, warmup=2, axis_name=AXIS, variance_refreshes=5, exchange=exchange
+        )
+    if name == "onebit_lamb":
+        return onebit_jax.onebit_lamb(1e-2, warmup=2, axis_name=AXIS, exchange=exchange)
+    bits = int(name)
+    mean = onebit_jax.compressed_mean(AXIS, bits, exchange=exchange)
+    return optax.chain(mean, optax.sgd(1e-2, momentum=0.9))
+
+
+def _mesh(workers: int) -> Mesh:
+    return jax.make_mesh((workers,), (AXIS,), devices=jax.devices()[:workers])
+
+
+def _trajectory(name: str, workers: int, bucket_bytes: int | None) -> list[Any]:
+    tx = _make(name, ExchangeOptions(bucket_bytes=bucket_bytes))
+    params, mesh = _params(), _mesh(workers)
+    step = onebit_jax.train_step(_loss_fn, tx, mesh)
+    state = onebit_jax.init(tx, params, mesh)
+    made = []
+    for i in range(_STEPS):
+        params, state, metrics = step(params, state, _batch(workers, i))
+        made.append(jax.device_get((params, state, metrics)))
+    return made
+
+
+def _assert_same_bits(ours: Any, theirs: Any) -> None:
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(
+            np.atleast_1d(x).view(np.uint8), np.atleast_1d(y).view(np.uint8)
+        ),
+        ours,
+        theirs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("onebit_adam", 2),
+        *(
+            pytest.param(name, workers, marks=pytest.mark.slow)
+            for name in ("onebit_adam", "onebit_lamb", "1", "4")
+            for workers in (2, 4)
+            if (name, workers) != ("onebit_adam", 2)
+        ),
+    ],
+)
+@pytest.mark.usefixtures("quick_compilation")
+def test_steps_are_those_of_one_message(name, workers):
+    """Two of them are left out, for a NaN and for a gradient that is too large, and change nothing.
+
+    The losses are equal too, since parameters are.
+    """
+    cut, whole = (_trajectory(name, workers, size) for size in (256, None))
+    for i, (ours, theirs) in enumerate(zip(cut, whole, strict=True)):
+        if i in _BAD:
+            _assert_same_bits(ours[:2], cut[i - 1][:2])
+            assert ours[2]["skipped_in_a_row"] == 1
+        _assert_same_bits(ours, theirs)
+    assert np.any(cut[-1][0]["0"]["kernel"] != cut[_BAD[1]][0]["0"]["kernel"])
+
+
+def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
+    """A letter for each matmul that makes a gradient, and for each collective of bytes."""
+    width, mesh = 256, _mesh(workers)
+    tx = _make("onebit_adam", ExchangeOptions(bucket_bytes=bucket_bytes))
+    params = jax.eval_shape(lambda: _params(width))
+    step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
+    state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
+    lowered = step.lower(params, state, _batch(workers, 0, width), phase="compression")
+    text = lowered.compile().as_text()
+    assert text is not None
+    assert "is_scheduled=true" in text
+    found = re.findall(
+        rf"= (?:(f32)\[{width},{width}\]\S* dot|u8\[\S* all-gather|\(u8\[.*?\) all-to-all)\(", text
+    )
+    return "".join("g" if matmul else "x" for matmul in found)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_buckets_leave_before_the_last_gradient_is_there(workers):
+    order = _order(2**12, workers)
+    assert order.count("g") == LAYERS
+    # The last layer's gradient comes first, and its bytes leave before the first layer's comes.
+    assert "x" in order[: order.rindex("g")], order
+    # One message waits for all.
+    order = _order(None, workers)
+    assert order.count("x") == workers // 2
+    assert "x" not in order[: order.rindex("g")], order
+
+
+def test_clipping_waits_for_the_norm_of_all_gradients():
+    order = _order(2**12, max_grad_norm=1.0)
+    assert "x" not in order[: order.rindex("g")], order
