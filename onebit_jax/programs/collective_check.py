@@ -76,7 +76,7 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         specs = zip(given, params["in_specs"], strict=True)
         results = _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
         alone = Axes(name for name, size in params["mesh"].shape.items() if size == 1)
-        # A split array varies rightly: outside it is one array, and what is computed of it the same.
+        # A split array varies rightly: outside it is one array, as is what is computed of it.
         return [
             x - alone - _names(tuple(spec))
             for x, spec in zip(results, params["out_specs"], strict=True)
