@@ -389,7 +389,8 @@ class TrainStep:
                 opt_state=opt_state,
                 extra_args=extra_args,
             )
-            computed = LossAndGradients(*rows, grads, None)
+            loss, metrics = rows
+            computed = LossAndGradients(loss, metrics, grads, None)
             results, *others = self._update(own, computed, measured, skips, phase, copies)
             return *results[:2], others
 

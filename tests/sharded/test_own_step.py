@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
+from onebit_jax.transforms.phases import PHASES
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 
@@ -28,8 +29,8 @@ def begin(task, tx, **options):
 def trained(task, tx, steps, **options):
     params, opt_state, step = begin(task, tx, **options)
     found = []
-    for i in range(steps):
-        params, opt_state, metrics = step(params, opt_state, task.batch(i))
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, task.batch(0))
         found.append(jax.device_get(metrics))
     return params, opt_state, found
 
@@ -44,8 +45,8 @@ def on_whole_model(tx, steps, **options):
     small = meshes.Task(mesh, dict.fromkeys(params, P()), ())
     step = onebit_jax.train_step(small.loss, tx, mesh, **options)
     found = []
-    for i in range(steps):
-        params, opt_state, metrics = step(params, opt_state, put(task.batch(i), P(SLOW)))
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, put(task.batch(0), P(SLOW)))
         found.append(jax.device_get(metrics))
     return params, opt_state, found
 
@@ -82,7 +83,7 @@ def test_phases_are_programs_and_bits_alone_cross_the_slow_axis():
     assert slow.keys() == {"u8", "f32"}
     assert slow["f32"] < 100
     params, opt_state, found = trained(task, tx, 12, max_grad_norm=1.0)
-    phases = [onebit_jax.transforms.phases.PHASES[int(x["phase"])] for x in found]
+    phases = [PHASES[int(x["phase"])] for x in found]
     assert phases[:4] == ["warmup"] * 4
     assert phases[4:] == ["compression"] * 8
     assert found[-1]["loss"] < 0.8 * found[0]["loss"]
