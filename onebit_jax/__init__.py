@@ -7,8 +7,9 @@ from onebit_jax.programs import wire
 from onebit_jax.sharded.on_mesh import on_mesh
 from onebit_jax.sharded.worker_step import worker_copies, worker_copy, worker_step
 from onebit_jax.states.adam_conversion import from_adam, to_adam
-from onebit_jax.states.placement import init, state_specs
+from onebit_jax.states.placement import state_specs
 from onebit_jax.states.resizing import resize
+from onebit_jax.training.sharded_model import init
 from onebit_jax.training.train_step import TrainStep, train_step
 from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder

@@ -43,7 +43,8 @@ def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
       jaxpr: the program around the map, such as that of a ``jax.stages.Traced``.
 
     Returns:
-      The mesh axes that each of its results may vary over, axes of size 1 excluded.
+      The mesh axes that each of its results may vary over, axes of size 1 and those that it is
+      split over excluded.
 
     Raises:
       ValueError: for a collective under a condition that may differ between workers.
@@ -75,7 +76,11 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         specs = zip(given, params["in_specs"], strict=True)
         results = _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
         alone = Axes(name for name, size in params["mesh"].shape.items() if size == 1)
-        return [x - alone for x in results]
+        # A split array varies rightly: outside it is one array, as is what is computed of it.
+        return [
+            x - alone - _names(tuple(spec))
+            for x, spec in zip(results, params["out_specs"], strict=True)
+        ]
     if name == "cond":
         branches = [_open(branch) for branch in params["branches"]]
         _check_condition(given[0], *branches)

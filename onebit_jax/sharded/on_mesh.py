@@ -31,7 +31,7 @@ from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_t
 from onebit_jax.states import placement
 
 
-class _OnMesh:
+class OnMesh:
     """The functions of the transformation that :func:`on_mesh` returns."""
 
     def __init__(self, tx: optax.GradientTransformation, axes: MeshAxes, specs: Specs):
@@ -41,7 +41,7 @@ class _OnMesh:
     def init(self, params: optax.Params) -> Any:
         """One worker's state, with which every worker begins."""
         specs = parameter_specs(self._axes, self._specs, params)
-        placed = self._place_state(params, specs)
+        placed = self.place_state(params, specs)
         given, structure = jax.tree.flatten(params)
         of_leaves = structure.flatten_up_to(specs)
         abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in given]
@@ -87,7 +87,7 @@ class _OnMesh:
         """The worker-view update of every device's shards, where vmap binds the workers."""
         axes = self._axes
         specs = parameter_specs(axes, self._specs, updates)
-        placed = self._place_state(updates, specs)
+        placed = self.place_state(updates, specs)
         check_state(axes, state, placed)
         if params is not None:
             check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
@@ -145,7 +145,7 @@ class _OnMesh:
 
         return update_worker(updates, state, params, traced)
 
-    def _place_state(self, like: Any, specs: Any) -> Any:
+    def place_state(self, like: Any, specs: Any) -> Any:
         """How the state of parameters like these lies; checks of the optimizer, once for each."""
         leaves, structure = jax.tree.flatten(like)
         of_leaves = structure.flatten_up_to(specs)
@@ -289,5 +289,5 @@ def on_mesh(
       True
     """
     validation.check_transformation("tx", tx)
-    made = _OnMesh(tx, MeshAxes(mesh, axis_name), specs)
+    made = OnMesh(tx, MeshAxes(mesh, axis_name), specs)
     return optax.GradientTransformationExtraArgs(made.init, made.update)

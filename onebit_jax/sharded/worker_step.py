@@ -45,7 +45,9 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
         return x[0]
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
-        shares = jax.tree_util.tree_map_with_path(lambda path, x: _shares(axes, path, x), batch)
+        shares = jax.tree_util.tree_map_with_path(
+            lambda path, x: worker_shares(axes, path, x), batch
+        )
         mapped = jax.vmap(train_step, spmd_axis_name=axes.spmd_axis_name)
         state, metrics = mapped(state, shares)
         return state, jax.tree.map(of_first, metrics)
@@ -53,7 +55,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
     return step
 
 
-def _shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
+def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
     """The workers' shares of a part of the batch, ``[workers, ...]``."""
     if not jnp.ndim(x) or x.shape[0] % axes.workers or not x.shape[0]:
         raise ValueError(

@@ -126,14 +126,15 @@ def _on_mesh(
 ) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
     def initialise(params: optax.Params) -> optax.OptState:
         # Steps return no weak types: with them the second step would be compiled again.
-        return jax.tree.map(_strong, tx.init(params))
+        return jax.tree.map(strong, tx.init(params))
 
     return lambda specs: jax.shard_map(
         initialise, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
     )
 
 
-def _strong(x: Any) -> Any:
+def strong(x: Any) -> Any:
+    """An array of a type that is not weak."""
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
 

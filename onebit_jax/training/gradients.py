@@ -38,6 +38,8 @@ def loss_and_gradients(
     rng: jax.Array | None = None,
     model_state: Any = None,
     loss_scale: jax.Array | None = None,
+    *,
+    interleaved: bool = False,
 ) -> LossAndGradients:
     """Computes the loss and gradients of one worker, in the worker view.
 
@@ -49,6 +51,8 @@ def loss_and_gradients(
       rng: the worker's random key, from which each microbatch's key is folded.
       model_state: the model's state, which ``loss_fn`` reads and returns.
       loss_scale: a factor of the loss, by which gradients are divided again afterwards.
+      interleaved: whether a microbatch is every so manyth row, so that rows which are split over
+        devices stay where they are; else rows that follow each other.
 
     Raises:
       ValueError: for a ``loss_fn`` whose results have a wrong type or shape.
@@ -84,7 +88,12 @@ def loss_and_gradients(
         total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (loss, metrics, grads))
         return (total, state), None
 
-    microbatches = jax.tree.map(lambda x: x.reshape(accumulation, -1, *x.shape[1:]), batch)
+    def split(x: jax.Array) -> jax.Array:
+        if interleaved:
+            return x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(accumulation, -1, *x.shape[1:])
+
+    microbatches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], microbatches)
     (loss, (metrics, _)), grads = jax.eval_shape(gradients, params, first, rng, model_state)
     shapes = loss, metrics, grads

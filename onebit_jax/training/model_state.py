@@ -6,15 +6,13 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from onebit_jax.markers import is_key
 from onebit_jax.programs.collective_check import leaves_with_axes
 
 
-def with_own_keys(model_state: Any, axes: tuple[str, ...]) -> Any:
-    """Folds each worker's index into random keys; other leaves stay as they are."""
-    index = lax.axis_index(axes)
+def with_own_keys(model_state: Any, index: jax.Array) -> Any:
+    """Folds a worker's index into random keys; other leaves stay as they are."""
     return jax.tree.map(lambda x: jax.random.fold_in(x, index) if is_key(x) else x, model_state)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import nodes_with
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
@@ -110,7 +111,8 @@ def update(
             updates, state = update_when(made, tx, grads, state, params, given)
         new_params = worker_parameters(state, optax.apply_updates(params, updates))
         if when is not None:
-            finite = _looks_finite(updates)
+            # Of a tensor either all shards are updated or none.
+            finite = sum_over_shards((~_looks_finite(updates)).astype(jnp.int32)) == 0
             # A parameter of -0.0 plus an update of 0 would be another.
             new_params = keep(when.made & finite, new_params, params)
         return new_params, state, finite
@@ -173,6 +175,12 @@ def _selects(make: Any, old: _Made, grads: Any) -> bool:
     return selected[0] and fits and jax.tree.leaves(before) == jax.tree.leaves(after)
 
 
+def _first(upcoming: Any) -> int:
+    """The next phase; of a split model every device has a row of its own, equal on all."""
+    here = upcoming.addressable_data(0) if isinstance(upcoming, jax.Array) else upcoming
+    return int(np.asarray(here).flat[0])
+
+
 class PhaseChoice:
     """Finds out the phase of the next update without waiting for the one in flight.
 
@@ -209,7 +217,7 @@ class PhaseChoice:
         if given is not None or not nodes:
             return given
         if known is None:
-            upcoming = [int(np.asarray(node.upcoming)[0]) for node in nodes]
+            upcoming = [_first(node.upcoming) for node in nodes]
         else:
             if len(self._recent) == 2 and np.any(known[:, _NEXT] != known[:, _AFTER_NEXT]):
                 known = self._read(1)

@@ -1,6 +1,7 @@
 """Builds a training step on a mesh from a loss and an optimizer."""
 
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import jax
 import jax.core
@@ -12,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.replica_check import check_replicas
+from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import placement
 from onebit_jax.training import agreement, phase_choice
-from onebit_jax.training.gradients import LossFn, loss_and_gradients
+from onebit_jax.training.gradients import LossAndGradients, LossFn, loss_and_gradients
 from onebit_jax.training.model_state import (
     check_random_keys,
     check_shared_model_state,
@@ -25,9 +28,10 @@ from onebit_jax.training.model_state import (
     with_own_keys,
 )
 from onebit_jax.training.run import Run
+from onebit_jax.training.sharded_model import ShardedModel, sharded_model
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
-from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, no_skips
+from onebit_jax.transforms.clip_by_common_norm import clipped
+from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, no_skips, squared_norms
 from onebit_jax.transforms.phases import keep
 from onebit_jax.transforms.when import When
 from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
@@ -72,8 +76,16 @@ class TrainStep:
     """A compiled training step; :func:`train_step` makes and documents it."""
 
     def __init__(
-        self, loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, options: _Options
+        self,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        options: _Options,
+        sharded: ShardedModel | None = None,
     ):
+        self._sharded = sharded
+        self._axes = mesh.axis_names if sharded is None else sharded.axes.slow_names
+        self._workers = mesh.size if sharded is None else sharded.axes.workers
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._mesh = mesh
@@ -197,7 +209,9 @@ class TrainStep:
         with placement.computing_on(self._mesh):
             shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
             placed = jax.tree.map(
-                lambda x, sharding: x.update(sharding=sharding), shapes, self._placement(shapes)
+                lambda x, sharding: x.update(sharding=sharding),
+                shapes,
+                self._placement(shapes._replace(batch=batch)),
             )
         skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
         with placement.computing_on(self._mesh, concretely=True):
@@ -206,18 +220,34 @@ class TrainStep:
 
     def _placement(self, given: _Arguments) -> _Arguments:
         """The shardings of the arguments, in a tree like theirs."""
-        structure = jax.tree.structure(given)
-        if structure not in self._placements:
+        key = self._structure(given)
+        if key not in self._placements:
             axes = self._mesh.axis_names
-            specs = jax.tree.map(lambda _: P(), given)._replace(
-                opt_state=placement.state_specs(given.opt_state, axes),
-                batch=jax.tree.map(lambda _: P(axes), given.batch),
-            )
+            # Of a sharded model specs are known once parameters are checked.
             self._check(given)
-            self._placements[structure] = jax.tree.map(
+            if self._sharded is None:
+                own = {
+                    "opt_state": placement.state_specs(given.opt_state, axes),
+                    "batch": jax.tree.map(lambda _: P(axes), given.batch),
+                }
+            else:
+                own = {
+                    "params": self._sharded.specs(given.params),
+                    "opt_state": self._sharded.state_specs(given.params),
+                    "batch": self._sharded.batch_specs(given.batch),
+                }
+            specs = jax.tree.map(lambda _: P(), given)._replace(**own)
+            self._placements[key] = jax.tree.map(
                 lambda spec: NamedSharding(self._mesh, spec), specs
             )
-        return self._placements[structure]
+        return self._placements[key]
+
+    def _structure(self, given: _Arguments) -> Any:
+        """What programs and placements are made for."""
+        structure = jax.tree.structure(given)
+        if self._sharded is None:
+            return structure
+        return structure, tuple(jax.tree.leaves(self._sharded.batch_specs(given.batch)))
 
     def _placed(self, given: _Arguments) -> _Arguments:
         """Places the arguments, and checks any state that an earlier step did not place."""
@@ -243,8 +273,17 @@ class TrainStep:
         """Checks arguments for users' errors, by shapes and types alone."""
         params, opt_state = given.params, given.opt_state
         placement.check_donated(_by_name(given), placement.buffer)
-        placement.check_whole(params)
         check_random_keys(given.rng, given.batch)
+        if self._sharded is not None:
+            if given.model_state is not None:
+                raise ValueError(
+                    "model_state was given, but a step on a model that is split over a mesh's fast "
+                    "axes takes none: leave out layers with batch statistics, or train the model "
+                    "whole, without axis_name and param_specs."
+                )
+            self._sharded.check_state(params, opt_state)
+            return
+        placement.check_whole(params)
         shapes = placement.state_shapes(self._tx, params, self._mesh)
         placement.check_plans(self._tx, params, opt_state, self._mesh)
         placement.check_state(opt_state, shapes, self._mesh)
@@ -253,7 +292,7 @@ class TrainStep:
 
     def _program(self, placed: _Arguments, phase: Phase | None, skips: Skips) -> Any:
         """The jitted step for placed arguments of this structure."""
-        key = (jax.tree.structure(placed), phase)
+        key = (self._structure(placed), phase)
         if key not in self._programs:
             replicated = self._replicated
             inputs = (*_by_donation(self._placement(placed)), replicated, replicated)
@@ -262,15 +301,20 @@ class TrainStep:
             def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
                 return self._worker(_Arguments(*donated, *others), measured, skips, phase)
 
+            def sharded_step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
+                return self._of_shards(_Arguments(*donated, *others), measured, skips, phase)
+
             # check_vma would treat a momentum as varying that shares an array with residuals,
             # though it is equal on all workers. It would also sum replicated parameters' gradients.
-            mapped = jax.shard_map(
-                step,
-                mesh=self._mesh,
-                in_specs=jax.tree.map(lambda sharding: sharding.spec, inputs),
-                out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
-                check_vma=False,
-            )
+            mapped = sharded_step
+            if self._sharded is None:
+                mapped = jax.shard_map(
+                    step,
+                    mesh=self._mesh,
+                    in_specs=jax.tree.map(lambda sharding: sharding.spec, inputs),
+                    out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
+                    check_vma=False,
+                )
             program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
             traced = program.trace(*_by_donation(placed), np.bool(True), skips)
             varies = check_collectives(traced.jaxpr.jaxpr)
@@ -294,13 +338,13 @@ class TrainStep:
         )
 
     def _check_batch(self, batch: Any) -> None:
-        parts = self._mesh.size * self._options.accumulation
+        parts = self._workers * self._options.accumulation
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             shape = np.shape(leaf)
             if not shape or shape[0] % parts or not shape[0]:
                 raise ValueError(
                     f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
-                    f"must be a multiple of {parts} = {self._mesh.size} workers x accumulation "
+                    f"must be a multiple of {parts} = {self._workers} workers x accumulation "
                     f"{self._options.accumulation}. Change the batch size or the accumulation."
                 )
 
@@ -309,27 +353,78 @@ class TrainStep:
     ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
         """One worker's step, in the worker view, with the upcoming phases and skipped steps."""
         given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
-        axes = self._mesh.axis_names
+        computed = self._gradients(given, lax.axis_index(self._axes))
+        return self._update(given, computed, measured, skips, phase)
+
+    def _gradients(self, given: _Arguments, worker: jax.Array) -> LossAndGradients:
+        """What one worker computes of its share of the batch."""
         rng = given.rng
         if rng is not None:
-            rng = jax.random.fold_in(rng, lax.axis_index(axes))
-        model_state = with_own_keys(given.model_state, axes)
-        loss, metrics, grads, model_state = loss_and_gradients(
+            rng = jax.random.fold_in(rng, worker)
+        return loss_and_gradients(
             self._loss_fn,
             given.params,
             given.batch,
             self._options.accumulation,
             rng,
-            model_state,
+            with_own_keys(given.model_state, worker),
             given.loss_scale,
+            interleaved=self._sharded is not None,
         )
+
+    def _of_shards(
+        self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
+    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """All workers' step where each is several devices."""
+        sharded = cast(ShardedModel, self._sharded)
+        copies = sharded.copies(given.params)
+
+        def gradients(params: Any, batch: Any, worker: jax.Array) -> LossAndGradients:
+            return self._gradients(given._replace(params=params, batch=batch), worker)
+
+        def update(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
+            measured, skips, extra_args = shared
+            own = given._replace(
+                params=phase_choice.worker_parameters(opt_state, params),
+                opt_state=opt_state,
+                extra_args=extra_args,
+            )
+            loss, metrics = rows
+            computed = LossAndGradients(loss, metrics, grads, None)
+            results, *others = self._update(own, computed, measured, skips, phase, copies)
+            return *results[:2], others
+
+        own = sharded.own_parameters(given.params, given.opt_state)
+        computed = sharded.by_worker(gradients, own, given.batch)
+        params, opt_state, others = sharded.on_shards(
+            update,
+            given.params,
+            given.opt_state,
+            computed.grads,
+            (computed.loss, computed.metrics),
+            (measured, skips, given.extra_args),
+        )
+        return (params, opt_state, None), *others
+
+    def _update(
+        self,
+        given: _Arguments,
+        computed: LossAndGradients,
+        measured: jax.Array,
+        skips: Skips,
+        phase: Phase | None,
+        copies: Sequence[int] | None = None,
+    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """One worker's update, in the worker view; of shards each place holds so many copies."""
+        axes = self._axes
+        loss, metrics, grads, model_state = computed
         own = {"loss": loss.astype(jnp.float32)}
         if self._options.grad_norm_every is not None:
-            own["grad_norm"] = self._squared_norm(grads, measured)
+            own["grad_norm"] = self._squared_norm(grads, measured, copies)
         health = when = None
         if self._options.max_skipped is not None:
             finite = remains_finite(given.model_state, model_state)
-            health = examine(grads, axes, jnp.where(finite, loss, jnp.nan))
+            health = examine(grads, axes, jnp.where(finite, loss, jnp.nan), copies)
             when = When(health.fit)
         if self._options.max_grad_norm is not None:
             bound = own["grad_norm"]
@@ -355,7 +450,10 @@ class TrainStep:
                 f"give them other names."
             )
         finite = None if health is None else finite.astype(jnp.float32)
-        metrics, model_state, finite = mean_over_workers((metrics | own, model_state, finite), axes)
+        # What optimizers report may differ between shards, and then is averaged over these too.
+        metrics, model_state, finite = mean_over_workers(
+            (metrics | own, model_state, finite), self._mesh.axis_names
+        )
         if self._options.grad_norm_every is not None:
             metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
         model_state = with_keys_of(given.model_state, model_state)
@@ -367,10 +465,15 @@ class TrainStep:
             model_state = keep(fit, model_state, given.model_state)
         return (params, opt_state, model_state), metrics, outlook, skips
 
-    def _squared_norm(self, grads: optax.Updates, measured: jax.Array) -> jax.Array:
+    def _squared_norm(
+        self, grads: optax.Updates, measured: jax.Array, copies: Sequence[int] | None
+    ) -> jax.Array:
+        def whole(grads: optax.Updates) -> jax.Array:
+            return jnp.sum(sum_over_shards(squared_norms(grads, copies)))
+
         if self._options.grad_norm_every == 1:
-            return squared_norm(grads)
-        return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)
+            return whole(grads)
+        return lax.cond(measured, whole, lambda _: jnp.float32(0), grads)
 
 
 def train_step(
@@ -378,6 +481,8 @@ def train_step(
     tx: optax.GradientTransformation,
     mesh: Mesh,
     *,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
     accumulation: int = 1,
     max_grad_norm: float | None = None,
     clip: Literal["common", "local"] = "common",
@@ -396,7 +501,15 @@ def train_step(
         ``loss, metrics, model_state``.
       tx: the optimizer. It must average over the mesh itself, as this library's optimizers do; put
         :func:`onebit_jax.mean_gradients` before a dense one.
-      mesh: as for :func:`init`; all its devices are workers, along all its axes.
+      mesh: as for :func:`init`; all its devices are workers, along all its axes, unless
+        ``axis_name`` says otherwise.
+      axis_name: as for :func:`init`: the slow axis of a mesh that has fast ones too, over which the
+        model is split. A worker is then all devices of one place along it. ``loss_fn`` computes
+        with whole parameters and a worker's whole share, which the compiler splits, and may say
+        how by ``jax.lax.with_sharding_constraint``. Place the batch over the fast axes that are to
+        share it, as by ``NamedSharding(mesh, P(("data", "fsdp")))``; norms and what optimizers
+        report are of whole tensors, or means over shards. There is no ``model_state``.
+      param_specs: as for :func:`init`.
       accumulation: the number of microbatches into which a worker's share is divided; their
         gradients are averaged in float32.
       max_skipped: the number of skipped steps in a row after which a call raises. All workers skip
@@ -512,7 +625,7 @@ def train_step(
       True
     """
     validation.check_transformation("tx", tx)
-    validation.check_mesh(mesh)
+    sharded = sharded_model(tx, mesh, axis_name, param_specs)
     validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
     if max_grad_norm is not None:
         validation.check_positive("max_grad_norm", max_grad_norm, usual=1.0)
@@ -524,4 +637,4 @@ def train_step(
     # Clipping computes the norm in every step.
     every = grad_norm_every if max_grad_norm is None else 1
     options = _Options(accumulation, max_grad_norm, clip, every, max_skipped)
-    return TrainStep(loss_fn, tx, mesh, options)
+    return TrainStep(loss_fn, tx, mesh, options, sharded)

@@ -5,6 +5,7 @@ stays there. So does a square that overflows. Therefore the workers share the no
 gradients before the exchange, and if one norm is not fit all workers skip the step.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,14 +38,23 @@ class Health(NamedTuple):
     tensor: jax.Array
 
 
-def squared_norms(grads: optax.Updates) -> jax.Array:
-    """The squared norm of each tensor, summed in float32; ``[tensors]``."""
+def squared_norms(grads: optax.Updates, copies: Sequence[int] | None = None) -> jax.Array:
+    """The squared norm of each tensor, summed in float32; ``[tensors]``.
+
+    Args:
+      grads: the tensors, or shards of them.
+      copies: how many places hold the same shard of each tensor; None for one.
+    """
     leaves = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-    return jnp.stack(leaves) if leaves else jnp.zeros((0,), jnp.float32)
+    sums = jnp.stack(leaves) if leaves else jnp.zeros((0,), jnp.float32)
+    return sums if copies is None else sums / np.asarray(copies, np.float32)
 
 
 def examine(
-    grads: optax.Updates, axes: tuple[str, ...], loss: jax.typing.ArrayLike = 0.0
+    grads: optax.Updates,
+    axes: tuple[str, ...],
+    loss: jax.typing.ArrayLike = 0.0,
+    copies: Sequence[int] | None = None,
 ) -> Health:
     """Checks each worker's gradients and loss, and shares the result: two float32 per worker.
 
@@ -52,8 +62,9 @@ def examine(
       grads: the worker's own gradients.
       axes: the axes that the workers run along.
       loss: the worker's own loss, float ``[]``; not fit if it is not finite.
+      copies: as for :func:`squared_norms`; without it each place's copy counts.
     """
-    of_tensors = sum_over_shards(squared_norms(grads))
+    of_tensors = sum_over_shards(squared_norms(grads, copies))
     total = jnp.sum(of_tensors)
     fit = total <= LARGEST_SQUARED_NORM
     # If no single tensor is too large, the largest one is blamed.

@@ -1,0 +1,306 @@
+"""How a training step runs where the model is split over the fast axes of its mesh.
+
+Every worker is several devices. The loss is computed under ``jax.vmap`` over the workers, where the
+compiler splits it over the fast axes. The update runs on every device, on its own shards.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from onebit_jax import validation
+from onebit_jax.collectives.axes import tensors_split_along
+from onebit_jax.sharded.on_mesh import OnMesh
+from onebit_jax.sharded.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
+from onebit_jax.sharded.state_layout import is_placed
+from onebit_jax.sharded.worker_step import worker_shares
+from onebit_jax.states import placement
+from onebit_jax.training.phase_choice import worker_parameters
+
+
+class ShardedModel:
+    """An optimizer and a mesh with fast axes, over which parameters are split.
+
+    A state in the mesh view has, of what stands in a :class:`~onebit_jax.PerWorker`, a row for each
+    worker, split over the slow axis; over the fast ones all is split as the parameters are.
+
+    Args:
+      tx: the optimizer.
+      mesh: the mesh.
+      axis_name: the slow axis, or the pair of slow axes, that workers lie along.
+      param_specs: how parameters are split, as for :func:`onebit_jax.on_mesh`.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks, and for a mesh of the wrong type.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: str | tuple[str, str],
+        param_specs: Specs,
+    ):
+        self.axes = MeshAxes(mesh, axis_name)
+        self._tx, self._param_specs = tx, param_specs
+        self._on_mesh = OnMesh(tx, self.axes, param_specs)
+
+    def specs(self, params: Any) -> Any:
+        """The partition specs of the parameters, checked."""
+        return parameter_specs(self.axes, self._param_specs, params)
+
+    def _placed(self, params: Any) -> Any:
+        return self._on_mesh.place_state(params, self.specs(params))
+
+    def state_specs(self, params: Any) -> Any:
+        """The partition specs of a state in the mesh view."""
+        return jax.tree.map(
+            lambda p: P(self.axes.slow, *p.spec) if p.own else p.spec,
+            self._placed(params),
+            is_leaf=is_placed,
+        )
+
+    def state_shapes(self, params: Any) -> Any:
+        """The shapes of a state in the mesh view, a tree like it."""
+        return jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(
+                (self.axes.workers, *p.shape) if p.own else p.shape, p.dtype
+            ),
+            self._placed(params),
+            is_leaf=is_placed,
+        )
+
+    def copies(self, params: Any) -> list[int]:
+        """How many devices of a worker hold the same shard of each tensor."""
+        places = math.prod(self.axes.mesh.shape[name] for name in self.axes.fast_names)
+        specs = jax.tree.leaves(self.specs(params), is_leaf=lambda x: isinstance(x, P))
+        split = [math.prod(self.axes.mesh.shape[name] for name in names_of(x)) for x in specs]
+        return [places // parts for parts in split]
+
+    def batch_specs(self, batch: Any) -> Any:
+        """How a batch lies: as it was given where its workers' rows lie with them."""
+
+        def spec(x: Any) -> P:
+            known = getattr(x, "sharding", None)
+            if isinstance(known, NamedSharding) and known.mesh == self.axes.mesh and known.spec:
+                first = names_in(known.spec[0])
+                if first[: len(self.axes.slow_names)] == self.axes.slow_names:
+                    return known.spec
+            return P(self.axes.slow)
+
+        return jax.tree.map(spec, batch)
+
+    def init(self, params: optax.Params) -> Any:
+        """The state before the first step, in the mesh view."""
+        mesh = self.axes.mesh
+        specs, placed = self.specs(params), self._placed(params)
+
+        def of_shards(params: Any) -> Any:
+            with tensors_split_along(self.axes.fast_names):
+                state = jax.tree.map(placement.strong, self._tx.init(params))
+            return _from_worker_view(placed, state)
+
+        with placement.computing_on(mesh):
+            params = placement.place(params, _shardings(mesh, specs))
+            mapped = jax.shard_map(
+                of_shards,
+                mesh=mesh,
+                in_specs=(specs,),
+                out_specs=self.state_specs(params),
+                check_vma=False,
+            )
+            return jax.jit(mapped, keep_unused=True)(params)
+
+    def check_state(self, params: Any, opt_state: Any) -> None:
+        """Checks a state that no step on this mesh has returned.
+
+        Raises:
+          ValueError: for one that does not fit the optimizer, these parameters and this mesh, or
+            that is split in another way.
+        """
+        mesh = self.axes.mesh
+        placement.check_state(opt_state, self.state_shapes(params), mesh)
+        expected = jax.tree.leaves(self.state_specs(params), is_leaf=lambda x: isinstance(x, P))
+        leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+        for (path, x), spec in zip(leaves, expected, strict=True):
+            known = getattr(x, "sharding", None)
+            wanted = NamedSharding(mesh, spec)
+            if isinstance(known, NamedSharding) and not known.is_equivalent_to(wanted, x.ndim):
+                raise ValueError(
+                    f"opt_state{jax.tree_util.keystr(path)} is split by {known.spec}, but {spec} "
+                    f"is needed: param_specs changed since init. Take those that the state was "
+                    f"made for, or call onebit_jax.init again."
+                )
+
+    def own_parameters(self, params: Any, opt_state: Any) -> Any:
+        """The parameters that each worker trains, ``[workers, ...]``."""
+        axes, specs, placed = self.axes, self.specs(params), self._placed(params)
+
+        def row(params: Any, opt_state: Any) -> Any:
+            own = worker_parameters(_to_worker_view(placed, opt_state), params)
+            return jax.tree.map(lambda x: x[None], own)
+
+        return jax.shard_map(
+            row,
+            mesh=axes.mesh,
+            in_specs=(specs, self.state_specs(params)),
+            out_specs=_rows(axes, specs),
+            check_vma=False,
+        )(params, opt_state)
+
+    def by_worker(self, f: Callable[[Any, Any, jax.Array], Any], params: Any, batch: Any) -> Any:
+        """``f(params, share, index)`` of every worker, behind an axis of workers.
+
+        Args:
+          f: the same program for all workers.
+          params: from :meth:`own_parameters`.
+          batch: a tree of global arrays.
+        """
+        shares = jax.tree_util.tree_map_with_path(
+            lambda path, x: worker_shares(self.axes, path, x), batch
+        )
+        index = jax.numpy.arange(self.axes.workers)
+        if self.axes.spmd_axis_name is None:
+            index = jax.reshard(index, NamedSharding(self.axes.mesh, P(self.axes.slow)))
+        mapped = jax.vmap(f, spmd_axis_name=cast(Any, self.axes.spmd_axis_name))
+        return mapped(params, shares, index)
+
+    def on_shards(
+        self, f: Callable[..., Any], params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any
+    ) -> Any:
+        """``f(params, opt_state, grads, rows, shared)`` on every device, of its shards.
+
+        Args:
+          f: in the worker view; returns new parameters, the state, and what is equal on all.
+          params: the parameters.
+          opt_state: the state, in the mesh view.
+          grads: the workers' gradients, ``[workers, ...]``.
+          rows: other arrays ``[workers]``.
+          shared: what all have.
+        """
+        axes, specs, placed = self.axes, self.specs(params), self._placed(params)
+        of_state, of_grads = self.state_specs(params), _rows(axes, specs)
+        if axes.spmd_axis_name is None:
+            grads = jax.tree.map(jax.reshard, grads, _shardings(axes.mesh, of_grads))
+
+        def of_shards(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
+            grads, rows = jax.tree.map(lambda x: x[0], (grads, rows))
+            opt_state = _to_worker_view(placed, opt_state)
+            with tensors_split_along(axes.fast_names):
+                params, opt_state, others = f(params, opt_state, grads, rows, shared)
+            return params, _from_worker_view(placed, opt_state), others
+
+        return jax.shard_map(
+            of_shards,
+            mesh=axes.mesh,
+            in_specs=(specs, of_state, of_grads, P(axes.slow), P()),
+            out_specs=(specs, of_state, P()),
+            check_vma=False,
+        )(params, opt_state, grads, rows, shared)
+
+
+def _shardings(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def _rows(axes: MeshAxes, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: P(axes.slow, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _to_worker_view(placed: Any, state: Any) -> Any:
+    return jax.tree.map(
+        lambda p, x: p.to_worker(x[0] if p.own else x), placed, state, is_leaf=is_placed
+    )
+
+
+def _from_worker_view(placed: Any, state: Any) -> Any:
+    def back(p: Any, x: Any) -> Any:
+        x = p.from_worker(jax.numpy.asarray(x))
+        return x[None] if p.own else x
+
+    return jax.tree.map(back, placed, state, is_leaf=is_placed)
+
+
+def sharded_model(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis_name: str | tuple[str, str] | None,
+    param_specs: Specs,
+) -> ShardedModel | None:
+    """What the arguments of a step ask for; None where all devices of the mesh are workers.
+
+    Raises:
+      ValueError: for an axis that the mesh lacks, a mesh of the wrong type, and ``param_specs``
+        without ``axis_name``.
+    """
+    validation.check_mesh(mesh)
+    if axis_name is None:
+        if param_specs is not None:
+            raise ValueError(
+                f"param_specs was given without axis_name, so that all axes of the mesh, "
+                f"{mesh.axis_names}, are the workers' and none splits parameters: give axis_name, "
+                f"the slow axis, that workers lie along."
+            )
+        return None
+    return ShardedModel(tx, mesh, axis_name, param_specs)
+
+
+def init(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh,
+    *,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
+) -> Any:
+    """Initialises an optimizer on a mesh; every device of the mesh is a worker.
+
+    Args:
+      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes. It
+        must average over the mesh itself, as this library's do: put
+        :func:`onebit_jax.mean_gradients` before a dense one.
+      params: the parameters, equal on all processes.
+      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
+        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
+      axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
+        of slow axes, that workers lie along; None where all axes are the workers'.
+      param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of
+        :func:`onebit_jax.on_mesh`: a tree like the parameters, one spec for all, or a function of
+        the parameters; None where types say it, on Explicit meshes.
+
+    Returns:
+      The state in the mesh view, global arrays on this mesh: what workers share is replicated, what
+      each has for itself (:class:`~onebit_jax.PerWorker`) has a leading axis that is sharded over
+      the mesh, or over ``axis_name``. A device holds its part of the state of split parameters.
+
+    Raises:
+      ValueError: from the optimizer, for an axis that the mesh lacks, for an axis of the mesh that
+        it would not average over, and for parameters that it cannot train; for a ``mesh`` of the
+        wrong type; for parameters that are split between devices without ``axis_name``, or over it;
+        for ``param_specs`` that do not fit; and for an optimizer whose updates, or state outside a
+        ``PerWorker``, would differ between workers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2
+      >>> mesh = jax.make_mesh((1, jax.device_count()), ("data", "fsdp"), axis_types=auto)
+      >>> tx = onebit_jax.onebit_adam(1e-2, warmup=20, axis_name="data")
+      >>> split = {"axis_name": "data", "param_specs": jax.P("fsdp")}
+      >>> params = {"w": jnp.zeros(8)}
+      >>> opt_state = onebit_jax.init(tx, params, mesh, **split)
+      >>> loss_fn = lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
+      >>> step = onebit_jax.train_step(loss_fn, tx, mesh, **split)
+      >>> for _ in range(60):
+      ...     params, opt_state, metrics = step(params, opt_state, jnp.eye(16, 8))
+      >>> params["w"].sharding.spec
+      P('fsdp',)
+    """
+    sharded = sharded_model(tx, mesh, axis_name, param_specs)
+    return placement.init(tx, params, mesh) if sharded is None else sharded.init(params)

@@ -1,0 +1,166 @@
+"""The training step of this library on a model that is split over the fast axes of a mesh."""
+
+import collections
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from onebit_jax.checkpoint import Checkpoints
+from onebit_jax.transforms.phases import PHASES
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def begin(task, tx, **options):
+    split = {"axis_name": SLOW, "param_specs": task.given_specs}
+    params = task.params()
+    opt_state = onebit_jax.init(tx, params, task.mesh, **split)
+    return params, opt_state, onebit_jax.train_step(task.loss, tx, task.mesh, **split, **options)
+
+
+def trained(task, tx, steps, **options):
+    params, opt_state, step = begin(task, tx, **options)
+    found = []
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, task.batch(0))
+        found.append(jax.device_get(metrics))
+    return params, opt_state, found
+
+
+def on_whole_model(tx, steps, **options):
+    """The same on two workers that have all of the model each."""
+    mesh = jax.make_mesh((2,), (SLOW,), devices=jax.devices()[:2])
+    task = meshes.task("fsdp, tensor", "Auto")
+    put = lambda tree, spec: jax.device_put(jax.device_get(tree), NamedSharding(mesh, spec))  # noqa: E731
+    params = put(task.params(), P())
+    opt_state = onebit_jax.init(tx, params, mesh)
+    small = meshes.Task(mesh, dict.fromkeys(params, P()), ())
+    step = onebit_jax.train_step(small.loss, tx, mesh, **options)
+    found = []
+    for _ in range(steps):
+        params, opt_state, metrics = step(params, opt_state, put(task.batch(0), P(SLOW)))
+        found.append(jax.device_get(metrics))
+    return params, opt_state, found
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation": 4}], ids=str)
+@pytest.mark.parametrize("kind", meshes.TYPES)
+def test_dense_steps_are_those_of_a_whole_model(kind, options):
+    if kind == "Explicit" and "accumulation" in options:
+        options = {"grad_norm_every": 1}
+    tx = optax.chain(onebit_jax.mean_gradients(SLOW), optax.adamw(1e-2))
+    params, _, found = trained(meshes.task("fsdp, tensor", kind), tx, 6, **options)
+    expected, _, wanted = on_whole_model(tx, 6, **options)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
+        jax.device_get(params),
+        jax.device_get(expected),
+    )
+    for got, want in zip(found, wanted, strict=True):
+        assert got.keys() == want.keys()
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
+
+
+def test_phases_are_programs_and_bits_alone_cross_the_slow_axis():
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_adam(1e-2, warmup=4, variance_refreshes=None, axis_name=SLOW)
+    params, opt_state, step = begin(task, tx, max_grad_norm=1.0)
+    lowered = step.lower(params, opt_state, task.batch(0), phase="compression")
+    slow = collections.Counter()
+    for x in wire.collectives(lowered.compile(), task.mesh):
+        if SLOW in x.axis:
+            slow[x.dtype] += x.operand_bytes
+    # Floats are the norms of the workers' gradients, and the metrics.
+    assert slow.keys() == {"u8", "f32"}
+    assert slow["f32"] < 100
+    params, opt_state, found = trained(task, tx, 12, max_grad_norm=1.0)
+    phases = [PHASES[int(x["phase"])] for x in found]
+    assert phases[:4] == ["warmup"] * 4
+    assert phases[4:] == ["compression"] * 8
+    assert found[-1]["loss"] < 0.8 * found[0]["loss"]
+    held = jax.tree.map(lambda x: x[None], jax.device_get(params))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(held))
+    for name, x in params.items():
+        assert x.sharding.spec == task.specs[name]
+        copies = collections.defaultdict(list)
+        for shard in x.addressable_shards:
+            copies[str(shard.index)].append(np.asarray(shard.data))
+        for same in copies.values():
+            for other in same[1:]:
+                np.testing.assert_array_equal(other, same[0], name)
+
+
+def test_all_devices_skip_a_step_for_one_worker():
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
+    params, opt_state, step = begin(task, tx)
+    for i in range(3):
+        params, opt_state, _ = step(params, opt_state, task.batch(i))
+    before = jax.device_get((params, opt_state))
+    batch = task.batch(3)
+    x = np.array(batch["x"])
+    x[40, 2] = np.nan
+    batch["x"] = jax.device_put(x, batch["x"].sharding)
+    params, opt_state, metrics = step(params, opt_state, batch)
+    assert (int(metrics["skipped"]), int(step.skips.worker)) == (1, 1)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((params, opt_state)))
+
+
+@pytest.mark.parametrize(
+    ("split", "complaint"),
+    [
+        ({"param_specs": P("fsdp")}, "without axis_name"),
+        ({"axis_name": "slices", "param_specs": P()}, "names 'slices', but the mesh has the axes"),
+        ({"axis_name": SLOW}, "are not all Explicit"),
+        ({"axis_name": SLOW, "param_specs": P(SLOW)}, "is split over 'data'"),
+        ({"axis_name": SLOW, "param_specs": P("model")}, "name one of these"),
+        ({"axis_name": SLOW, "param_specs": P(("fsdp", "tensor"))}, "splits an axis of 6 into 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_compiled(split, complaint):
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_adam(1e-2, axis_name=SLOW)
+    with pytest.raises(ValueError, match=complaint):
+        onebit_jax.init(tx, {"w": np.zeros((6, 4), np.float32)}, task.mesh, **split)
+
+
+def test_a_state_of_other_specs_is_refused():
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_adam(1e-2, axis_name=SLOW)
+    params, opt_state, _ = begin(task, tx)
+    step = onebit_jax.train_step(
+        task.loss, tx, task.mesh, axis_name=SLOW, param_specs=lambda p: {**task.specs, "up": P()}
+    )
+    with pytest.raises(ValueError, match=r"call onebit_jax\.init again"):
+        step(params, opt_state, task.batch(0))
+
+
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
+    params, opt_state, step = begin(task, tx)
+    with Checkpoints(tmp_path) as checkpoints:
+        for i in range(8):
+            params, opt_state, _ = step(params, opt_state, task.batch(i))
+            if i == 4:
+                checkpoints.save(5, params, opt_state)
+    fresh, state, step = begin(task, tx)
+    with Checkpoints(tmp_path) as checkpoints:
+        done, restored, state, *_ = checkpoints.restore(fresh, state)
+    for i in range(done, 8):
+        restored, state, _ = step(restored, state, task.batch(i))
+    assert done == 5
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get((params, opt_state)),
+        jax.device_get((restored, state)),
+    )
