@@ -101,7 +101,7 @@ class ShardedModel:
         specs, placed = self.specs(params), self._placed(params)
 
         def of_shards(params: Any) -> Any:
-            with tensors_split_along(self.axes.fast_names):
+            with tensors_split_along(self.axes.fast_names, specs):
                 state = jax.tree.map(placement.strong, self._tx.init(params))
             return _from_worker_view(placed, state)
 
@@ -191,7 +191,7 @@ class ShardedModel:
         def of_shards(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
             grads, rows = jax.tree.map(lambda x: x[0], (grads, rows))
             opt_state = _to_worker_view(placed, opt_state)
-            with tensors_split_along(axes.fast_names):
+            with tensors_split_along(axes.fast_names, specs):
                 params, opt_state, others = f(params, opt_state, grads, rows, shared)
             return params, _from_worker_view(placed, opt_state), others
 
