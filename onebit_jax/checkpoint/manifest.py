@@ -16,7 +16,7 @@ from onebit_jax.markers import is_per_worker, nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
-FORMAT = 3
+FORMAT = 4
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
 

@@ -30,7 +30,10 @@ from onebit_jax.transforms.zero_one_adam import zero_one_adam
 # Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
-_IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
+# Nothing is split between a worker's devices in these runs, so `scale_per` says nothing there.
+_IN_ONE_ARGUMENT = tuple(
+    field.name for field in dataclasses.fields(ExchangeOptions) if field.name != "scale_per"
+)
 EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", *_IN_ONE_ARGUMENT)
 
 

@@ -60,7 +60,7 @@ def test_dense_steps_are_those_of_a_whole_model(kind, options):
     params, _, found = trained(meshes.task("fsdp, tensor", kind), tx, 6, **options)
     expected, _, wanted = on_whole_model(tx, 6, **options)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5),
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4),
         jax.device_get(params),
         jax.device_get(expected),
     )

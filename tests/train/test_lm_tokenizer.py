@@ -106,8 +106,10 @@ def test_bits_of_a_byte_do_not_depend_on_how_bytes_are_joined():
 def test_too_small_a_vocabulary_or_a_corpus():
     with pytest.raises(ValueError, match="vocab_size 256: expected at least 257"):
         train_bpe(PIECES, 256)
-    with pytest.raises(ValueError, match=r"vocab_size 400: .* no more than 258 tokens"):
+    with pytest.raises(ValueError, match=r"vocab_size 400: .* too few bytes for more than 263"):
         train_bpe(["aba aba"], 400)
+    with pytest.raises(ValueError, match=r"vocab_size 260: .* no more than 258 tokens"):
+        train_bpe(["aba aba"], 260)
     assert len(train_bpe(["aba aba"], 258).token_bytes) == 258
 
 

@@ -193,7 +193,8 @@ def test_options_of_the_exchange_reach_it(name):
     one, many = (across(wire.collectives(x, mesh_of(sizes)), sizes) for x in (plain, options))
     assert len(one) == 2
     assert len(many) > 2
-    assert wire.bytes_sent(one) == wire.bytes_sent(many)
+    # Each bucket's rows have a length that is a multiple of 128 bytes.
+    assert wire.bytes_sent(one) <= wire.bytes_sent(many) < 1.05 * wire.bytes_sent(one)
     row = max(c.operand_bytes for c in many)
     assert row <= 3 * 4096
 
