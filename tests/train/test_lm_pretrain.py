@@ -186,7 +186,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
     ("options", "complaint"),
     [
         ("--tokenizer bpe --vocab-size 256", "--vocab-size 256: expected more than the 256 bytes"),
-        ("--tokenizer bpe --corpus SHORT --heldout SHORT", "gives no more than"),
+        ("--tokenizer bpe --corpus SHORT --heldout SHORT", "too few bytes for more than"),
         (
             "--tokenizer bpe --vocab-size 257 --corpus SHORT --heldout SHORT",
             "training data: there are 1 sequences of 32 tokens, less than one batch",
