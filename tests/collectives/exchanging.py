@@ -126,7 +126,8 @@ class Exchanging:
         return jax.tree.map(one, self.like)
 
     def told(self, when: Any = True, decays: Any = (1.0, 1.0), turn: int = 0, seed: int = 0) -> Any:
-        call = Call(np.bool(when), *map(np.float32, decays))
+        of_workers, of_servers = map(np.float32, decays)
+        call = Call(np.bool(when), of_workers, of_servers)
         key = np.asarray(jax.random.key_data(jax.random.key(seed)))
         return self.rows((call, Turn(jnp.int32(turn)), key))
 
