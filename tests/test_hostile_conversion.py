@@ -56,8 +56,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("steps", [3, 6])
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "b2" else pytest.mark.slow) for x in OPTIONS]
+)
+@pytest.mark.parametrize("steps", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_variance_is_that_of_adam_whatever_the_options(name, steps):
     """The batch is always the same, and the rate 0: the variance is g^2 but for the rounding."""
     fixed = {"warmup_bits": 32, "variance_refreshes": None}

@@ -144,6 +144,7 @@ def test_a_state_of_other_specs_is_refused():
         step(params, opt_state, task.batch(0))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     task = meshes.task("fsdp, tensor", "Auto")
     tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)

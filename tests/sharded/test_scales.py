@@ -103,7 +103,9 @@ def sent(task, tx):
     return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
 
 
-@pytest.mark.parametrize(("mesh", "sums"), [("fsdp", 1), ("four workers", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "sums"), [("fsdp", 1), pytest.param("four workers", 2, marks=pytest.mark.slow)]
+)
 def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
     """On workers, and where there are servers on these."""
     task = meshes.task(mesh, "Auto")
