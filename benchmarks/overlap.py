@@ -83,7 +83,12 @@ class Kind(NamedTuple):
 
 def _onebit_adam() -> optax.GradientTransformation:
     return onebit_jax.onebit_adam(
-        _RATE, warmup=1, warmup_bits=32, variance_refreshes=None, axis_name=AXIS
+        _RATE,
+        warmup=1,
+        warmup_bits=32,
+        variance_refreshes=None,
+        exchange=onebit_jax.ExchangeOptions(bucket_bytes=2**18),
+        axis_name=AXIS,
     )
 
 

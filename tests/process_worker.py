@@ -29,7 +29,7 @@ def loss_fn(params, batch):
 
 def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
     mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
-    # Between processes buckets are the default, and make another program, with other roundings.
+    # Between processes buckets are the default: they would make another program than one process's.
     exchange = onebit_jax.ExchangeOptions(bucket_bytes=2**18)
     tx = onebit_jax.onebit_adam(
         1e-2, weight_decay=0.01, warmup=WARMUP, axis_name="data", exchange=exchange

@@ -141,6 +141,7 @@ class ExchangeOptions:
       bucket_bytes: the largest message from one worker to another in one collective, a multiple of
         128; None for one message. ``"auto"`` is the fastest as measured (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
+        With a number, buckets travel during the backward pass, at one more pass over the residuals.
       form: ``"two-stage"``, the papers': an all-to-all, a server that averages and compresses
         again, an all-gather. ``"one-stage"``: an all-gather, and every worker averages; with ``n``
         workers or nodes it sends ``n/2`` times the bytes, and its state has no server's residual,
@@ -324,8 +325,10 @@ class BoundExchange:
           in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, each worker's row for each chunk;
           the same on all workers, bit for bit; and the next state.
         """
-        if isinstance(call, Call) and call.fit is not None and self._limit is None:
-            # One message waits for the last value, and so may all: one pass less over the state.
+        overlaps = self._limit is not None and self.how.bucket_bytes != "auto"
+        if isinstance(call, Call) and call.fit is not None and not overlaps:
+            # To wait for the last value saves a pass over the state, which costs more than it hides
+            # behind a short backward pass: so only buckets that the user asked for leave earlier.
             call = call._replace(when=call.when & call.fit, fit=None)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
