@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from benchmarks.kinds import AXIS
 from benchmarks.network.hosts import bits_per_second, network, why_unavailable
+from benchmarks.network.jax_kinds import mesh_of_hosts
 from benchmarks.network.processes import Place, Processes
 from train import record
 
@@ -116,10 +117,7 @@ class Worker:
     """Makes the steps on one host, together with those on the others."""
 
     def __init__(self, place: Place):
-        jax.config.update("jax_num_cpu_devices", 1)
-        address, port = place.meeting_point
-        jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
-        self._mesh = jax.make_mesh((place.hosts,), (AXIS,))
+        self._mesh = mesh_of_hosts(place)
 
     def prepare(self, name: str, layers: int, width: int, rows: int) -> None:
         """Makes parameters, state and batch, and compiles."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh
 
 from benchmarks import kinds, tasks
 from benchmarks.kinds import AXIS, adamw, dense, onebit_adam
@@ -47,14 +48,19 @@ KINDS = {
 }
 
 
+def mesh_of_hosts(place: Place) -> Mesh:
+    """Joins the processes of all hosts; a mesh of one device of each."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    address, port = place.meeting_point
+    jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
+    return jax.make_mesh((place.hosts,), (AXIS,))
+
+
 class Worker:
     """Times the kinds on one host, together with those on the others."""
 
     def __init__(self, place: Place):
-        jax.config.update("jax_num_cpu_devices", 1)
-        address, port = place.meeting_point
-        jax.distributed.initialize(f"{address}:{port}", place.hosts, place.rank)
-        self._mesh = jax.make_mesh((place.hosts,), (AXIS,))
+        self._mesh = mesh_of_hosts(place)
         self._task = tasks.matmuls(
             [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in place.shapes]
         )

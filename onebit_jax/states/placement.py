@@ -74,26 +74,9 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
 
 
 def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> Any:
-    """Initialises an optimizer on a mesh; every device of the mesh is a worker.
+    """Initialises an optimizer on a mesh, all of whose axes are the workers'.
 
-    Args:
-      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes. It
-        must average over the mesh itself, as this library's do: put
-        :func:`onebit_jax.mean_gradients` before a dense one.
-      params: the parameters, equal on all processes.
-      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
-        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
-
-    Returns:
-      The state in the mesh view, global arrays on this mesh: what workers share is replicated, what
-      each has for itself (:class:`~onebit_jax.PerWorker`) has a leading axis that is sharded over
-      the mesh.
-
-    Raises:
-      ValueError: from the optimizer, for an axis that the mesh lacks, for an axis of the mesh that
-        it would not average over, and for parameters that it cannot train; for a ``mesh`` of the
-        wrong type; for parameters that are split between devices; and for an optimizer whose
-        updates, or state outside a ``PerWorker``, would differ between workers.
+    :func:`onebit_jax.init` without a slow axis, which documents arguments, result and errors.
     """
     validation.check_mesh(mesh)
     check_whole(params)
