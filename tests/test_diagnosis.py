@@ -71,7 +71,8 @@ def test_no_change_of_one_element_leaves_a_checksum_as_it_was(seed, place, chang
 
 def test_the_minority_is_named_and_all_where_there_is_none():
     rows = {"a": [7, 7, 7], "b": [7, 8, 7], "c": [1, 2, 3], "d": [5, 5, 6]}
-    found = find_divergences({name: np.array(row) for name, row in rows.items()})
+    three = np.arange(3)
+    found = find_divergences({name: [(three, np.array(row))] for name, row in rows.items()})
     assert found == [("b", (1,)), ("c", (0, 1, 2)), ("d", (2,))]
 
 

@@ -172,6 +172,28 @@ def from_worker_view(placed: Any, state: Any) -> Any:
     )
 
 
+def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Array:
+    """One device's part of a leaf as the worker view has it, told by its shape and spec alone.
+
+    A parameter of which every place has one row cannot be told from a leaf with an axis over the
+    places, and loses that axis too.
+
+    Args:
+      axes: of the mesh.
+      x: this device's part, in the mesh view.
+      spec: how the leaf is split, with the axis of workers if it is ``own``.
+      own: whether it stands in a ``PerWorker``.
+    """
+    axis = 1 if own else 0
+    runs_over_places = (
+        len(spec) > axis
+        and bool(names_of(P(spec[axis])))
+        and x.shape[axis] == 1
+        and set(names_of(spec)) >= set(axes.fast_names)
+    )
+    return jnp.squeeze(x, axis) if runs_over_places else x
+
+
 def specs_of(placed: Any) -> Any:
     """The partition specs in a tree of :class:`Placed`."""
     return jax.tree.map(lambda p: p.spec, placed, is_leaf=is_placed)

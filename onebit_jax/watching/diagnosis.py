@@ -1,6 +1,7 @@
 """Checks a run: whether replicas are equal, and whether the optimizer's state is healthy."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +13,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import nodes_with
+from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
+from onebit_jax.sharded.state_layout import without_places
 from onebit_jax.states import placement
 from onebit_jax.watching import healthy_ranges, metrics
-from onebit_jax.watching.replica_checksums import ReplicaDivergenceError, checksum, find_divergences
+from onebit_jax.watching.replica_checksums import (
+    ReplicaDivergenceError,
+    checksum,
+    find_divergences,
+    holders,
+)
 
 
 class Diagnosis(NamedTuple):
     """What :func:`diagnose` found.
 
     Attributes:
-      figures: by name, each the largest over the workers. The names are those of a step's metrics,
-        with labels in front if two optimizers report the same.
+      figures: by name, each the largest over the workers, or of a split model over all devices. The
+        names are those of a step's metrics, with labels in front if two optimizers report the same.
       warnings: which figures are outside their healthy range, what that means, and what to do.
       compared: the names of the tensors whose copies were compared, and are equal on all workers.
     """
@@ -33,7 +41,12 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    params: optax.Params, opt_state: optax.OptState, mesh: Mesh, *, model_state: Any = None
+    params: optax.Params,
+    opt_state: optax.OptState,
+    mesh: Mesh,
+    *,
+    axis_name: str | tuple[str, str] | None = None,
+    model_state: Any = None,
 ) -> Diagnosis:
     """Checks that replicas are equal, bit for bit, and that the optimizer's state is healthy.
 
@@ -55,6 +68,9 @@ def diagnose(
       params: the parameters, as the last step returned them.
       opt_state: the optimizer's state, in the mesh view.
       mesh: the mesh that they are on. All processes that have devices in it must call.
+      axis_name: as for :func:`onebit_jax.init`: the slow axis of a mesh over whose other axes the
+        model is split. Devices that hold the same shard are compared, whichever axis they differ
+        in; how arrays are split is read from their shardings.
       model_state: what the model changes without gradients, if there is such.
 
     Returns:
@@ -78,21 +94,32 @@ def diagnose(
       >>> "params['w']" in diagnosis.compared, diagnosis.figures["dead_share"]
       (True, 0.0)
     """
+    axes = MeshAxes(mesh, axis_name or mesh.axis_names)
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
-    specs = {name: placement.state_specs(tree, mesh.axis_names) for name, tree in state.items()}
-    _check_placed(state, specs, mesh)
-    shared = _shared_names(state, specs)
-    names = tuple(shared)
+    own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
+    leaves = _leaves(state)
+    specs = [_spec(axes, x, is_own) for x, is_own in zip(leaves.values(), own, strict=True)]
+    _check_placed(leaves, specs, mesh)
+    shared = _shared_names(state, own)
     with placement.computing_on(mesh):
         program = _program(
-            mesh, jax.tree.structure(state), tuple(jax.tree.leaves(specs)), tuple(shared.values())
+            mesh,
+            axes.slow,
+            jax.tree.structure(state),
+            tuple(specs),
+            tuple(own),
+            tuple(shared.values()),
         )
         checksums, figures = jax.device_get(program(state))
-    rows = {name: checksums[:, i] for i, name in enumerate(names)}
-    if divergences := find_divergences(rows):
-        raise ReplicaDivergenceError(divergences, len(names), mesh)
-    values = {name: float(np.max(of_workers)) for name, of_workers in figures.items()}
-    return Diagnosis(values, healthy_ranges.warnings_of(values, mesh.size), names)
+    held = {
+        name: [(devices, checksums[devices, i]) for devices in holders(mesh, specs[place])]
+        for i, (name, place) in enumerate(shared.items())
+    }
+    if divergences := find_divergences(held):
+        whole = not axes.fast_names
+        raise ReplicaDivergenceError(divergences, held, mesh, "worker" if whole else "device")
+    values = {name: float(np.max(rows)) for name, rows in figures.items()}
+    return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
 
 
 def _leaves(state: dict[str, Any]) -> dict[str, Any]:
@@ -103,8 +130,19 @@ def _leaves(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_placed(state: dict[str, Any], specs: Any, mesh: Mesh) -> None:
-    for (name, leaf), spec in zip(_leaves(state).items(), jax.tree.leaves(specs), strict=True):
+def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
+    """How a leaf lies where a step leaves it: over fast axes as it does."""
+    known = getattr(x, "sharding", None)
+    if axes.fast_names and isinstance(known, NamedSharding) and known.mesh == axes.mesh:
+        first = names_in(known.spec[0]) if known.spec else ()
+        slow = [name for name in names_of(known.spec) if name in axes.slow_names]
+        if first == axes.slow_names if is_own else not slow:
+            return known.spec
+    return P(axes.slow) if is_own else P()
+
+
+def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh) -> None:
+    for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
         expected = NamedSharding(mesh, spec)
         sharding = getattr(leaf, "sharding", None)
         if sharding is None or not sharding.is_equivalent_to(expected, jnp.ndim(leaf)):
@@ -112,23 +150,23 @@ def _check_placed(state: dict[str, Any], specs: Any, mesh: Mesh) -> None:
             raise ValueError(
                 f"{name} lies {where}, not as {expected} has it, where a step leaves it: there are "
                 f"no copies to compare, or not those that are trained. Give what "
-                f"onebit_jax.train_step returned last, and the mesh that it was made for; in a "
-                f"loop of your own place arrays by onebit_jax.state_specs."
+                f"onebit_jax.train_step returned last, and the mesh and the axis_name that it was "
+                f"made for; in a loop of your own place arrays by onebit_jax.state_specs."
             )
 
 
-def _shared_names(state: dict[str, Any], specs: Any) -> dict[str, int]:
+def _shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
     """The names of the leaves that must be the same on all workers, with their places."""
     differing = _differing_parameters(state["opt_state"])
-    leaves, of_leaves = _leaves(state), jax.tree.leaves(specs)
+    leaves = _leaves(state)
     # An optimizer whose tree is not like the parameters, as within optax.lookahead, does not tell
     # which of them it means.
     if not differing <= leaves.keys():
         differing = {name for name in leaves if name.startswith("params")}
     return {
         name: place
-        for place, (name, spec) in enumerate(zip(leaves, of_leaves, strict=True))
-        if spec == P() and name not in differing
+        for place, (name, is_own) in enumerate(zip(leaves, own, strict=True))
+        if not is_own and name not in differing
     }
 
 
@@ -140,17 +178,30 @@ def _differing_parameters(opt_state: optax.OptState) -> set[str]:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(mesh: Mesh, structure: Any, specs: tuple[Any, ...], shared: tuple[int, ...]) -> Any:
-    """The jitted program: checksums of the shared leaves ``[n, leaves]``, and figures ``[n]``."""
+def _program(
+    mesh: Mesh,
+    slow: Any,
+    structure: Any,
+    specs: tuple[P, ...],
+    own: tuple[bool, ...],
+    shared: tuple[int, ...],
+) -> Any:
+    """The jitted program: of each device checksums of shared leaves ``[leaves]``, and figures."""
+    axes = MeshAxes(mesh, slow)
 
-    def worker(state: Any) -> Any:
-        leaves = jax.tree.leaves(state)
+    def on_device(leaves: list[jax.Array]) -> Any:
         checksums = [checksum(leaves[place]) for place in shared]
-        figures = metrics.of_optimizers(state["opt_state"], diagnostics=True)
+        worker_view = [
+            without_places(axes, x, spec, is_own)
+            for x, spec, is_own in zip(leaves, specs, own, strict=True)
+        ]
+        opt_state = structure.unflatten(worker_view)["opt_state"]
+        figures = metrics.of_optimizers(opt_state, diagnostics=True)
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
         return lax.all_gather((row, figures), mesh.axis_names)
 
-    in_specs = (jax.tree.unflatten(structure, specs),)
-    mapped = jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
-    return jax.jit(mapped)
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False
+    )
+    return jax.jit(lambda state: mapped(jax.tree.leaves(state)))

@@ -14,9 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from onebit_jax.markers import is_key
+from onebit_jax.sharded.specs import names_of
+
+# Of a tensor: which devices, by their place in the mesh, hold the same of it, and their checksums.
+Held = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 class Divergence(NamedTuple):
@@ -25,7 +29,7 @@ class Divergence(NamedTuple):
     Attributes:
       tensor: its name, such as ``params['w']``.
       workers: the minority, by their place in the mesh; all holders if no copy has more of them
-        than another.
+        than another. Where workers are several devices, these are devices.
     """
 
     tensor: str
@@ -39,20 +43,28 @@ class ReplicaDivergenceError(RuntimeError):
       divergences: each tensor that differs, with the workers whose copy does.
     """
 
-    def __init__(self, divergences: Sequence[Divergence], compared: int, mesh: Mesh):
+    def __init__(
+        self, divergences: Sequence[Divergence], held: Mapping[str, Held], mesh: Mesh, kind: str
+    ):
         self.divergences = tuple(divergences)
-        workers = sorted({worker for x in divergences for worker in x.workers})
+        places = sorted({place for x in divergences for place in x.workers})
         devices = mesh.devices.flat
         named = ", ".join(
-            f"worker {i} ({devices[i]}, process {devices[i].process_index})" for i in workers
+            f"{kind} {i} ({devices[i]}, process {devices[i].process_index})" for i in places
+        )
+        undecided = any(
+            set(places) >= set(group.tolist())
+            for x in divergences
+            for group, checksums in held[x.tensor]
+            if np.ptp(checksums)
         )
         which = (
             f"no copy has more holders than another, so that any of {named} may be wrong"
-            if len(workers) == mesh.size
+            if undecided
             else f"the minority is {named}"
         )
         super().__init__(
-            f"replicas have diverged: {len(divergences)} of {compared} tensors that all workers "
+            f"replicas have diverged: {len(divergences)} of {len(held)} tensors that all workers "
             f"share, the first of them {divergences[0].tensor}, are not the same bits on all; "
             f"{which}. Go back to the last checkpoint. If it is the same device again, take it out "
             f"of the mesh: its memory or arithmetic is at fault. If it is another, look for a step "
@@ -103,21 +115,35 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, word).astype(jnp.uint32)
 
 
-def find_divergences(rows: Mapping[str, np.ndarray]) -> list[Divergence]:
-    """Finds the tensors whose checksums differ between workers.
+def holders(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
+    """The devices, by their place in the mesh, that hold each shard; ``[shards, copies]``."""
+    names = mesh.axis_names
+    split = [i for i, name in enumerate(names) if name in names_of(spec)]
+    places = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), split, range(len(split)))
+    return places.reshape(math.prod(places.shape[: len(split)]), -1)
+
+
+def find_divergences(held: Mapping[str, Held]) -> list[Divergence]:
+    """Finds the tensors whose checksums differ between devices that hold the same.
 
     Args:
-      rows: for each tensor, by name, a checksum for each worker, ``[n]``.
+      held: by the tensors' names.
 
-    >>> find_divergences({"a": np.array([1, 1, 2]), "b": np.array([4, 4, 4])})
+    >>> three = np.arange(3)
+    >>> rows = {"a": np.array([1, 1, 2]), "b": np.array([4, 4, 4])}
+    >>> find_divergences({name: [(three, row)] for name, row in rows.items()})
     [Divergence(tensor='a', workers=(2,))]
     """
     found = []
-    for tensor, checksums in rows.items():
-        holders = collections.Counter(checksums.tolist()).most_common()
-        if len(holders) == 1:
-            continue
-        undecided = holders[0][1] == holders[1][1]
-        minority = np.flatnonzero(undecided | (checksums != holders[0][0]))
-        found.append(Divergence(tensor, tuple(minority.tolist())))
+    for tensor, groups in held.items():
+        differing = [int(x) for devices, row in groups for x in devices[_is_minority(row)]]
+        if differing:
+            found.append(Divergence(tensor, tuple(sorted(differing))))
     return found
+
+
+def _is_minority(checksums: np.ndarray) -> np.ndarray:
+    """Where copies differ from the most frequent one; everywhere if no copy is that."""
+    counts = collections.Counter(checksums.tolist()).most_common()
+    undecided = len(counts) > 1 and counts[0][1] == counts[1][1]
+    return undecided | (checksums != counts[0][0])

@@ -1,0 +1,95 @@
+"""`diagnose` where the model is split over the fast axes of a mesh."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import onebit_jax
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+from tests.workers import flipped
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def trained(task, tx, steps=4):
+    split = {"axis_name": SLOW, "param_specs": task.given_specs}
+    params = task.params()
+    opt_state = onebit_jax.init(tx, params, task.mesh, **split)
+    step = onebit_jax.train_step(task.loss, tx, task.mesh, **split)
+    for i in range(steps):
+        params, opt_state, _ = step(params, opt_state, task.batch(i))
+    return params, opt_state
+
+
+@pytest.fixture(scope="module")
+def run(quick_compilation):
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = optax.chain(onebit_jax.compressed_mean(SLOW), optax.sgd(1e-2, momentum=0.9))
+    return task, *trained(task, tx, steps=2)
+
+
+def test_figures_are_the_greatest_over_all_devices(run):
+    task, params, opt_state = run
+    found = onebit_jax.diagnose(params, opt_state, task.mesh, axis_name=SLOW)
+    assert {f"params['{name}']" for name in params} < set(found.compared)
+    assert any("trace" in name for name in found.compared)
+    assert not any("residual_ratio" in name for name in found.compared)
+    exchange = opt_state[0].exchange
+    ratios = np.asarray(exchange.residual_ratio.value)
+    assert ratios.shape == (2, 4)
+    assert found.figures["residual_ratio"] == ratios.max() > 0
+    scales = np.asarray(exchange.worker.value.scales)
+    spreads = scales.max(-1) / scales.min(-1)
+    assert found.figures["scale_spread"] == pytest.approx(spreads.max())
+
+
+@pytest.mark.parametrize(("tensor", "copies"), [("up", 2), ("square", 4), ("bias", 8)])
+def test_a_copy_of_a_shard_off_by_one_bit_is_found(run, tensor, copies):
+    task, params, opt_state = run
+    changed = params | {tensor: flipped(params[tensor], 5)}
+    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
+        onebit_jax.diagnose(changed, opt_state, task.mesh, axis_name=SLOW)
+    [(name, devices)] = error.value.divergences
+    # Of two copies neither is the minority: those at the same place of the two workers.
+    assert (name, devices) == (f"params['{tensor}']", (1, 5) if copies == 2 else (5,))
+    device = task.mesh.devices.flat[5]
+    assert f"device 5 ({device}, process 0)" in str(error.value)
+    assert ("any of device 1" in str(error.value)) == (copies == 2)
+
+
+def test_state_is_compared_by_shards_too(run):
+    task, params, opt_state = run
+    changed = jax.tree_util.tree_map_with_path(
+        lambda path, x: flipped(x, 3) if "active.bits" in jax.tree_util.keystr(path) else x,
+        opt_state,
+    )
+    with pytest.raises(onebit_jax.ReplicaDivergenceError, match=r"active.* device 3 \("):
+        onebit_jax.diagnose(params, changed, task.mesh, axis_name=SLOW)
+
+
+def test_without_the_slow_axis_a_split_model_is_refused(run):
+    task, params, opt_state = run
+    with pytest.raises(ValueError, match=r"the mesh and the axis_name that it was made for"):
+        onebit_jax.diagnose(params, opt_state, task.mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", meshes.TYPES)
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "local_steps", "onebit_muon"])
+def test_other_optimizers_report_what_they_do_unsplit(name, kind):
+    task = meshes.task("fsdp, tensor", kind)
+    tx = {
+        "onebit_adam": lambda: onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW),
+        "onebit_lamb": lambda: onebit_jax.onebit_lamb(1e-2, warmup=2, axis_name=SLOW),
+        "local_steps": lambda: onebit_jax.local_steps(
+            optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=4
+        ),
+        "onebit_muon": lambda: onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
+    }[name]()
+    with jax.set_mesh(task.mesh):
+        params, opt_state = trained(task, tx)
+    found = onebit_jax.diagnose(params, opt_state, task.mesh, axis_name=SLOW)
+    assert any("residual_ratio" in figure for figure in found.figures)
+    assert all(np.isfinite(value) for value in found.figures.values())
