@@ -20,6 +20,10 @@ def read_records(path: pathlib.Path, key: str) -> Iterator[Record]:
             yield from _training(x) if "label" in x else _warmup_end(x)
     elif "tables" in figures:
         yield from _network(figures["tables"])
+    elif "kinds" in figures and "memory bytes a second" not in figures:
+        for kind, by_bandwidth in figures["kinds"].items():
+            for name, x in by_bandwidth.items():
+                yield kind, name, [1e3 * statistics.median(x["seconds"])]
     elif "kinds" in figures:
         bandwidth = figures["memory bytes a second"] / 1e3 / data["options"]["workers"]
         for kind, x in figures["kinds"].items():

@@ -55,7 +55,7 @@ def execute(code, names, kind=AxisType.Explicit):
 def trained(framework, sign, kind=AxisType.Explicit) -> dict[str, Any]:
     """The names that a framework's code leaves, of either side of its diff."""
     names: dict[str, Any] = {"__name__": __name__}
-    [(_, data)] = blocks("With Flax, Equinox and Haiku")
+    [(_, data)] = blocks("Flax, Equinox, Haiku")
     execute(data, names)
     for language, code in blocks(framework):
         execute(side(code, sign) if language == "diff" else code, names, kind)
@@ -99,7 +99,79 @@ def test_the_lines_that_differ_are_counted():
         assert found == [int(count) for count in counts], framework
 
 
-# The containers of Flax
+# The containers of Flax in a loop of one's own
+
+OWN_STEP_OF_A_TRAIN_STATE = """
+from functools import partial
+
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+specs = onebit_jax.state_specs(state, "data")  # P("data") inside a PerWorker, P() elsewhere
+
+
+@jax.jit
+@partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(specs, P("data"), P()),
+    out_specs=(specs, P()),
+    check_vma=False,
+)
+def own_step(state, batch, rng):
+    rng = jax.random.fold_in(rng, jax.lax.axis_index("data"))
+
+    def with_aux(params):
+        loss, _, model_state = loss_fn(params, batch, rng, state.model_state)
+        return loss, model_state
+
+    (loss, model_state), grads = jax.value_and_grad(with_aux, has_aux=True)(state.params)
+    model_state = jax.lax.pmean(model_state, "data")
+    return state.apply_gradients(grads=grads, model_state=model_state), jax.lax.pmean(loss, "data")
+
+
+state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+for t, batch in enumerate(batches[:60]):
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    state, loss = own_step(
+        state, batch, jax.device_put(jax.random.key(t), NamedSharding(mesh, P()))
+    )
+    print(float(loss))
+"""
+
+OWN_STEP_OF_AN_NNX_OPTIMIZER = """
+from functools import partial
+
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+model = Net(nnx.Rngs(0))
+on_mesh = optax.GradientTransformation(lambda p: onebit_jax.init(tx, p, mesh), tx.update)
+optimizer = nnx.Optimizer(model, on_mesh, wrt=nnx.Param)
+specs = onebit_jax.state_specs((model, optimizer), "data")
+
+
+@jax.jit
+@partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(*specs, P("data")),
+    out_specs=(*specs, P()),
+    check_vma=False,
+)
+def own_step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda model: mean_loss(model(batch["image"]), batch))(model)
+    optimizer.update(model, grads)
+    statistics = nnx.state(model, nnx.BatchStat)
+    nnx.update(model, jax.lax.pmean(statistics, "data"))
+    return model, optimizer, jax.lax.pmean(loss, "data")
+
+
+shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+model, optimizer = jax.device_put((model, optimizer), shardings)
+for batch in batches[:60]:
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    model, optimizer, loss = own_step(model, optimizer, batch)
+    print(float(loss))
+"""
 
 
 @pytest.mark.slow
@@ -110,8 +182,8 @@ def test_a_train_state_goes_through_a_shard_map():
         train_state.TrainState.create(
             apply_fn=names["net"].apply, params=names["params"], tx=names["tx"]
         )
-    for _, code in blocks("TrainState"):
-        execute(code, names)
+    [(_, code)] = blocks("TrainState")
+    execute(code + OWN_STEP_OF_A_TRAIN_STATE, names)
     state = names["state"]
     assert state.step == 60
     assert_workers_differ_within_marks(state.opt_state)
@@ -130,8 +202,7 @@ def test_an_optimizer_of_nnx_goes_through_a_shard_map():
     names = dict(trained("Flax NNX", "+"))
     with pytest.raises(ValueError, match=r"^axis_name='data' is not bound.*onebit_jax.init"):
         nnx.Optimizer(names["model"], names["tx"], wrt=nnx.Param)
-    for _, code in blocks("nnx.Optimizer"):
-        execute(code, names)
+    execute(OWN_STEP_OF_AN_NNX_OPTIMIZER, names)
     model, optimizer = names["model"], names["optimizer"]
     assert optimizer.step[...] == 60
     state = nnx.as_pure(optimizer.opt_state)

@@ -137,7 +137,7 @@ def test_a_scaled_loss_has_the_same_gradients():
 
 
 def test_a_dynamic_loss_scale_finds_its_level():
-    """As docs/reliability.md has it: in float16 a loss of 8 bears no scale of 2**13."""
+    """As docs/checkpoints.md has it: in float16 a loss of 8 bears no scale of 2**13."""
 
     def loss_fn(params, batch):
         w = params["w"].astype(jnp.float16)

@@ -281,7 +281,13 @@ def scale_by_birder(
     amsgrad: bool = False,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescales updates by Birder; :func:`birder` adds weight decay and learning rate."""
+    """Rescales updates by Birder; :func:`birder` adds weight decay and learning rate.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> scaled = onebit_jax.scale_by_birder(seed=0, axis_name="data")
+      >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
+    """
     validation.check_decay("b", b)
     validation.check_seed(seed)
     validation.check_flag("amsgrad", amsgrad)
@@ -380,6 +386,8 @@ def birder(
       ...     params, state = step(params, state, targets)
       >>> bool(jnp.all(params == params[0])), bool(jnp.allclose(params[0], 2.0, atol=0.5))
       (True, True)
+      >>> onebit_jax.binsgdm is onebit_jax.birder
+      True
 
     References:
       Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical

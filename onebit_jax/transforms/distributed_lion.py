@@ -110,7 +110,13 @@ def scale_by_distributed_lion(
     aggregation: Aggregation = "majority",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Replaces gradients by voted signs; :func:`distributed_lion` adds decay and learning rate."""
+    """Replaces gradients by voted signs; :func:`distributed_lion` adds decay and learning rate.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> scaled = onebit_jax.scale_by_distributed_lion(axis_name="data")
+      >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
+    """
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)
     validation.check_name("aggregation", aggregation, "majority", "mean")

@@ -28,8 +28,8 @@ from onebit_jax.transforms.phases import PHASES, Phase, Progress
 from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
 
-# The best measured (docs/warm-up.md): with refreshes it matters little when the warm-up ends, as
-# long as the learning rate's own is over.
+# The best measured (docs/pretraining.md): with refreshes it matters little when the warm-up ends,
+# as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
 _WARMUP_BITS, _REFRESHES = 8, step_sets.published_variance_steps(16)
 
@@ -336,8 +336,9 @@ def onebit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
 
-    The defaults are the best configuration that was measured (docs/warm-up.md): a warm-up that ends
-    by itself, whose gradients travel at 8 bits, and a variance that is refreshed afterwards.
+    The defaults are the best configuration that was measured (docs/how-to-choose.md): a warm-up
+    that ends by itself, whose gradients travel at 8 bits, and a variance that is refreshed
+    afterwards.
     :func:`onebit_adam_published` has the paper's form.
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update

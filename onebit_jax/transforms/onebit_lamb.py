@@ -378,6 +378,11 @@ def scale_by_onebit_lamb(
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
     It includes weight decay, since LAMB computes its coefficients from updates that contain it.
+
+    Example:
+      >>> import optax, onebit_jax
+      >>> scaled = onebit_jax.scale_by_onebit_lamb(warmup=1000, axis_name="data")
+      >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
     """
     validation.check_decay("b1", b1)
     validation.check_decay("b2", b2)

@@ -86,7 +86,7 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
     while it still grows from 0. For 1-bit LAMB, whose coefficients compensate for any factor common
     to all variances of a tensor, it checks corrected ones.
 
-    docs/warm-up.md derives the rule and shows where it ended warm-up, and at what loss.
+    docs/how-it-works.md derives the rule; docs/pretraining.md shows where it ended warm-ups.
 
     Args:
       threshold: in (0, 1).

@@ -12,7 +12,7 @@ from onebit_jax.transforms.warmup import least_shrinkage
 
 Figures = Mapping[str, float]
 
-# The threshold of `variance_stable` for judging a variance: the lowest that docs/warm-up.md has
+# The threshold of `variance_stable` for judging a variance: the lowest that was
 # tried. The usual 0.85 flagged a healthy run.
 _STABLE = 0.8
 

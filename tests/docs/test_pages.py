@@ -1,0 +1,207 @@
+"""Code of docs/ that no other test runs, as it stands there; links and pictures of all pages."""
+
+import importlib.util
+import json
+import pathlib
+import re
+import runpy
+import sys
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import onebit_jax
+from onebit_jax import plan
+from tests.small_task import MESH, loss_fn, make_batches, make_params
+from tests.workers import PAIR
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+devices = jax.devices()
+
+
+def blocks(page):
+    """The Python code of a page."""
+    text = (DOCS / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def execute(code, **names):
+    """Runs code with these names; what it leaves."""
+    exec(compile(code, "page", "exec"), names)
+    return names
+
+
+def start():
+    """What a page takes for granted, with an optimizer that compiles fast."""
+    tx = optax.chain(onebit_jax.compressed_mean("data"), optax.sgd(1e-2))
+    params = jax.tree.map(jnp.asarray, make_params())
+    return {
+        "jax": jax,
+        "jnp": jnp,
+        "onebit_jax": onebit_jax,
+        "mesh": MESH,
+        "tx": tx,
+        "loss_fn": loss_fn,
+        "params": params,
+        "opt_state": onebit_jax.init(tx, params, MESH),
+        "step": onebit_jax.train_step(loss_fn, tx, MESH),
+    }
+
+
+class Batches:
+    """An iterator with a state, as a data loader is."""
+
+    def __init__(self, batches):
+        self.batches, self.at = batches, 0
+
+    def __next__(self):
+        self.at += 1
+        return self.batches[self.at - 1]
+
+    def get_state(self):
+        return self.at
+
+
+def test_the_default_spelled_out_is_the_default():
+    [code] = blocks("how-to-choose.md")
+    tx = execute(code, onebit_jax=onebit_jax)["tx"]
+    default = onebit_jax.onebit_adam(1e-3, axis_name="data")
+    states = [onebit_jax.init(x, make_params(), MESH) for x in (tx, default)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    assert jax.tree.map(jnp.shape, states[0]) == jax.tree.map(jnp.shape, states[1])
+
+
+def test_the_recipe_for_nodes_of_several_gpus_is_hierarchical():
+    [code] = blocks("clusters.md")
+    given = {**start(), "batch": make_batches(1)[0]}
+    left = execute(code, **given)
+    assert dict(left["mesh"].shape) == {"node": 4, "local": jax.device_count() // 4}
+    assert left["mesh"].axis_names == PAIR
+    assert left["metrics"]["phase"] == 0
+
+
+def test_a_run_is_watched():
+    [code] = blocks("watching.md")
+    assert "i % 500" in code
+    execute(code.replace("i % 500", "i % 2"), **start(), batches=make_batches(2))
+
+
+def test_a_calibration_predicts_a_step():
+    [code] = blocks("plan.md")
+    path = DOCS / "figures" / "step-bert-base.json"
+    left = execute(code, plan=plan, path=path, elements=110_106_428)
+    assert left["seconds"]["dense float32"] > left["seconds"]["1-bit Adam, flat"] > 0
+
+
+def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
+    save, restore, caught, skip, scaled = blocks("checkpoints.md")
+    folder = str(tmp_path / "checkpoints")
+    assert "1000 == 0" in save
+    save = save.replace('"runs/mine/checkpoints"', repr(folder)).replace("1000 == 0", "2 == 0")
+    key = jax.random.key(0)
+    given = {**start(), "batches": Batches(make_batches(4)), "steps": 4, "heldout_loss": 1.0}
+    left = execute(save, **given, key=key)
+    with left["Checkpoints"](folder) as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+        again = start()
+        names = execute(restore, **again, key=key, checkpoints=checkpoints, flat_tx=again["tx"])
+        assert names["restored"].step == 4
+    execute(caught, **start(), batch=make_batches(1)[0])
+    wrapped = execute(skip, onebit_jax=onebit_jax)["tx"]
+    assert hasattr(onebit_jax.init(wrapped, make_params(), MESH), "skips")
+    left = execute(scaled, **start(), batches=make_batches(2))
+    assert (left["scale"], left["good"]) == (2.0**15, 2)
+
+
+def notebook():
+    """The code of each cell."""
+    cells = json.loads((ROOT / "examples" / "start.ipynb").read_text())["cells"]
+    return ["".join(x["source"]) for x in cells if x["cell_type"] == "code"]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch, capsys):
+    """On this process's devices, whose number it would set itself."""
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    left = execute("\n".join(notebook()))
+    assert left["one_bit_loss"] == pytest.approx(left["dense_loss"], rel=0.02)
+    printed = capsys.readouterr().out
+    assert re.search(r"^400 loss \S+ phase [14]$", printed, re.MULTILINE)
+    assert re.search(r"^compression +all-to-all +u8 ", printed, re.MULTILINE)
+    assert printed.endswith("use it.\n")
+
+
+def test_the_notebook_says_what_it_lacks(monkeypatch):
+    packages, devices, *_ = notebook()
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="restart the kernel"):
+        execute(devices)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="has no jax: pip install"):
+        execute(packages)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((), "JAX finds no accelerator on "),
+        (("--nodes", "2", "--cpu-devices", "1"), "JAX finds no cluster here that it knows"),
+        (("--nodes", "2", "--coordinator", "host1"), "--coordinator needs --processes N"),
+        (("--nodes", "3", "--cpu-devices", "4"), "4 devices in 1 processes do not divide"),
+    ],
+)
+def test_the_program_for_hosts_says_what_it_lacks(options, reason, monkeypatch):
+    program = runpy.run_path(str(ROOT / "examples" / "hosts.py"))
+    monkeypatch.setattr(sys, "argv", ["hosts.py", *options])
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(jax, "devices", lambda: devices[:4])
+    refused = mock.Mock(side_effect=ValueError("coordinator_address should be defined."))
+    monkeypatch.setattr(jax.distributed, "initialize", refused if "2" in options else mock.Mock())
+    with pytest.raises(SystemExit, match=f"^error: {reason}"):
+        program["main"]()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_in_the_book_and_its_links_lead(page):
+    index = (DOCS / "index.md").read_text()
+    assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE)
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        assert (DOCS / target).exists(), target
+
+
+def test_every_picture_is_shown():
+    shown = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
+    for picture in DOCS.rglob("*.png"):
+        assert "_build" in picture.parts or picture.name in shown, picture
+
+
+def test_code_and_messages_name_pages_that_exist():
+    for folder in ("onebit_jax", "train", "benchmarks", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"\bdocs/([\w-]+\.md)", path.read_text()):
+                assert (DOCS / page).exists(), f"{path}: {page}"
+
+
+def test_every_function_and_error_has_an_example_that_runs():
+    """In a docstring, in a page, or in README. The other classes are what functions return."""
+    code = "".join(
+        "".join(re.findall(r"```(?:python|diff)\n.*?```", page.read_text(), re.DOTALL))
+        + "".join(re.findall(r"^\| `.*?` \|", page.read_text(), re.MULTILINE))
+        for page in [*PAGES, ROOT / "README.md"]
+    )
+    code += "".join(
+        line
+        for path in (ROOT / "onebit_jax").rglob("*.py")
+        for line in path.read_text().splitlines(keepends=True)
+        if line.strip().startswith((">>>", "..."))
+    )
+    names = [x for x in onebit_jax.__all__ if x[0].islower() or x.endswith("Error")]
+    assert [x for x in names if not re.search(rf"\b{x}\b", code)] == []
