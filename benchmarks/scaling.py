@@ -102,8 +102,9 @@ def draw(
     # Made without pyplot, it needs no display.
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     axes = figure.subplots(1, 3)
+    looks = [look["color"] for look in pictures.styles(KINDS)]
     for panel, runs, over in ((axes[0], sizes, "elements"), (axes[1], counts, "workers")):
-        for colour, name in zip(pictures.COLOURS, KINDS, strict=False):
+        for colour, name in zip(looks, KINDS, strict=True):
             x = [run[over] / (1e6 if over == "elements" else 1) for run in runs]
             seconds = [statistics.median(run["kinds"][name]["seconds"]) for run in runs]
             panel.plot(x, [1e3 * s for s in seconds], "o", color=colour, label=name)
@@ -112,7 +113,7 @@ def draw(
         panel.set(xscale="log", yscale="log", ylabel="ms per step")
     axes[0].set(title="two workers", xlabel="elements per worker, millions")
     axes[1].set(title=f"{counts[0]['elements']:,} elements per worker", xlabel="workers")
-    for colour, name in zip(pictures.COLOURS, KINDS, strict=False):
+    for colour, name in zip(looks, KINDS, strict=True):
         x = [run["workers"] for run in counts]
         sent = [run["kinds"][name]["sent"] / 1e6 for run in counts]
         axes[2].plot(x, sent, "o", color=colour, label=name)

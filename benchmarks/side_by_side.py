@@ -10,19 +10,32 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from train.comparison import Curve, draw, table
+from train.record import where_and_when
 from train.sweep import or_infinite
 
 
-def read(path: pathlib.Path) -> list[Curve]:
+def read(record: Mapping[str, Any]) -> list[Curve]:
     """The optimizers of a `comparison.json`."""
-    found = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    found = record["figures"]
     for figure in found:
         figure["heldout"] = {int(k): or_infinite(v) for k, v in figure["heldout"].items()}
         figure["tried"] = {float(k): or_infinite(v) for k, v in figure["tried"].items()}
     return [Curve(**figure) for figure in found]
+
+
+def title(record: Mapping[str, Any]) -> str:
+    """What a `comparison.json` trained, where and when."""
+    options = record["options"]
+    model = "Language model" if options["task"] == "lm" else "BERT"
+    return (
+        f"{model}, {options['workers']} workers, {options['steps']:,} steps of "
+        f"{options['batch_size']} sequences of {options['sequence_length']}\n"
+        f"{where_and_when(record)}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/side-by-side.png"))
     options = parser.parse_args(arguments)
     curves: dict[str, Curve] = {}
+    titles: list[str] = []
     for path in options.comparisons:
         try:
-            curves |= {curve.label: curve for curve in read(path)}
+            record = json.loads(path.read_text(encoding="utf-8"))
+            curves |= {curve.label: curve for curve in read(record)}
+            titles.append(title(record))
         except (OSError, ValueError, KeyError, TypeError) as error:
             print(f"error: {path} is no comparison.json of train.compare: {error}", file=sys.stderr)
             return 2
@@ -47,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    [steps] = lengths
-    draw(list(curves.values()), f"{steps:,} steps", options.out)
+    draw(list(curves.values()), titles[0], options.out)
     print(table(list(curves.values())), options.out, sep="\n\n")
     return 0
 

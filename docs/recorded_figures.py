@@ -75,7 +75,8 @@ def _training(x: dict[str, Any]) -> Iterator[Record]:
     yield x["label"], "training loss", [statistics.mean(losses[-max(1, len(losses) // 40) :])]
     yield x["label"], "learning rate", [x["learning_rate"], *tried]
     yield x["label"], "MB sent", [x["sent"][-1] / 1e6]
-    yield x["label"], "ms", [*phases[:1], *phases]
+    if phases:
+        yield x["label"], "ms", [*phases[:1], *phases]
     yield from _scalars(x["label"], x)
 
 

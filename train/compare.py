@@ -266,7 +266,8 @@ def train(config: Config, runs: Runs[Config], mesh: Mesh, stop: StopRequest) -> 
     title = _title(config, tasks[config.seed])
     text = f"{title}\n\n{table(curves)}\n"
     (config.folder / "comparison.md").write_text(text, encoding="utf-8")
-    draw(curves, title.rstrip("."), config.folder / "comparison.png")
+    where = record.where_and_when(record.context())
+    draw(curves, f"{title.rstrip('.')}\n{where}", config.folder / "comparison.png")
 
 
 def _title(config: Config, task: Task) -> str:

@@ -22,7 +22,29 @@ from matplotlib.ticker import (
 )
 
 # Okabe and Ito's palette without its yellow, told apart by every kind of colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_GREY, _WINE = "#7F7F7F", "#882255"
+# By the beginning of a label; the longest that fits counts. A dense optimizer is dashed, so that
+# it is told apart from its compressed form in the same colour.
+_LOOK = {
+    "Adam": ("#0072B2", "-"),
+    "1-bit Adam": ("#D55E00", "-"),
+    "0/1 Adam": ("#CC79A7", "-"),
+    "Muon": ("#009E73", "--"),
+    "1-bit Muon": ("#009E73", "-"),
+    "LAMB": ("#E69F00", "--"),
+    "1-bit LAMB": ("#E69F00", "-"),
+    "Lion": ("#56B4E9", "--"),
+    "Distributed Lion": ("#56B4E9", "-"),
+    "Birder": ("#000000", "-"),
+    "Signum": (_GREY, "-"),
+    "SGD": (_GREY, "--"),
+    "EF sign SGD": (_GREY, "-."),
+    "Local steps": (_WINE, "-"),
+    "Every ": (_WINE, "-"),
+    "DDP": (_GREY, "-"),
+    "EC1": ("#000000", ":"),
+}
+_DASHES = "-", "--", ":", "-."
 # More curves in one panel nobody tells apart.
 MOST_CURVES = 6
 _SMOOTHED_FRACTION = 1 / 40
@@ -41,8 +63,9 @@ class LossCurve(NamedTuple):
         steps: the number of steps made; ``[points]``.
         losses: the training loss of each of them, NaN where it was not finite; ``[points]``.
         sent: bytes that a worker had sent by then; ``[points]``.
-        frozen_at: the number of dense steps of its warm-up; -1 without one.
+        frozen_at: the number of steps of its warm-up; -1 without one.
         measure: what `heldout` is, in words.
+        warmup_bits: bits per value of the gradients that its warm-up averages.
     """
 
     label: str
@@ -52,6 +75,30 @@ class LossCurve(NamedTuple):
     sent: np.ndarray
     frozen_at: int = -1
     measure: str = "held-out loss"
+    warmup_bits: int = 32
+
+
+def styles(labels: Sequence[str]) -> list[dict[str, str]]:
+    """Colours and dashes: the same colour for an optimizer in all pictures, dashes by variant.
+
+    >>> [x["linestyle"] for x in styles(["Adam", "1-bit Adam", "1-bit Adam, one buffer"])]
+    ['-', '-', '--']
+    >>> styles(["1-bit Muon"])[0]["color"] == styles(["Muon, 4 bits"])[0]["color"]
+    True
+    """
+    found: list[dict[str, str]] = []
+    for label in labels:
+        fitting = [x for x in _LOOK if label.startswith(x)]
+        colour, dashes = _LOOK[max(fitting, key=len)] if fitting else (_GREY, "-")
+        taken = {x["linestyle"] for x in found if x["color"] == colour}
+        free = [x for x in (dashes, *_DASHES) if x not in taken] or [dashes]
+        found.append({"color": colour, "linestyle": free[0]})
+    return found
+
+
+def wrapped(title: str, width: int) -> str:
+    """A title in lines of so many characters at most; its own line breaks stay."""
+    return "\n".join(textwrap.fill(line, width) for line in title.splitlines())
 
 
 def window(points: int) -> int:
@@ -132,19 +179,21 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
 
     Args:
         curves: the trainings; the others are compared with the first.
-        title: above the picture.
+        title: above the picture: what was trained, where and when.
         path: the picture.
     """
     rows, only_two = split(curves), len(curves) == 2
     # Made without pyplot, it needs no display.
     figure = Figure(figsize=(12, 4.8 * len(rows)), layout="constrained")
-    figure.suptitle(textwrap.fill(title, _TITLE_WIDTH), fontsize=11)
+    figure.suptitle(wrapped(title, _TITLE_WIDTH), fontsize=11)
     limits = _loss_limits(curves)
     for part, row in zip(figure.subfigures(len(rows), squeeze=False)[:, 0], rows, strict=True):
         by_step, by_bytes = part.subplots(1, 2, sharey=True)
         unit, scale = _bytes_axis(by_bytes, curves)
-        for index, curve in enumerate(row):
-            style = {"color": COLOURS[index], "linewidth": 1.5 if index else 3.5}
+        for index, (curve, look) in enumerate(
+            zip(row, styles([x.label for x in row]), strict=True)
+        ):
+            style = {**look, "linewidth": 1.5 if index else 3.5}
             steps, sent, losses = _smoothed(curve)
             label = f"{curve.label}: {curve.measure} {curve.heldout:.3f}"
             if index and not only_two:
@@ -155,8 +204,8 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
                 end = np.searchsorted(steps, curve.frozen_at)
                 for axes, x in ((by_step, steps), (by_bytes, sent / scale)):
                     axes.plot(x[end], losses[end], "o", color=style["color"], markersize=7)
-        if any(curve.frozen_at >= 0 for curve in row):
-            by_step.plot([], [], "o", color="grey", label="end of the warm-up")
+        for bits in sorted({curve.warmup_bits for curve in row if curve.frozen_at >= 0}):
+            by_step.plot([], [], "o", color=_GREY, label=f"end of the warm-up at {bits} bits")
         by_step.set(
             xlabel="step",
             ylabel=f"training loss, mean over {window(len(curves[0].losses))} steps",
@@ -181,9 +230,15 @@ def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _loss_limits(curves: Sequence[LossCurve]) -> tuple[float, float] | None:
     """From which loss to which to draw: the very start would hide the differences at the end."""
     losses = [drawn[-1] for drawn in map(_smoothed, curves)]
-    # Some fall late: of the others than the first, whatever they come to must be seen.
+    # Some fall late: of the others than the first, whatever they come to must be seen. And so must
+    # the end of a warm-up, in all of them.
+    ends = [
+        drawn[min(np.searchsorted(steps, curve.frozen_at), len(drawn) - 1) :][:1]
+        for curve, (steps, _, drawn) in zip(curves, map(_smoothed, curves), strict=True)
+        if curve.frozen_at >= 0
+    ]
     shown = np.concatenate(
-        [losses[0][len(losses[0]) // 10 :], *(x[len(x) // 2 :] for x in losses[1:])]
+        [losses[0][len(losses[0]) // 10 :], *(x[len(x) // 2 :] for x in losses[1:]), *ends]
     )
     shown = shown[np.isfinite(shown)]
     if not len(shown):
@@ -232,11 +287,12 @@ def draw_spread(
         path: the picture.
     """
     figure = Figure(figsize=(4 * len(values), 4), layout="constrained")
-    figure.suptitle(textwrap.fill(title, 50 * len(values)), fontsize=11)
+    figure.suptitle(wrapped(title, 50 * len(values)), fontsize=11)
     panels = figure.subplots(1, len(values), squeeze=False)[0]
     for axes, (task, by_optimizer) in zip(panels, values.items(), strict=True):
+        looks = styles(list(by_optimizer))
         for place, found in enumerate(by_optimizer.values()):
-            colour = COLOURS[place % len(COLOURS)]
+            colour = looks[place]["color"]
             axes.plot([place] * len(found), found, "o", color=colour, alpha=0.6)
             if found:
                 axes.plot([place - 0.25, place + 0.25], [np.median(found)] * 2, color=colour)

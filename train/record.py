@@ -1,6 +1,7 @@
 """What every program writes beside its figures: machine, versions and the command."""
 
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import os
@@ -8,6 +9,7 @@ import pathlib
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,6 +39,31 @@ def versions(*packages: str) -> dict[str, str]:
     return found
 
 
+def where_and_when(record: Mapping[str, Any]) -> str:
+    """Machine, version of JAX and day of a record, for the title of a picture.
+
+    >>> made = {"device": "cpu", "cores": 2}
+    >>> where_and_when({"machine": made, "versions": {"jax": "0.10.2"}, "date": "2026-11-25"})
+    'simulated on 2 CPU cores, JAX 0.10.2, 2026-11-25'
+    """
+    place = record["machine"]
+    where = (
+        f"simulated on {place['cores']} CPU cores" if place["device"] == "cpu" else place["device"]
+    )
+    return ", ".join(
+        x for x in (where, f"JAX {record['versions']['jax']}", record.get("date")) if x
+    )
+
+
+def context(*packages: str) -> dict[str, Any]:
+    """Machine, versions and day of what is measured now."""
+    return {
+        "machine": machine(),
+        "versions": versions(*packages),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
 def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> None:
     """Writes figures as JSON.
 
@@ -52,8 +79,7 @@ def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> Non
     )
     record = {
         "command": shlex.join([*command, *sys.argv[1:]]),
-        "machine": machine(),
-        "versions": versions(*packages),
+        **context(*packages),
         "options": dataclasses.asdict(options),
         "figures": figures,
     }

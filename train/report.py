@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
+from train import record
 from train.config import in_steps
 from train.optimizers import OPTIMIZERS
 from train.pictures import LossCurve, draw_losses, draw_spread, window
@@ -172,8 +173,7 @@ class Wording(NamedTuple):
         """A column for each optimizer, with the runs of all seeds, and what its steps send."""
         first = columns[0][0]
         config, result = first.config, first.result
-        # What a worker sends in a step that averages gradients at full precision.
-        dense = 8 * (config["workers"] - 1) / config["workers"] * result["parameters"]
+        dense = _dense_bytes(first)
         last = window(len(first.rows))
         phases = dict.fromkeys(
             phase for [run, *_] in columns for phase in run.result["bytes_a_step"]
@@ -236,7 +236,8 @@ class Wording(NamedTuple):
                     OPTIMIZERS[name].label: [metric.of(run) for run in own]
                     for name, own in by_name.items()
                 }
-            draw_spread(values, title, units, path)
+            where = record.where_and_when(record.context())
+            draw_spread(values, f"{title}\n{where}", units, path)
             return
         runs = [run for [run, *_] in sections[""].values()]
         curves = [
@@ -248,12 +249,14 @@ class Wording(NamedTuple):
                 run.column("bytes_sent"),
                 run.result["frozen_at"],
                 self.measure,
+                _warmup_bits(run),
             )
             for run in runs
         ]
         config = runs[0].config
         steps = f"{runs[0].result['steps']:,} steps of {config['batch_size']}"
-        draw_losses(curves, f"{title}, {steps} {self.examples(config)}", path)
+        what = f"{title}, {steps} {self.examples(config)}"
+        draw_losses(curves, f"{what}\n{record.where_and_when(record.context())}", path)
 
 
 def read_run(folder: pathlib.Path) -> Run | None:
@@ -293,6 +296,18 @@ def corpus(config: Config) -> str:
     """What a run on text was trained on."""
     name = config["corpus"] or "the Python language reference (pydoc_data.topics)"
     return f"Corpus: {name}."
+
+
+def _dense_bytes(run: Run) -> float:
+    """What a worker sends in a step that averages gradients at full precision."""
+    workers = run.config["workers"]
+    return 8 * (workers - 1) / workers * run.result["parameters"]
+
+
+def _warmup_bits(run: Run) -> int:
+    """Bits per value of a warm-up's gradients, without what their scales add; 32 without one."""
+    sent, dense = run.result["bytes_a_step"].get("warmup"), _dense_bytes(run)
+    return round(32 * sent / dense) if sent and dense else 32
 
 
 def _warmup_end(run: Run) -> str:

@@ -256,7 +256,7 @@ def main(options: Options) -> None:
     """Runs the benchmark."""
     check(options)
     if options.redraw:
-        _report(json.loads(options.json.read_text(encoding="utf-8"))["figures"], options)
+        _report(json.loads(options.json.read_text(encoding="utf-8")), options)
         return
     if options.shape is not None:
         tree = [jax.ShapeDtypeStruct(options.shape, jnp.float32)] * tasks.MATRICES
@@ -295,17 +295,19 @@ def main(options: Options) -> None:
         given_up[count] = failed
         # Written as soon as it is there: those with more hosts may take hours.
         record.write(options.json, options, written, "torch", "deepspeed")
-    _report(written, options)
+    _report({**record.context("torch", "deepspeed"), "figures": written}, options)
     print(f"wrote {options.json}")
 
 
-def _report(figures: dict[str, Any], options: Options) -> None:
+def _report(written: dict[str, Any], options: Options) -> None:
+    figures = written["figures"]
     calibrations = dict(
         zip(options.hosts, map(plan.read_calibration, options.calibration), strict=False)
     )
     report.print_tables(figures, options.kinds[0], calibrations)
     picture = options.plot or options.json.with_suffix(".png")
-    plot.draw(figures["tables"], picture)
+    what = f"A step of {figures['elements']:,} parameters on hosts of a limited bandwidth"
+    plot.draw(figures["tables"], f"{what}\n{record.where_and_when(written)}", picture)
     print(f"drew {picture}")
 
 

@@ -1,5 +1,6 @@
 """A picture of the figures: time a step against bandwidth, a panel for each number of hosts."""
 
+import itertools
 import pathlib
 import statistics
 from typing import Any
@@ -10,11 +11,12 @@ from benchmarks.network.hosts import UNSHAPED, bits_per_second
 from train import pictures
 
 
-def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
+def draw(tables: list[dict[str, Any]], title: str, path: pathlib.Path) -> None:
     """Draws the figures of `benchmarks.network`.
 
     Args:
       tables: what it writes under "figures" / "tables".
+      title: what was timed, where and when.
       path: the picture.
     """
     limited = [bits_per_second(table["bandwidth"]) or 0 for table in tables]
@@ -24,34 +26,27 @@ def draw(tables: list[dict[str, Any]], path: pathlib.Path) -> None:
     order = sorted({table["bandwidth"] for table in tables}, key=place.__getitem__)
     kinds = list(dict.fromkeys(kind for table in tables for kind in table["kinds"]))
     counts = sorted({table["hosts"] for table in tables})
-    rows = pictures.split(kinds)
+    looks = pictures.styles(kinds)
     # Made without pyplot, it needs no display.
-    figure = Figure(figsize=(2 + 5 * len(counts), 5.5 * len(rows)), layout="constrained")
-    parts = figure.subfigures(len(rows), squeeze=False)[:, 0]
-    times = [s for table in tables for kind in table["kinds"].values() for s in kind["seconds"]]
-    for part, row in zip(parts, rows, strict=True):
-        panels = part.subplots(1, len(counts), sharey=True, squeeze=False)[0]
-        for count, panel in zip(counts, panels, strict=True):
-            for kind in row:
-                points = sorted(
-                    (place[table["bandwidth"]], statistics.median(table["kinds"][kind]["seconds"]))
-                    for table in tables
-                    if table["hosts"] == count and table["kinds"].get(kind, {}).get("seconds")
-                )
-                if points:
-                    index = row.index(kind)
-                    style = {"color": pictures.COLOURS[index], "marker": "osD^vP"[index]}
-                    panel.plot(*zip(*points, strict=True), label=kind, **style)
-            panel.set(xscale="log", yscale="log", xlabel="bandwidth", title=f"{count} hosts")
-            if times:
-                # The same in all rows.
-                panel.set_ylim(min(times) / 1.5, 1.5 * max(times))
-            pictures.finish(panel)
-            panel.set_xticks([place[name] for name in order], order)
-            panel.minorticks_off()
-        panels[0].set_ylabel("seconds per step")
-        fullest = max(panels, key=lambda panel: len(panel.lines))
-        if fullest.lines:
-            pictures.legend_below(part, fullest, fontsize="small", ncols=3)
+    figure = Figure(figsize=(3 + 5 * len(counts), 6.5), layout="constrained")
+    figure.suptitle(pictures.wrapped(title, 45 * (1 + len(counts))), fontsize=11)
+    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
+    for count, panel in zip(counts, panels, strict=True):
+        for kind, look, marker in zip(kinds, looks, itertools.cycle("osD^vP*X"), strict=False):
+            points = sorted(
+                (place[table["bandwidth"]], statistics.median(table["kinds"][kind]["seconds"]))
+                for table in tables
+                if table["hosts"] == count and table["kinds"].get(kind, {}).get("seconds")
+            )
+            if points:
+                panel.plot(*zip(*points, strict=True), label=kind, marker=marker, **look)
+        panel.set(xscale="log", yscale="log", xlabel="bandwidth", title=f"{count} hosts")
+        pictures.finish(panel)
+        panel.set_xticks([place[name] for name in order], order)
+        panel.minorticks_off()
+    panels[0].set_ylabel("seconds per step")
+    fullest = max(panels, key=lambda panel: len(panel.lines))
+    if fullest.lines:
+        pictures.legend_below(figure, fullest, fontsize="small", ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

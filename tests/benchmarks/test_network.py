@@ -153,7 +153,7 @@ def test_draws_kinds_that_lack_a_bandwidth(tmp_path):
         {"hosts": 2, "bandwidth": "1gbit", "kinds": seconds | {ONEBIT: figure([0.1], 1, 0, 1)}},
         {"hosts": 4, "bandwidth": "1gbit", "kinds": {}},
     ]
-    plot.draw(tables, tmp_path / "network.png")
+    plot.draw(tables, "what, where, when", tmp_path / "network.png")
     assert (tmp_path / "network.png").stat().st_size > 0
 
 

@@ -25,8 +25,21 @@ SIGNUM = dataclasses.replace(
 )
 
 
+RECORD = {
+    "machine": {"device": "cpu", "cores": 2},
+    "versions": {"jax": "0.10.2"},
+    "options": {
+        "task": "lm",
+        "workers": 8,
+        "steps": 2000,
+        "batch_size": 8,
+        "sequence_length": 128,
+    },
+}
+
+
 def write(path, *figures):
-    path.write_text(json.dumps({"figures": figures}))
+    path.write_text(json.dumps(RECORD | {"figures": figures}))
     return str(path)
 
 
@@ -47,6 +60,13 @@ def test_one_table_and_one_picture(files, tmp_path, capsys):
     assert "(4.0x fewer)" in rows[3]
     assert rows[-1] == str(out)
     assert out.stat().st_size > 10_000
+
+
+def test_its_title_says_what_where_and_when():
+    assert side_by_side.title(RECORD | {"date": "2026-11-23"}) == (
+        "Language model, 8 workers, 2,000 steps of 8 sequences of 128\n"
+        "simulated on 2 CPU cores, JAX 0.10.2, 2026-11-23"
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"figures": [{"heldout": {}, "tried": {}}]}'])
