@@ -45,7 +45,7 @@ from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState, zero_one_adam
 from onebit_jax.watching.diagnosis import Diagnosis, diagnose
 from onebit_jax.watching.replica_checksums import Divergence, ReplicaDivergenceError
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CompressedMeanState",
