@@ -55,7 +55,7 @@ def execute(code, names, kind=AxisType.Explicit):
 def trained(framework, sign, kind=AxisType.Explicit) -> dict[str, Any]:
     """The names that a framework's code leaves, of either side of its diff."""
     names: dict[str, Any] = {"__name__": __name__}
-    [(_, data)] = blocks("Flax, Equinox, Haiku")
+    [(_, data)] = blocks("Flax, Equinox, Haiku, MaxText")
     execute(data, names)
     for language, code in blocks(framework):
         execute(side(code, sign) if language == "diff" else code, names, kind)
