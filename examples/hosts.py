@@ -83,6 +83,12 @@ def make_mesh(nodes: int, simulated: bool) -> jax.sharding.Mesh:
     return jax.make_mesh((nodes, len(devices) // nodes), ("node", "local"))
 
 
+def report(text: str) -> None:
+    """Prints it once, not in every process."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
 def loss_fn(params, batch):
     """Mean squared error of a network with one hidden layer."""
     hidden = jnp.tanh(batch["x"] @ params["in"])
@@ -90,7 +96,7 @@ def loss_fn(params, batch):
 
 
 def train(mesh: jax.sharding.Mesh) -> None:
-    """Trains, with process 0 telling of it."""
+    """Trains, and reports what each phase sends."""
     axes = mesh.axis_names
     tx = onebit_jax.onebit_adam(1e-2, weight_decay=0.01, axis_name=axes)
     # The same on all processes; each has rows of its own.
@@ -109,11 +115,9 @@ def train(mesh: jax.sharding.Mesh) -> None:
     for i in range(STEPS):
         params, opt_state, metrics = step(params, opt_state, batch)
         if i % 200 == 199:
-            line = f"{i + 1} loss {metrics['loss']:.4f} phase {metrics['phase']}"
-            print(line) if jax.process_index() == 0 else None
+            report(f"{i + 1} loss {metrics['loss']:.4f} phase {metrics['phase']}")
     sent = onebit_jax.wire.by_phase(step, params, opt_state, batch, mesh=mesh)
-    if jax.process_index() == 0:
-        print(onebit_jax.wire.table(sent))
+    report(onebit_jax.wire.table(sent))
 
 
 def main() -> None:
@@ -130,15 +134,16 @@ def main() -> None:
         "--cpu-devices", type=int, help="simulate so many on the CPU of each process"
     )
     options = parser.parse_args()
+    if options.nodes < 1:
+        parser.error(f"--nodes {options.nodes}: expected 1 or more")
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     meet(options)
     mesh = make_mesh(options.nodes, bool(options.cpu_devices))
-    if jax.process_index() == 0:
-        kind = jax.devices()[0].device_kind
-        count = f"{jax.process_count()} processes, {jax.device_count()} devices ({kind})"
-        print(f"{count}, {dict(mesh.shape)}")
+    kind = jax.devices()[0].device_kind
+    count = f"{jax.process_count()} processes, {jax.device_count()} devices ({kind})"
+    report(f"{count}, {dict(mesh.shape)}")
     train(mesh)
 
 

@@ -5,6 +5,8 @@ import json
 import pathlib
 import re
 import runpy
+import socket
+import subprocess
 import sys
 from unittest import mock
 
@@ -205,3 +207,41 @@ def test_every_function_and_error_has_an_example_that_runs():
     )
     names = [x for x in onebit_jax.__all__ if x[0].islower() or x.endswith("Error")]
     assert [x for x in names if not re.search(rf"\b{x}\b", code)] == []
+
+
+def start_host(index, port, *options):
+    """The program for hosts as one of two processes of this machine."""
+    where = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(index)]
+    program = [sys.executable, "examples/hosts.py", "--nodes", "2", "--cpu-devices", "1"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [*program, *where, *options], cwd=ROOT, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_hosts_print_what_the_page_shows():
+    port = free_port()
+    hosts = [start_host(i, port, "--timeout", "300") for i in range(2)]
+    printed = [host.communicate(timeout=600) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], printed
+    text = (DOCS / "start.md").read_text()
+    shown = re.search(r"^    2 processes.*?^    compression  total .*?\n", text, re.DOTALL | re.M)
+    assert shown
+    # Losses depend on the machine's arithmetic.
+    tables = [x[x.index("phase  ") :].split() for x in (printed[0][0], shown[0])]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.slow
+def test_a_host_without_process_0_says_so():
+    host = start_host(1, port := free_port(), "--timeout", "2")
+    _, error = host.communicate(timeout=300)
+    assert host.returncode == 1
+    assert error.startswith(f"error: --coordinator 127.0.0.1:{port}: no process 0 there in 2 s")
