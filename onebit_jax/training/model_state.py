@@ -32,6 +32,15 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
     return ~jnp.any(jnp.array(became, jnp.bool))
 
 
+def by_worker(model_state: Any) -> Any:
+    """Which leaves workers may each have their own of: floats, to be averaged, and random keys."""
+
+    def differs(x: Any) -> bool:
+        return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+    return jax.tree.map(differs, model_state)
+
+
 def check_same_state(new: Any, given: Any) -> None:
     """Checks the state that a loss returned against the state that it was given.
 

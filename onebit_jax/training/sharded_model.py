@@ -36,7 +36,7 @@ class ShardedModel:
       param_specs: how parameters are split, as for :func:`onebit_jax.on_mesh`.
 
     Raises:
-      ValueError: for an axis that the mesh lacks, and for a mesh of the wrong type.
+      ValueError: for an axis that the mesh lacks.
     """
 
     def __init__(
@@ -54,14 +54,15 @@ class ShardedModel:
         """The partition specs of the parameters, checked."""
         return parameter_specs(self.axes, self._param_specs, params)
 
-    def _placed(self, params: Any) -> Any:
+    def placed(self, params: Any) -> Any:
+        """How each leaf of a state lies, a tree of :class:`~..sharded.state_layout.Placed`."""
         return self._on_mesh.place_state(params, self.specs(params))
 
     def state_specs(self, params: Any) -> Any:
         """The partition specs of a state in the mesh view."""
         return jax.tree.map(
             lambda p: P(self.axes.slow, *p.spec) if p.own else p.spec,
-            self._placed(params),
+            self.placed(params),
             is_leaf=is_placed,
         )
 
@@ -71,7 +72,7 @@ class ShardedModel:
             lambda p: jax.ShapeDtypeStruct(
                 (self.axes.workers, *p.shape) if p.own else p.shape, p.dtype
             ),
-            self._placed(params),
+            self.placed(params),
             is_leaf=is_placed,
         )
 
@@ -98,7 +99,7 @@ class ShardedModel:
     def init(self, params: optax.Params) -> Any:
         """The state before the first step, in the mesh view."""
         mesh = self.axes.mesh
-        specs, placed = self.specs(params), self._placed(params)
+        specs, placed = self.specs(params), self.placed(params)
 
         def of_shards(params: Any) -> Any:
             with tensors_split_along(self.axes.fast_names, specs):
@@ -139,7 +140,7 @@ class ShardedModel:
 
     def own_parameters(self, params: Any, opt_state: Any) -> Any:
         """The parameters that each worker trains, ``[workers, ...]``."""
-        axes, specs, placed = self.axes, self.specs(params), self._placed(params)
+        axes, specs, placed = self.axes, self.specs(params), self.placed(params)
 
         def row(params: Any, opt_state: Any) -> Any:
             own = worker_parameters(_to_worker_view(placed, opt_state), params)
@@ -153,13 +154,23 @@ class ShardedModel:
             check_vma=False,
         )(params, opt_state)
 
-    def by_worker(self, f: Callable[[Any, Any, jax.Array], Any], params: Any, batch: Any) -> Any:
+    def by_worker(
+        self,
+        f: Callable[[Any, Any, jax.Array], Any],
+        params: Any,
+        batch: Any,
+        out_axes: Any,
+    ) -> Any:
         """``f(params, share, index)`` of every worker, behind an axis of workers.
 
         Args:
           f: the same program for all workers.
           params: from :meth:`own_parameters`.
           batch: a tree of global arrays.
+          out_axes: as of ``jax.vmap``: None for what all workers have in common.
+
+        Raises:
+          ValueError: for what is not the same on all workers, though ``out_axes`` says so.
         """
         shares = jax.tree_util.tree_map_with_path(
             lambda path, x: worker_shares(self.axes, path, x), batch
@@ -167,8 +178,18 @@ class ShardedModel:
         index = jax.numpy.arange(self.axes.workers)
         if self.axes.spmd_axis_name is None:
             index = jax.reshard(index, NamedSharding(self.axes.mesh, P(self.axes.slow)))
-        mapped = jax.vmap(f, spmd_axis_name=cast(Any, self.axes.spmd_axis_name))
-        return mapped(params, shares, index)
+        spmd_axis_name = cast(Any, self.axes.spmd_axis_name)
+        mapped = jax.vmap(f, out_axes=out_axes, spmd_axis_name=spmd_axis_name)
+        try:
+            return mapped(params, shares, index)
+        except ValueError as error:
+            if "axis spec None" not in str(error):
+                raise
+            raise ValueError(
+                f"a leaf of model_state that is no float would differ between workers ({error}): "
+                f"float leaves are averaged over them; others, integers say, must become the same "
+                f"on all, as a count of steps does. Keep it as a float."
+            ) from error
 
     def on_shards(
         self, f: Callable[..., Any], params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any
@@ -180,13 +201,15 @@ class ShardedModel:
           params: the parameters.
           opt_state: the state, in the mesh view.
           grads: the workers' gradients, ``[workers, ...]``.
-          rows: other arrays ``[workers]``.
+          rows: other arrays ``[workers, ...]``, whole on all devices of a worker.
           shared: what all have.
         """
-        axes, specs, placed = self.axes, self.specs(params), self._placed(params)
+        axes, specs, placed = self.axes, self.specs(params), self.placed(params)
         of_state, of_grads = self.state_specs(params), _rows(axes, specs)
         if axes.spmd_axis_name is None:
             grads = jax.tree.map(jax.reshard, grads, _shardings(axes.mesh, of_grads))
+            row = NamedSharding(axes.mesh, P(axes.slow))
+            rows = jax.tree.map(lambda x: jax.reshard(x, row), rows)
 
         def of_shards(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
             grads, rows = jax.tree.map(lambda x: x[0], (grads, rows))

@@ -19,6 +19,7 @@ from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import placement
 from onebit_jax.training import agreement, phase_choice
+from onebit_jax.training import model_state as model_states
 from onebit_jax.training.gradients import LossAndGradients, LossFn, loss_and_gradients
 from onebit_jax.training.model_state import (
     check_random_keys,
@@ -275,12 +276,6 @@ class TrainStep:
         placement.check_donated(_by_name(given), placement.buffer)
         check_random_keys(given.rng, given.batch)
         if self._sharded is not None:
-            if given.model_state is not None:
-                raise ValueError(
-                    "model_state was given, but a step on a model that is split over a mesh's fast "
-                    "axes takes none: leave out layers with batch statistics, or train the model "
-                    "whole, without axis_name and param_specs."
-                )
             self._sharded.check_state(params, opt_state)
             return
         placement.check_whole(params)
@@ -378,33 +373,48 @@ class TrainStep:
         """All workers' step where each is several devices."""
         sharded = cast(ShardedModel, self._sharded)
         copies = sharded.copies(given.params)
+        differs = model_states.by_worker(given.model_state)
+        structure = jax.tree.structure(given.model_state)
 
         def gradients(params: Any, batch: Any, worker: jax.Array) -> LossAndGradients:
             return self._gradients(given._replace(params=params, batch=batch), worker)
 
         def update(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
-            measured, skips, extra_args = shared
+            measured, skips, extra_args, model_state, in_common = shared
             own = given._replace(
                 params=phase_choice.worker_parameters(opt_state, params),
                 opt_state=opt_state,
+                model_state=model_state,
                 extra_args=extra_args,
             )
-            loss, metrics = rows
-            computed = LossAndGradients(loss, metrics, grads, None)
+            loss, metrics, leaves = rows
+            leaves = [x if x is not None else y for x, y in zip(leaves, in_common, strict=True)]
+            computed = LossAndGradients(loss, metrics, grads, structure.unflatten(leaves))
             results, *others = self._update(own, computed, measured, skips, phase, copies)
-            return *results[:2], others
+            return *results[:2], (results[2], *others)
 
         own = sharded.own_parameters(given.params, given.opt_state)
-        computed = sharded.by_worker(gradients, own, given.batch)
-        params, opt_state, others = sharded.on_shards(
+        out_axes = jax.tree.map(lambda differs: 0 if differs else None, differs)
+        of_workers = cast(Any, LossAndGradients)(0, 0, 0, out_axes)
+        computed = sharded.by_worker(gradients, own, given.batch, of_workers)
+        leaves = list(
+            zip(jax.tree.leaves(computed.model_state), jax.tree.leaves(differs), strict=True)
+        )
+        params, opt_state, (model_state, *others) = sharded.on_shards(
             update,
             given.params,
             given.opt_state,
             computed.grads,
-            (computed.loss, computed.metrics),
-            (measured, skips, given.extra_args),
+            (computed.loss, computed.metrics, [x if own else None for x, own in leaves]),
+            (
+                measured,
+                skips,
+                given.extra_args,
+                given.model_state,
+                [None if own else x for x, own in leaves],
+            ),
         )
-        return (params, opt_state, None), *others
+        return (params, opt_state, model_state), *others
 
     def _update(
         self,
@@ -508,7 +518,7 @@ def train_step(
         with whole parameters and a worker's whole share, which the compiler splits, and may say
         how by ``jax.lax.with_sharding_constraint``. Place the batch over the fast axes that are to
         share it, as by ``NamedSharding(mesh, P(("data", "fsdp")))``; norms and what optimizers
-        report are of whole tensors, or means over shards. There is no ``model_state``.
+        report are of whole tensors, or means over shards. A ``model_state`` is whole everywhere.
       param_specs: as for :func:`init`.
       accumulation: the number of microbatches into which a worker's share is divided; their
         gradients are averaged in float32.

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
@@ -165,3 +165,37 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
         jax.device_get((params, opt_state)),
         jax.device_get((restored, state)),
     )
+
+
+@pytest.mark.slow
+def test_workers_along_a_pair_of_axes_draw_from_keys_of_their_own():
+    axes, pair = {"node": 2, "local": 2, "fsdp": 2}, ("node", "local")
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3)
+    split = {"axis_name": pair, "param_specs": {"w": P("fsdp", None)}}
+    tx = onebit_jax.onebit_adam(1e-2, warmup=2, variance_refreshes=None, axis_name=pair)
+
+    def loss_fn(params, batch, rng):
+        noise = jax.random.normal(rng, batch["x"].shape)
+        loss = ((batch["x"] @ params["w"] - 1) ** 2).mean() + 0.1 * (noise @ params["w"]).mean()
+        return loss, {"drawn": noise.mean()}
+
+    w = jax.device_put(np.zeros((64, 32), np.float32), NamedSharding(mesh, P("fsdp", None)))
+    params = {"w": w}
+    opt_state = onebit_jax.init(tx, params, mesh, **split)
+    step = onebit_jax.train_step(loss_fn, tx, mesh, **split)
+    rng = np.random.default_rng(0)
+    rows = NamedSharding(mesh, P((*pair, "fsdp")))
+    batch = {"x": jax.device_put(rng.standard_normal((32, 64), np.float32), rows)}
+    lowered = step.lower(params, opt_state, batch, phase="compression", rng=jax.random.key(0))
+    found = wire.collectives(lowered.compile(), mesh)
+    # Floats of more than a few metrics stay within a node.
+    assert {x.dtype for x in found if "node" in x.axis and x.operand_bytes > 64} == {"u8"}
+    losses = []
+    for i in range(12):
+        key = jax.random.fold_in(jax.random.key(1), i)
+        params, opt_state, metrics = step(params, opt_state, batch, rng=key)
+        own = [jax.random.normal(jax.random.fold_in(key, worker), (8, 64)) for worker in range(4)]
+        np.testing.assert_allclose(metrics["drawn"], np.mean(own), atol=1e-6)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    onebit_jax.diagnose(params, opt_state, mesh, axis_name=pair)
