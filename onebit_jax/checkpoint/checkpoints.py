@@ -266,8 +266,11 @@ class Checkpoints:
             moves = tx is not None and (
                 saved_tx is not None or manifest.differ(written["axes"], manifest.axes(tree))
             )
+            split = manifest.split_of(tree)
             if moves:
-                like = tree | {"opt_state": as_saved(saved_tx or tx, params, written["axes"])}
+                axes, mesh = written["axes"], manifest.mesh_of(tree)
+                saved = as_saved(saved_tx or tx, params, axes, mesh, split)
+                like = tree | {"opt_state": saved}
             manifest.check(written, like, where)
             loaded = on_all_processes(functools.partial(load, path, like, sums))
             if isinstance(loaded, DamagedError):
@@ -281,6 +284,7 @@ class Checkpoints:
                     manifest.mesh_of(tree),
                     from_axes=dict(written["axes"]),
                     from_tx=saved_tx,
+                    **split,
                 )
             if tx is not None:
                 now = hyperparameters.of(tx, params, manifest.mesh_of(tree))

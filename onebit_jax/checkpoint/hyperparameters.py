@@ -24,7 +24,8 @@ def of(tx: optax.GradientTransformation, params: Any, mesh: Any) -> list[dict[st
     if mesh is None:
         return []
     shapes = jax.eval_shape(lambda x: x, params)
-    noted = simulated.algorithms(tx, shapes, simulated.abstract_mesh(mesh))
+    workers = simulated.Workers(simulated.abstract_mesh(mesh))
+    noted = simulated.algorithms(tx, shapes, workers)
     return [dict(_values("", x.algorithm)) for x in noted]
 
 

@@ -7,18 +7,18 @@ import pathlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax.checkpoint import manifest
 from onebit_jax.checkpoint.checksums import differing
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.states.placement import state_shapes
+from onebit_jax.states.by_place import both_sides
 
 MANIFEST = "manifest.json"
 
@@ -147,14 +147,17 @@ def on_all_processes(f: Callable[[], Any]) -> Any:
     return result
 
 
-def as_saved(tx: Any, params: Any, axes: Any) -> Any:
-    """Shapes of a state that another number of workers saved, whole in this process's memory."""
-    types = (AxisType.Auto,) * len(axes)
-    names, sizes = (tuple(x) for x in zip(*axes, strict=True))
-    shapes = state_shapes(
-        tx,
-        jax.eval_shape(lambda x: x, params),
-        cast(Any, AbstractMesh(sizes, names, axis_types=types)),
-    )
+def as_saved(tx: Any, params: Any, axes: Any, mesh: Any, split: Mapping[str, Any]) -> Any:
+    """Shapes of a state that another number of workers saved, whole in this process's memory.
+
+    Args:
+      tx: the optimizer that it was of.
+      params: the parameters.
+      axes: those that it was on, as a manifest has them.
+      mesh: the one that it is to be restored on.
+      split: how the model is split, as :func:`onebit_jax.resize` is told.
+    """
+    before, _ = both_sides(tx, tx, params, mesh, dict(axes), **split)
+    shapes = before.shapes
     here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)

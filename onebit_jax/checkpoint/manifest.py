@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from onebit_jax.markers import is_per_worker, nodes
+from onebit_jax.sharded.specs import names_in
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
@@ -104,7 +105,7 @@ def arrays(tree: Any) -> dict[str, list[Any]]:
 
 
 def axes(tree: Any) -> list[list[Any]]:
-    """The axes that workers run along, ``[name, size]`` each; none if the tree does not show them.
+    """The axes of the mesh, ``[name, size]`` each; none if the tree does not show them.
 
     Read from the sharding of state in a ``PerWorker``.
     """
@@ -119,12 +120,31 @@ def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
 
 def mesh_of(tree: Any) -> Any:
     """The mesh of state in a ``PerWorker``; None if the tree does not show it."""
+    sharding = _sharding_of_workers(tree)
+    return None if sharding is None else sharding.mesh
+
+
+def _sharding_of_workers(tree: Any) -> Any:
+    """That of the first leaf in a ``PerWorker``; None if the tree does not show it."""
     for node in filter(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)):
         for x in jax.tree.leaves(node):
             sharding = getattr(x, "sharding", None)
             if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[0]:
-                return sharding.mesh
+                return sharding
     return None
+
+
+def split_of(tree: Any) -> dict[str, Any]:
+    """How the model is split over fast axes, as :func:`onebit_jax.resize` is told; {} if it is not.
+
+    Read from the shardings of state in a ``PerWorker``, whose first axis lies along the slow axes
+    alone, and of the parameters.
+    """
+    sharding = _sharding_of_workers(tree)
+    if sharding is None or names_in(sharding.spec[0]) == sharding.mesh.axis_names:
+        return {}
+    specs = jax.tree.map(lambda x: x.sharding.spec, tree["params"])
+    return {"axis_name": sharding.spec[0], "param_specs": specs}
 
 
 def types(tree: Any) -> dict[str, str]:
@@ -200,8 +220,11 @@ def check(manifest: Any, tree: Any, where: str) -> None:
     """
     before, now = manifest["axes"], axes(tree)
     if differ(before, now):
+        slow = split_of(tree).get("axis_name", mesh_of(tree).axis_names)
+        fast = [name for name, _ in now if name not in slow]
+        was, has = (_workers(axes, fast) for axes in (before, now))
         raise ValueError(
-            f"{where} was saved by {_workers(before)}, this run has {_workers(now)}: what each "
+            f"{where} was saved by {was}, this run has {has}: what each "
             f"worker has for itself depends on their number. Go on with as many, or give restore "
             f"tx=, the optimizer, to convert the state."
         )
@@ -232,8 +255,8 @@ def check(manifest: Any, tree: Any, where: str) -> None:
             ).check_plan(node.plan)
 
 
-def _workers(axes: list[list[Any]]) -> str:
-    count = math.prod(size for _, size in axes)
+def _workers(axes: list[list[Any]], fast: list[str]) -> str:
+    count = math.prod(size for name, size in axes if name not in fast)
     form = f" ({', '.join(f'{name} {size}' for name, size in axes)})" if len(axes) > 1 else ""
     return f"{count} workers{form}"
 

@@ -289,5 +289,6 @@ def on_mesh(
       True
     """
     validation.check_transformation("tx", tx)
+    validation.check_mesh(mesh)
     made = OnMesh(tx, MeshAxes(mesh, axis_name), specs)
     return optax.GradientTransformationExtraArgs(made.init, made.update)

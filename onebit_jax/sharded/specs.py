@@ -8,8 +8,6 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
-
 Specs = Any | Callable[[Any], Any] | None
 
 
@@ -24,11 +22,10 @@ class MeshAxes:
       workers: the number of workers.
 
     Raises:
-      ValueError: for an axis that the mesh lacks, and for a mesh of the wrong type.
+      ValueError: for an axis that the mesh lacks.
     """
 
     def __init__(self, mesh: Mesh, axis_name: str | tuple[str, str]):
-        validation.check_mesh(mesh)
         self.mesh, self.slow = mesh, axis_name
         self.slow_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         for name in self.slow_names:

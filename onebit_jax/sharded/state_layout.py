@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_per_worker
-from onebit_jax.sharded.specs import MeshAxes, names_of
+from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
 
 
 class Placed(NamedTuple):
@@ -197,3 +198,49 @@ def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Arra
 def specs_of(placed: Any) -> Any:
     """The partition specs in a tree of :class:`Placed`."""
     return jax.tree.map(lambda p: p.spec, placed, is_leaf=is_placed)
+
+
+def by_place(axes: MeshAxes, placed: Placed, x: Any) -> Any:
+    """From a leaf on the host what is at each place, as the worker view has it.
+
+    Args:
+      axes: of the mesh.
+      placed: how the leaf lies.
+      x: the leaf, all of it: ``[*shape]``, or of all workers ``[workers, *shape]``.
+
+    Returns:
+      Behind the axis of workers, if any, an axis for each of the fast ones.
+    """
+    xp, own, fast = jnp if is_key(x) else np, x.shape[: int(placed.own)], axes.fast_names
+    shape, names = [*own], []
+    for size, entry in zip(
+        axes.shape_of_shard(placed.shape, placed.spec), placed.spec, strict=True
+    ):
+        split = [name for name in names_in(entry) if name in fast]
+        names += [*split, None]
+        shape += [*(axes.mesh.shape[name] for name in split), size]
+    missing = [name for name in fast if name not in names]
+    x = xp.reshape(x, (*shape, *[1] * len(missing)))
+    names += missing
+    order = [names.index(name) for name in fast]
+    order += [i for i, name in enumerate(names) if name is None]
+    x = x.transpose((*range(len(own)), *(len(own) + i for i in order)))
+    begin = len(own) + len(fast)
+    local = x.shape[begin + int(placed.leading) :]
+    sizes = [axes.mesh.shape[name] for name in fast]
+    return xp.broadcast_to(x.reshape((*x.shape[:begin], *local)), (*own, *sizes, *local))
+
+
+def from_places(axes: MeshAxes, placed: Placed, x: Any) -> Any:
+    """Undoes :func:`by_place`; what is not split is that of the first place."""
+    own, fast, split = x.shape[: int(placed.own)], axes.fast_names, names_of(placed.spec)
+    kept = [name for name in fast if name in split]
+    x = x[(slice(None),) * len(own) + tuple(slice(None) if name in kept else 0 for name in fast)]
+    local = axes.shape_of_shard(placed.shape, placed.spec)
+    x = x.reshape((*own, *(axes.mesh.shape[name] for name in kept), *local))
+    order = []
+    for axis, entry in enumerate(placed.spec):
+        order += [kept.index(name) for name in names_in(entry) if name in kept]
+        order.append(len(kept) + axis)
+    x = x.transpose((*range(len(own)), *(len(own) + i for i in order)))
+    return x.reshape((*own, *placed.shape))

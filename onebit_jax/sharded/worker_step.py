@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.sharded.specs import MeshAxes, names_in, spec_in_type
 
 State = TypeVar("State")
@@ -37,6 +38,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
 
     See :func:`onebit_jax.on_mesh` for an example.
     """
+    validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
 
     def of_first(x: jax.Array) -> jax.Array:
@@ -97,6 +99,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
     Raises:
       ValueError: for an axis that the mesh lacks.
     """
+    validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
 

@@ -6,7 +6,7 @@ import jax
 import jax.core
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.states import placement
@@ -59,8 +59,8 @@ def from_adam(
             f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
             f"the parameters that it belongs to."
         )
-    axes = simulated.abstract_mesh(mesh)
-    noted = _noted(tx, state, params, axes)
+    workers = simulated.Workers(simulated.abstract_mesh(mesh))
+    noted = _noted(tx, state, params, workers)
     zeros = jax.tree.map(np.zeros_like, moments[0])
     count = np.int32(adam.count)
     upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
@@ -69,7 +69,7 @@ def from_adam(
         v_then_inverse_root=moments[1],
     )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        begun = simulated.resumed(noted, host, (Carried(moments[0], zeros), ()), axes)
+        begun = simulated.resumed(noted, host, (Carried(moments[0], zeros), ()), workers)
     begun = begun._replace(progress=host.progress._replace(frozen_at=node.progress.frozen_at))
 
     def fill(x: Any) -> Any:
@@ -97,11 +97,13 @@ def _is_schedule(x: Any) -> bool:
     return getattr(x, "_fields", None) == ("count",)
 
 
-def _noted(tx: optax.GradientTransformation, state: Any, params: Any, axes: AbstractMesh) -> Noted:
+def _noted(
+    tx: optax.GradientTransformation, state: Any, params: Any, workers: simulated.Workers
+) -> Noted:
     """The algorithm of the one state of 1-bit Adam in another."""
     states = [type(x) for x in states_of(state)]
     shapes = jax.eval_shape(lambda x: x, params)
-    return simulated.algorithms(tx, shapes, axes)[states.index(ScaleByOnebitAdamState)]
+    return simulated.algorithms(tx, shapes, workers)[states.index(ScaleByOnebitAdamState)]
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Any:
@@ -135,11 +137,12 @@ def to_adam(
     """
     shapes, axes = jax.eval_shape(lambda x: x, params), simulated.abstract_mesh(mesh)
     placement.check_state(opt_state, placement.state_shapes(tx, shapes, cast(Any, axes)), mesh)
+    workers = simulated.Workers(axes)
     node = _only(ScaleByOnebitAdamState, opt_state)
-    noted = _noted(tx, opt_state, params, axes)
+    noted = _noted(tx, opt_state, params, workers)
     host: Any = jax.tree.map(simulated.on_host, node)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held, _ = simulated.carried(noted, host, axes)
+        held, _ = simulated.carried(noted, host, workers)
     b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
     b2, eps, eps_root = (
         _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")

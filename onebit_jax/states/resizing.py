@@ -1,6 +1,7 @@
 """Optimizer states taken from one number of workers to another."""
 
-from typing import Any, TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_jax.markers import PerWorker, is_per_worker
-from onebit_jax.states import placement
+from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import simulated_workers as simulated
+from onebit_jax.states.by_place import WholeState, both_sides
 from onebit_jax.transforms.algorithm import has_progress
 
 StateT = TypeVar("StateT")
@@ -24,6 +26,8 @@ def resize(
     *,
     from_axes: simulated.Axes,
     from_tx: optax.GradientTransformation | None = None,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
 ) -> StateT:
     r"""Takes an optimizer state to another number of workers, or to other options of its exchange.
 
@@ -50,13 +54,16 @@ def resize(
       from_axes: what it was on: a mesh, or the sizes of its axes by name, in order.
       from_tx: the optimizer that it was of; by default ``tx``. The two may differ in
         ``axis_name``, ``bits``, ``residual_dtype`` and other options of the exchange.
+      axis_name: as for :func:`onebit_jax.init`: the slow axis of ``mesh``, if a model is split over
+        its other axes. It must have been split over the same ones; ``from_axes`` has them too.
+      param_specs: as for :func:`onebit_jax.init`.
 
     Returns:
       A state of ``tx``, on the mesh.
 
     Raises:
-      ValueError: ``opt_state`` is no state of ``from_tx`` on such axes; or the two optimizers
-        differ in more than their exchange.
+      ValueError: ``opt_state`` is no state of ``from_tx`` on such axes; the two optimizers differ
+        in more than their exchange; or fast axes differ.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -67,15 +74,21 @@ def resize(
       >>> opt_state = onebit_jax.resize(opt_state, tx, params, mesh_of(2), from_axes={"data": 4})
     """
     from_tx = tx if from_tx is None else from_tx
-    shapes = jax.eval_shape(lambda x: x, params)
-    before, after = simulated.abstract_mesh(from_axes), simulated.abstract_mesh(mesh)
-    expected = placement.state_shapes(from_tx, shapes, cast(Any, before))
+    before, after = both_sides(from_tx, tx, params, mesh, from_axes, axis_name, param_specs)
     held = jax.tree.map(simulated.on_host, opt_state)
-    placement.check_state(held, expected, cast(Any, before))
+    # In a thread of its own no mesh is set, whose devices would all take part.
+    with ThreadPoolExecutor(1) as thread:
+        moved = thread.submit(_moved, held, before, after).result()
+    return jax.tree.map(
+        lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), moved, after.specs
+    )
+
+
+def _moved(held: Any, before: WholeState, after: WholeState) -> Any:
+    """A state on the host, in the mesh view, moved to other workers."""
+    held = before.from_mesh_view(held)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        was, goes_on = (
-            simulated.algorithms(x, shapes, mesh) for x, mesh in ((from_tx, before), (tx, after))
-        )
+        was, goes_on = (simulated.algorithms(x.tx, x.like, x.workers) for x in (before, after))
         if len(was) != len(goes_on):
             raise ValueError(
                 f"the state has {len(was)} optimizers with an exchange, the one that is to go on "
@@ -83,20 +96,18 @@ def resize(
                 f"alone."
             )
         pairs = iter(zip(was, goes_on, strict=True))
+        count = after.workers.mesh.size
 
         def move(node: Any) -> Any:
             if has_progress(node):
                 old, new = next(pairs)
-                carried = simulated.carried(old, node, before)
-                moved = simulated.resumed(new, node, carried, after)
-                return _dealt_fields(node, moved, after.size)
-            return _dealt(node, after.size) if is_per_worker(node) else node
+                carried = simulated.carried(old, node, before.workers)
+                moved = simulated.resumed(new, node, carried, after.workers)
+                return _dealt_fields(node, moved, count)
+            return _dealt(node, count) if is_per_worker(node) else node
 
         moved = jax.tree.map(move, held, is_leaf=lambda x: has_progress(x) or is_per_worker(x))
-    wanted = placement.state_shapes(tx, shapes, cast(Any, after))
-    placement.check_state(moved, wanted, cast(Any, after))
-    specs = placement.state_specs(wanted, mesh.axis_names)
-    return jax.tree.map(lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), moved, specs)
+        return after.to_mesh_view(moved)
 
 
 def _dealt_fields(node: Any, moved: Any, workers: int) -> Any:

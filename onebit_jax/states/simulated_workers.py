@@ -1,7 +1,14 @@
-"""The worker view of a state, all workers simulated on one device of the host."""
+"""The worker view of a state, all workers simulated on one device of the host.
 
+A worker of a split model is several devices, one at each *place* along the fast axes, each with its
+shards. On the host a state is *by place*: behind the axis of workers, where there is one, a leaf
+has an axis for each fast axis (:func:`onebit_jax.sharded.state_layout.by_place`). A whole model has
+none of these, and a state by place is that in the mesh view.
+"""
+
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +17,25 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.markers import is_key, is_per_worker
 from onebit_jax.transforms.algorithm import Noted, algorithms_of
 
 Axes = Mesh | AbstractMesh | Mapping[str, int]
+
+
+class Workers(NamedTuple):
+    """Workers to simulate.
+
+    Attributes:
+      mesh: the axes that they lie along.
+      places: the sizes of the axes that a model is split along, by name; none of a whole model.
+      specs: how parameters are split along these.
+    """
+
+    mesh: AbstractMesh
+    places: Mapping[str, int] = {}
+    specs: Any = ()
 
 
 def abstract_mesh(axes: Axes) -> AbstractMesh:
@@ -44,47 +66,62 @@ def put(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def algorithms(tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh) -> list[Noted]:
-    """The algorithm of every state in the optimizer's, in the order of its leaves."""
+def algorithms(tx: optax.GradientTransformation, params: Any, workers: Workers) -> list[Noted]:
+    """The algorithm of every state in the optimizer's, in the order of its leaves.
+
+    Args:
+      tx: the optimizer.
+      params: the parameters' shapes, at one place.
+      workers: their axes are bound.
+    """
     found: list[Noted] = []
 
     def init(params: Any) -> int:
         found.extend(algorithms_of(tx.init, params))
         return 0
 
-    in_worker_view(init, mesh, (), params, abstract=True)
+    mapped = init
+    for name, size in (*workers.places.items(), *workers.mesh.shape.items()):
+        mapped = jax.vmap(mapped, in_axes=None, axis_name=name, axis_size=size)
+    with tensors_split_along(tuple(workers.places), workers.specs):
+        jax.eval_shape(mapped, params)
     return found
 
 
-def in_worker_view(
-    f: Callable[..., Any], mesh: AbstractMesh, rows: Any, shared: Any, *, abstract: bool = False
-) -> Any:
-    """Runs ``f(rows, shared)`` on all workers of a mesh, simulated on one device.
+def in_worker_view(f: Callable[..., Any], workers: Workers, rows: Any, shared: Any) -> Any:
+    """Runs ``f(rows, shared)`` at all places of all workers, simulated on one device.
 
     Args:
-      f: gets of ``rows`` the worker's own.
-      mesh: its axes are bound.
-      rows: a tree of arrays ``[workers, ...]``.
-      shared: a tree of arrays that all workers have.
-      abstract: whether only to trace ``f(shared)``.
+      f: gets of ``rows`` what is a worker's own, of both what is at its place.
+      workers: their axes are bound.
+      rows: a tree of arrays ``[workers, *places, ...]``.
+      shared: a tree of arrays that all workers have, ``[*places, ...]``.
+
+    Returns:
+      Arrays ``[workers, *places, ...]``.
     """
-    mapped = (lambda _, shared: f(shared)) if abstract else f
-    for name, size in reversed(mesh.shape.items()):
+    mapped = f
+    for name, size in reversed([*workers.places.items()]):
+        mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
+    for name, size in reversed(workers.mesh.shape.items()):
         mapped = jax.vmap(mapped, in_axes=(0, None), axis_name=name, axis_size=size)
-    sizes = tuple(mesh.shape.values())
-    if abstract:
-        return jax.eval_shape(mapped, rows, shared)
+    sizes = tuple(workers.mesh.shape.values())
     split = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), rows)
-    result = jax.jit(mapped)(split, shared)
-    return jax.tree.map(lambda x: x.reshape(mesh.size, *x.shape[len(sizes) :]), result)
+    with tensors_split_along(tuple(workers.places), workers.specs):
+        result = jax.jit(mapped)(split, shared)
+    return jax.tree.map(lambda x: x.reshape(workers.mesh.size, *x.shape[len(sizes) :]), result)
 
 
-def split(state: Any) -> tuple[list[Any], list[Any]]:
-    """The leaves that workers have for themselves, ``[n, 1, ...]``, and those that they share."""
+def split(state: Any, workers: Workers) -> tuple[list[Any], list[Any]]:
+    """The leaves that workers have for themselves, and those that they share.
+
+    The former get their first axis of the worker view: ``[n, *places, 1, ...]``.
+    """
+    own_axis = (slice(None),) * (1 + len(workers.places)) + (None,)
     rows, shared = [], []
     for node in jax.tree.leaves(state, is_leaf=is_per_worker):
         if is_per_worker(node):
-            rows += [x[:, None] for x in jax.tree.leaves(node)]
+            rows += [x[own_axis] for x in jax.tree.leaves(node)]
         else:
             shared.append(node)
     return rows, shared
@@ -102,41 +139,48 @@ def joined(like: Any, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
     return jax.tree.map(fill, like, is_leaf=is_per_worker)
 
 
-def from_rows(node: Any) -> Any:
-    """The mesh view of what has a row for each worker."""
+def from_rows(node: Any, workers: Workers) -> Any:
+    """By place what has a row for each worker."""
     if is_per_worker(node):
-        return jax.tree.map(lambda x: x.reshape(len(x), *x.shape[2:]), node)
+        axis = 1 + len(workers.places)
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], *x.shape[axis + 1 :]), node)
     return jax.tree.map(lambda x: x[0], node)
 
 
-def carried(noted: Noted, state: Any, mesh: AbstractMesh) -> Any:
+def carried(noted: Noted, state: Any, workers: Workers) -> Any:
     """What an algorithm carries to another number of workers, of a state on the host.
 
     Args:
       noted: the state's algorithm.
-      state: in the mesh view.
-      mesh: the axes that it is on.
+      state: by place.
+      workers: those that it is of.
     """
-    without = state._replace(progress=())
-    rows, shared = split(without)
+    without, progress = state._replace(progress=()), progress_of(state, workers)
+    rows, shared = split(without, workers)
 
     def give(rows: Any, shared: Any) -> Any:
-        own = joined(without, rows, shared)._replace(progress=state.progress)
+        own = joined(without, rows, shared)._replace(progress=progress)
         return noted.algorithm.carry(own, noted.like)
 
-    return jax.tree.map(lambda x: x[0], in_worker_view(give, mesh, rows, shared))
+    return jax.tree.map(lambda x: x[0], in_worker_view(give, workers, rows, shared))
 
 
-def resumed(noted: Noted, state: Any, carried: Any, mesh: AbstractMesh) -> Any:
-    """The state of as many workers as a mesh has, from what was carried and what all share.
+def progress_of(state: Any, workers: Workers) -> Any:
+    """The progress in a state by place, which is the same at all of them."""
+    first = (0,) * len(workers.places)
+    return jax.tree.map(lambda x: x[first], state.progress) if first else state.progress
+
+
+def resumed(noted: Noted, state: Any, carried: Any, workers: Workers) -> Any:
+    """The state of as many workers as there are, from what was carried and what all share.
 
     Args:
       noted: the algorithm that goes on.
-      state: as before, on the host, in the mesh view; all but what the algorithm resumes is kept.
+      state: as before, on the host, by place; all but what the algorithm resumes is kept.
       carried: from :func:`carried`.
-      mesh: the axes to go on on.
+      workers: those that go on.
     """
-    without = state._replace(progress=())
+    without, progress = state._replace(progress=()), progress_of(state, workers)
 
     def shared_alone(shared: Any) -> Any:
         values = iter(shared)
@@ -146,8 +190,9 @@ def resumed(noted: Noted, state: Any, carried: Any, mesh: AbstractMesh) -> Any:
 
     def take(_: Any, given: Any) -> Any:
         carried, shared = given
-        own = shared_alone(shared)._replace(progress=state.progress)
+        own = shared_alone(shared)._replace(progress=progress)
         return noted.algorithm.resume(own, carried, noted.like)
 
-    fields = in_worker_view(take, mesh, (), (carried, split(without)[1]))
-    return state._replace(**jax.tree.map(from_rows, fields, is_leaf=is_per_worker))
+    fields = in_worker_view(take, workers, (), (carried, split(without, workers)[1]))
+    by_place = functools.partial(from_rows, workers=workers)
+    return state._replace(**jax.tree.map(by_place, fields, is_leaf=is_per_worker))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ def diagnose(
       >>> "params['w']" in diagnosis.compared, diagnosis.figures["dead_share"]
       (True, 0.0)
     """
-    axes = MeshAxes(mesh, axis_name or mesh.axis_names)
+    axes = MeshAxes(mesh, axis_name or cast(Any, mesh.axis_names))
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
     own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
     leaves = _leaves(state)

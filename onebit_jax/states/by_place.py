@@ -1,0 +1,116 @@
+"""What a state is in the mesh view and by place, of a model that is whole or split."""
+
+from typing import Any, cast
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from onebit_jax.sharded.specs import Specs
+from onebit_jax.sharded.state_layout import by_place, from_places, is_placed
+from onebit_jax.states import placement
+from onebit_jax.states import simulated_workers as simulated
+from onebit_jax.training.sharded_model import ShardedModel, sharded_model
+
+
+class WholeState:
+    """A state whose workers are one device each.
+
+    Attributes:
+      tx: its optimizer.
+      like: the parameters' shapes.
+      workers: its workers.
+      shapes: its shapes in the mesh view.
+      specs: its partition specs.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh):
+        self.tx, self.like, self._mesh = tx, jax.eval_shape(lambda x: x, params), mesh
+        self.workers = simulated.Workers(mesh)
+        self.shapes = placement.state_shapes(tx, self.like, cast(Any, mesh))
+        self.specs = placement.state_specs(self.shapes, mesh.axis_names)
+
+    def from_mesh_view(self, state: Any) -> Any:
+        """The state by place, checked."""
+        placement.check_state(state, self.shapes, cast(Any, self._mesh))
+        return state
+
+    def to_mesh_view(self, state: Any) -> Any:
+        """Undoes :meth:`from_mesh_view`."""
+        placement.check_state(state, self.shapes, cast(Any, self._mesh))
+        return state
+
+
+class SplitState(WholeState):
+    """A state of a model that is split over fast axes; attributes as there, ``like`` of a shard."""
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        params: Any,
+        mesh: AbstractMesh,
+        slow: tuple[str, ...],
+        specs: Any,
+    ):
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        first, *others = slow
+        axis_name: Any = slow if others else first
+        model = ShardedModel(tx, cast(Any, mesh), axis_name, specs)
+        specs, axes = model.specs(params), model.axes
+        self.tx, self._mesh, self._axes = tx, mesh, axes
+        self.like = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(axes.shape_of_shard(x.shape, spec), x.dtype),
+            params,
+            specs,
+        )
+        self.workers = simulated.Workers(
+            simulated.abstract_mesh({name: mesh.shape[name] for name in slow}),
+            {name: mesh.shape[name] for name in axes.fast_names},
+            specs,
+        )
+        self._placed = model.placed(params)
+        self.shapes, self.specs = model.state_shapes(params), model.state_specs(params)
+
+    def from_mesh_view(self, state: Any) -> Any:
+        """The state by place, checked."""
+        state = super().from_mesh_view(state)
+        return jax.tree.map(
+            lambda p, x: by_place(self._axes, p, x), self._placed, state, is_leaf=is_placed
+        )
+
+    def to_mesh_view(self, state: Any) -> Any:
+        """Undoes :meth:`from_mesh_view`."""
+        state = jax.tree.map(
+            lambda p, x: from_places(self._axes, p, x), self._placed, state, is_leaf=is_placed
+        )
+        return super().to_mesh_view(state)
+
+
+def both_sides(
+    from_tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    from_axes: simulated.Axes,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
+) -> tuple[WholeState, WholeState]:
+    """A state as it was and as it will be; arguments and errors as of :func:`resize`."""
+    model = sharded_model(tx, mesh, axis_name, param_specs)
+    before, after = simulated.abstract_mesh(from_axes), simulated.abstract_mesh(mesh)
+    if model is None:
+        return WholeState(from_tx, params, before), WholeState(tx, params, after)
+    fast = [name for name in mesh.axis_names if name not in model.axes.slow_names]
+    was, will_be = ({x: axes.shape.get(x, 1) for x in fast} for axes in (before, after))
+    if was != will_be:
+        raise ValueError(
+            f"the state was on axes of the sizes {dict(before.shape)}, which split a model over "
+            f"{was}, and is to go on with {will_be}: resize takes it to another number of workers, "
+            f"split as it was. Take a mesh with the same fast axes."
+        )
+    specs = model.specs(params)
+    slow = tuple(name for name in before.axis_names if name not in fast)
+    return (
+        SplitState(from_tx, params, before, slow, specs),
+        SplitState(tx, params, after, model.axes.slow_names, specs),
+    )
