@@ -9,7 +9,7 @@ from onebit_jax import plan
 
 _REQUIRED = (
     ("--parameters", float, "of the model: 340e6"),
-    ("--workers", int, "devices that train"),
+    ("--workers", int, "replicas of the model that train"),
     ("--bandwidth", str, "of one node's card, each way"),
     ("--step-time", str, "of a step's compute with Adam, without exchange"),
     ("--steps", int, "of the run"),
@@ -21,6 +21,7 @@ _OPTIONAL = (
     ("--every", int, None, "steps from one exchange of local steps to the next"),
     ("--local-bits", int, None, "per value that local steps exchange: 32, 8, 4, 2 or 1"),
     ("--per-node", int, None, "devices that share a card"),
+    ("--shards", int, None, "devices of a worker, over whose fast links the model is split"),
     ("--latency", str, "50us", "of one message between nodes"),
     ("--local-bandwidth", str, "25GB", "between the devices of a node, as by PCIe 4.0 x16"),
     ("--memory-bandwidth", str, "1TB", "of one device"),

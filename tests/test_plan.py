@@ -50,6 +50,43 @@ def test_dense_all_reduce_against_the_published_profile(nodes):
     assert 1e3 * predicted == pytest.approx(ETHERNET[nodes][0], rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("shards", "workers", "through_a_card"), [(4, 16, 1), (8, 8, 1), (32, 2, 4)]
+)
+def test_of_a_split_model_each_device_sends_and_works_its_part(shards, workers, through_a_card):
+    """Nodes of 8: two workers each, one, or a quarter of one; numbers by hand."""
+    setting = SETTING._replace(workers=workers, shards=shards, per_node=8, local_bandwidth=1e15)
+    nodes = max(8 // shards, 1)
+    others = workers // nodes
+    for row, b in ((plan.FLOAT32, 4), (HIERARCHICAL, 1 / 8)):
+        predicted = plan.predict(row, setting)
+        sent = 2 * (others - 1) / others * b * 1e6 / through_a_card
+        assert predicted.step_bytes == pytest.approx(sent)
+        assert predicted.exchange == pytest.approx(8 * sent / 1e9, rel=1e-3)
+    assert plan.predict(HIERARCHICAL, setting).work == pytest.approx(1e6 / shards * 13 * 8 / 8e12)
+
+
+def test_state_on_a_device_is_what_init_makes():
+    tx = onebit_jax.onebit_adam(1e-3, axis_name="data")
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    params = {"w": np.zeros((4 * 2**10, 2**10), np.float32)}
+    split = {"axis_name": "data", "param_specs": jax.P("fsdp")}
+    state = onebit_jax.init(tx, params, mesh, **split)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert plan.state_bytes(HIERARCHICAL, workers=2) == pytest.approx(held / 2**20, abs=1e-3)
+    assert plan.state_bytes(plan.FLOAT32, workers=2) == pytest.approx(8, abs=1e-3)
+
+
+def test_the_table_of_a_split_model_says_what_a_device_sends_and_holds(capsys):
+    command.main(["plan", *ARGUMENTS, "--shards", "4"])
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert "64 workers of 4 devices, 4 devices per node" in first
+    assert rows[1].split()[-3:] == ["device", "its", "state"]
+    dense = next(row for row in rows if row.startswith("dense float32"))
+    # Of 340 M parameters 85 M, of which each sends 2 x 63 / 64 x 4 bytes; two moments in float32.
+    assert re.search(r"669 MB +680 MB$", dense)
+
+
 def test_share_of_the_all_reduce_in_a_step_against_the_published_profile():
     step = plan.predict(plan.BFLOAT16, ethernet(16))
     assert step.exchange / step.step == pytest.approx(0.93, abs=0.01)
@@ -356,6 +393,12 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ("parameters", 3.5, "must be an int"),
         ("workers", 1, "must be an int of at least 2: a single worker exchanges"),
         ("workers", 9, "must be a multiple of per_node=2"),
+        (
+            "shards",
+            0,
+            "must be an int of at least 1: the devices that a worker",
+        ),
+        ("shards", 3, "must divide per_node=2, or be a multiple of it"),
         ("steps", 0, "must be"),
         ("bandwidth", 0.0, "must be above 0 and finite, in bit/s"),
         ("bandwidth", "10Gbit", "must be"),

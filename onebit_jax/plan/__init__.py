@@ -17,6 +17,7 @@ from onebit_jax.plan.optimizers import (
     local_steps,
     row,
     rows,
+    state_bytes,
 )
 from onebit_jax.plan.quantities import parse_rate, parse_seconds
 from onebit_jax.plan.report import table
@@ -39,5 +40,6 @@ __all__ = [
     "read_calibration",
     "row",
     "rows",
+    "state_bytes",
     "table",
 ]

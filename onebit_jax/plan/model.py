@@ -24,6 +24,11 @@ local all-gather                                   :math:`(L-1)/L \; b d`
 
 The last three are the hierarchical exchange, which with one device a node is the flat one, and on
 one node the dense one in float32. Inside one node nothing crosses a card and latency is left out.
+
+Where a worker's model is split over :math:`m` devices, each of them exchanges :math:`d / m`
+parameters with those at its place of other workers, all of them at once: a device sends and works
+:math:`1/m` of the above. A node then holds :math:`L = 1` part of a worker, whose bytes share the
+cards of its nodes, or :math:`L` whole workers, whose bytes share one.
 The dense all-reduce is assumed to send the least that any all-reduce can send between nodes, the
 one-bit exchange what XLA's collectives send: in doubt the model favours dense.
 
@@ -61,7 +66,7 @@ class Setting(NamedTuple):
 
     Attributes:
       parameters: of the model.
-      workers: devices that train, one replica each.
+      workers: replicas of the model that train, one device each, or ``shards`` devices.
       bandwidth: of one node's network card.
       step_time: seconds of a step's own compute: forward, backward and Adam, without exchange.
       steps: of the run.
@@ -79,6 +84,8 @@ class Setting(NamedTuple):
       warmup_bits: of the gradients that a warm-up averages: 32, 16 (bfloat16), 8 or 4.
       every: number of steps from one exchange of local steps to the next.
       local_bits: per value that local steps exchange, beside 32: 8, 4, 2 or 1; 32 for no such row.
+      shards: devices of each worker, over whose fast links the model is split; what crosses these
+        is a part of ``step_time``.
     """
 
     parameters: int
@@ -97,6 +104,12 @@ class Setting(NamedTuple):
     warmup_bits: int = 8
     every: int = 30
     local_bits: int = 4
+    shards: int = 1
+
+    @property
+    def workers_per_node(self) -> int:
+        """Workers that share a card; 1 if they lie on several nodes each."""
+        return max(1, self.per_node // self.shards)
 
 
 class Prediction(NamedTuple):
@@ -167,7 +180,18 @@ def _collectives(
     exchange: Literal["dense", "flat", "hierarchical"], bytes_per_parameter: float, setting: Setting
 ) -> list[_Collective]:
     """The module's table, for one exchange."""
-    n, L = setting.workers, setting.per_node
+    through_card = min(1.0, setting.per_node / setting.shards)
+    return [
+        _Collective(c.card * through_card, c.inside / setting.shards, c.messages)
+        for c in _of_whole_models(exchange, bytes_per_parameter, setting)
+    ]
+
+
+def _of_whole_models(
+    exchange: Literal["dense", "flat", "hierarchical"], bytes_per_parameter: float, setting: Setting
+) -> list[_Collective]:
+    """What all of a worker's devices send together, through one card and inside."""
+    n, L = setting.workers, setting.workers_per_node
     N = n // L
     size = setting.parameters * bytes_per_parameter
     full = setting.parameters * FLOAT32_BYTES
@@ -205,10 +229,11 @@ def _seconds(collectives: list[_Collective], setting: Setting) -> float:
 
 def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
     """Seconds a device works for an exchange, beyond Adam's update: measured, or memory's."""
+    held = setting.parameters / setting.shards
     if setting.calibration is None:
-        return 8 * setting.parameters * encoding_bytes / setting.memory_bandwidth
+        return 8 * held * encoding_bytes / setting.memory_bandwidth
     extra = setting.calibration[benchmark] - setting.calibration[calibration.ADAM_ALONE]
-    return setting.parameters * extra
+    return held * extra
 
 
 def check(setting: Setting) -> None:
@@ -225,6 +250,7 @@ def check(setting: Setting) -> None:
         ("per_node", 1, "the devices that share a network card"),
         ("steps", 1, "the steps of the run"),
         ("every", 1, "the steps from one exchange of local steps to the next"),
+        ("shards", 1, "the devices that a worker's model is split over"),
     ):
         value = getattr(setting, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -248,10 +274,16 @@ def check(setting: Setting) -> None:
         lambda x: 1 / _MOST <= x <= 1,
         f"in (0, 1]: the share of the bandwidth, {1 / _MOST:.0e} or more",
     )
-    if setting.workers % setting.per_node:
+    if setting.per_node % setting.shards and setting.shards % setting.per_node:
         raise ValueError(
-            f"workers={setting.workers} must be a multiple of per_node={setting.per_node}: all "
-            f"nodes have the same number of devices. Change one of the two."
+            f"shards={setting.shards} must divide per_node={setting.per_node}, or be a multiple of "
+            f"it: a node has whole workers, or a worker whole nodes. Change one of the two."
+        )
+    if setting.workers % setting.workers_per_node:
+        fit = f" / shards={setting.shards}" if setting.shards > 1 else ""
+        raise ValueError(
+            f"workers={setting.workers} must be a multiple of per_node={setting.per_node}{fit}: "
+            f"all nodes have the same number of devices. Change one of the two."
         )
     if setting.calibration is not None:
         if not isinstance(setting.calibration, Mapping):

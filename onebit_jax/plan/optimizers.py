@@ -1,7 +1,17 @@
 """The optimizers that a plan compares."""
 
-from typing import Literal, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, AxisType
+
+from onebit_jax.states import placement
+from onebit_jax.transforms import registry
+from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.registry import REGISTRY
 
 FLOAT32_BYTES = 4.0
@@ -24,6 +34,10 @@ def encoding_bytes_at(bits: int) -> float:
     return 32 + 4 * bits / 8
 
 
+def _adam(setting: registry.Setting) -> optax.GradientTransformation:
+    return setting.call(optax.adam)
+
+
 class Optimizer(NamedTuple):
     """A row of the table.
 
@@ -42,6 +56,7 @@ class Optimizer(NamedTuple):
         own update does.
       advised: whether the advice may be to use it: for a dense run's loss alone, and with nothing
         else to choose.
+      make: makes it, for the size of its state.
     """
 
     name: str
@@ -53,6 +68,7 @@ class Optimizer(NamedTuple):
     refreshed: bool = False
     encoding_bytes: float = 0.0
     advised: bool = False
+    make: Callable[[registry.Setting], optax.GradientTransformation] = _adam
 
     def kinds(self, warmup_bits: int) -> tuple[str, ...]:
         """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
@@ -67,6 +83,10 @@ def _mean_kind(bits: int) -> str:
     return f"compressed_mean at {bits} bits, Adam"
 
 
+def _on_mean(bits: int, setting: registry.Setting) -> optax.GradientTransformation:
+    return optax.chain(setting.call(compressed_mean, bits=bits), _adam(setting))
+
+
 FLOAT32 = Optimizer("dense float32", "dense", FLOAT32_BYTES, "Adam with pmean")
 BFLOAT16 = Optimizer("dense bfloat16", "dense", 2, "Adam with pmean")
 COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
@@ -76,6 +96,7 @@ COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
         bytes_at(bits),
         _mean_kind(bits),
         encoding_bytes=encoding_bytes_at(bits),
+        make=functools.partial(_on_mean, bits),
     )
     for bits in (8, 4)
 )
@@ -95,6 +116,7 @@ def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -
         refreshed=entry.refreshed,
         encoding_bytes=entry.encoding_bytes,
         advised=entry.advised,
+        make=entry.make,
     )
 
 
@@ -132,4 +154,39 @@ def local_steps(every: int, bits: int) -> Optimizer:
         benchmark,
         rounds=1 / every,
         encoding_bytes=encoding + 28,
+        make=_local_steps(every, bits),
     )
+
+
+@functools.cache  # so that rows with the same options are equal
+def _local_steps(
+    every: int, bits: int
+) -> Callable[[registry.Setting], optax.GradientTransformation]:
+    return registry.local("local steps", bits, every).make
+
+
+def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -> float:
+    """Bytes of an optimizer's state on a device for each parameter that the device holds.
+
+    Exact for a matrix of ``2**20`` parameters; small ones are padded.
+
+    Args:
+      optimizer: a row of a plan.
+      workers: how many exchange.
+      workers_per_node: how many of them share a card, in the hierarchical form.
+
+    >>> state_bytes(FLOAT32, workers=8), round(state_bytes(row("onebit_adam"), workers=8), 2)
+    (8.0, 8.75)
+    """
+    names, sizes = ("data",), (workers,)
+    if workers_per_node > 1 and optimizer.exchange == "hierarchical":
+        names, sizes = ("node", "local"), (workers // workers_per_node, workers_per_node)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    tx = optimizer.make(registry.Setting(1e-3, names if len(names) > 1 else names[0]))
+    params: Any = {"w": jax.ShapeDtypeStruct((2**10, 2**10), jnp.float32)}
+    shapes = placement.state_shapes(tx, params, cast(Any, mesh))
+    own = jax.tree.map(lambda spec: len(spec) > 0, placement.state_specs(shapes, names))
+    held = jax.tree.map(
+        lambda x, is_own: x.size * x.dtype.itemsize // (workers if is_own else 1), shapes, own
+    )
+    return sum(jax.tree.leaves(held)) / 2**20
