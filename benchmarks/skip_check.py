@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from train import record, training
+from train.config import AXIS
 from train.lm.config import Config
 from train.lm.pretrain import make_task
 
@@ -58,7 +59,7 @@ def measure(options: Options, optimizer: str) -> dict[int | None, list[float]]:
         size=options.size, workers=options.workers, batch_size=options.batch_size, warmup=1
     )
     task = make_task(config)
-    mesh = jax.make_mesh((options.workers,), (training.AXIS,), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((options.workers,), (AXIS,), axis_types=(AxisType.Auto,))
     batch = training.to_mesh(next(task.batches()), mesh)
     tx = training.make_optimizer(optimizer, config, task.mask)
     steps, states = {}, dict[int | None, Any]()

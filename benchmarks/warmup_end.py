@@ -29,10 +29,11 @@ from jax.sharding import Mesh
 
 from train import record
 from train.compare import Config, make_task
+from train.config import AXIS
 from train.report import read_run
 from train.stop import StopRequest
 from train.stream import Examples
-from train.training import AXIS, Task, Trainer
+from train.training import Task, Trainer
 
 SHARES = 0.05, 0.15, 0.3
 # A loss that is as good as another.

@@ -278,7 +278,7 @@ def _title(config: Config, task: Task) -> str:
         "dense until the variance is stable" if auto else f"{config.warmup_steps:,} dense steps"
     )
     return (
-        f"{model} {config.model.size}, {parameters:,} parameters; {config.workers} workers; "
+        f"{model} {config.model.size}, {parameters:,} parameters; {config.worker_count} workers; "
         f"{config.steps:,} steps of {config.batch_size} sequences of {config.sequence_length} "
         f"{unit}; {warmup} where there is a warm-up."
     )

@@ -23,6 +23,8 @@ _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id", "process_timeout")
 MOST = 2**31 - 1
+# What workers lie along; with several nodes, those and the workers of a node.
+AXIS, NODE_AXES = "data", ("node", "local")
 
 
 class Range(NamedTuple):
@@ -73,7 +75,7 @@ class RunConfig:
             only follows how the exchange rounds: they share the same batches.
         size: Size of the model.
         optimizers: Optimizers to train with, one after another.
-        workers: Data-parallel workers, a device each; on CPUs the devices are simulated.
+        workers: Data-parallel workers, a device each, 4 by default; on CPUs they are simulated.
         nodes: Nodes that the workers are divided among: within one gradients are averaged at full
             precision, and only between them compressed.
         batch_size: Examples in a step, over all workers.
@@ -139,7 +141,13 @@ class RunConfig:
 
     size: str = ""
     optimizers: OptimizerNames = ("adam", "onebit_adam")
-    workers: Count = 4
+    workers: Annotated[
+        int | None,
+        Range(
+            "a whole number of at least 1, below 2**31, or None",
+            lambda x: x is None or 1 <= x <= MOST,
+        ),
+    ] = None
     nodes: Count = 1
     batch_size: Count = 32
     accumulation: Count = 1
@@ -200,12 +208,15 @@ class RunConfig:
         self._check_ranges([field.name for field in dataclasses.fields(self)])
         for requirement in self.requirements():
             self._require(*requirement)
-        share = self.workers * self.accumulation
+        factors = {"workers": self.worker_count, "accumulation": self.accumulation}
+        factors |= {name: self.axes[name] for name in self.batch_axes if name not in self.slow_axes}
+        share = math.prod(factors.values())
         if self.batch_size % share:
             lower = self.batch_size - self.batch_size % share
             raise ValueError(
-                f"--batch-size {self.batch_size}: not divisible by workers x accumulation = "
-                f"{self.workers} x {self.accumulation}; take {lower or share} or {lower + share}"
+                f"--batch-size {self.batch_size}: not divisible by {' x '.join(factors)} = "
+                f"{' x '.join(map(str, factors.values()))}; take {lower or share} or "
+                f"{lower + share}"
             )
 
     def check_processes(self) -> None:
@@ -274,8 +285,8 @@ class RunConfig:
             ("warmup", *check_warmup(self.warmup, self.optimizers)),
             (
                 "nodes",
-                self.workers % self.nodes == 0,
-                f"a number that divides --workers {self.workers}",
+                self.worker_count % self.nodes == 0,
+                f"a number that divides --workers {self.worker_count}",
             ),
             *(
                 (
@@ -311,6 +322,33 @@ class RunConfig:
     def seed(self) -> int:
         """The seed of a run."""
         return self.seeds[0]
+
+    @property
+    def worker_count(self) -> int:
+        """How many workers there are."""
+        return 4 if self.workers is None else self.workers
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's axes, by name: slow ones, that workers lie along, then fast ones."""
+        workers = self.worker_count
+        sizes = (workers,) if self.nodes == 1 else (self.nodes, workers // self.nodes)
+        return dict(zip(self.slow_axes, sizes, strict=True))
+
+    @property
+    def axis_name(self) -> str | tuple[str, str]:
+        """The axis or the axes that workers lie along, as optimizers are told them."""
+        return AXIS if self.nodes == 1 else NODE_AXES
+
+    @property
+    def slow_axes(self) -> tuple[str, ...]:
+        """The same, always a tuple."""
+        return (AXIS,) if self.nodes == 1 else NODE_AXES
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Those of the mesh's axes that a batch is split over."""
+        return self.slow_axes
 
     @property
     def warmup_steps(self) -> int | Literal["auto"]:
@@ -454,4 +492,5 @@ def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
 def shared_options(config: RunConfig) -> dict[str, Any]:
     """The options that all processes of a run have in common, as JSON holds them."""
     options = json.loads(json.dumps(dataclasses.asdict(config)))
+    options["workers"] = config.worker_count
     return {option: value for option, value in options.items() if option not in _LOCAL}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import pathlib
 import signal
 import sys
@@ -14,11 +15,12 @@ import tyro
 from jax.sharding import Mesh
 
 import onebit_jax
+from onebit_jax.sharded.specs import MeshAxes, parameter_specs
 from train.cluster import Others, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
-from train.training import AXIS, NODE_AXES, Task, Trainer, make_optimizer
+from train.training import Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 Runs = Sequence[tuple[AnyConfig, Task]]
@@ -80,7 +82,7 @@ class Program(Generic[AnyConfig]):
         mesh = _make_mesh(config, others.count)
         runs = [(run, self.make_task(run)) for run in config.runs()]
         for run, task in runs:
-            _check(run, task)
+            _check(run, task, mesh)
         others.agree(lambda: _of_runs(runs))
         first = jax.process_index() == 0
         with locked(config.folder) if first else contextlib.nullcontext():
@@ -141,9 +143,12 @@ def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     return found
 
 
-def _check(config: RunConfig, task: Task) -> None:
+def _check(config: RunConfig, task: Task, mesh: Mesh) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
     config.check()
+    if task.param_specs is not None:
+        axes = MeshAxes(mesh, config.axis_name)
+        parameter_specs(axes, task.param_specs, jax.eval_shape(task.init))
     for name in config.optimizers:
         make_optimizer(name, config, task.mask)
     for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
@@ -155,36 +160,46 @@ def _check(config: RunConfig, task: Task) -> None:
 
 
 def _make_mesh(config: RunConfig, processes: int) -> Mesh:
-    """Starts JAX on as many devices as there are workers.
+    """Starts JAX on the devices that the mesh's axes ask for.
 
     Raises:
         ValueError: there are fewer, or they do not divide among the processes.
     """
-    if config.workers % processes:
+    axes = config.axes
+    count = math.prod(axes.values())
+    fast = {name: size for name, size in axes.items() if name not in config.slow_axes}
+    given = f"--workers {count}: a device each"
+    if fast:
+        given = (
+            f"--mesh {','.join(f'{name}={size}' for name, size in axes.items())}: {count} devices"
+        )
+    rows = math.prod(axes[name] for name in config.batch_axes)
+    if rows % processes:
         raise ValueError(
-            f"--workers {config.workers}: not divisible among {processes} processes; take a "
-            f"multiple of {processes}"
+            f"{given}, {rows} with rows of a batch of their own: not divisible among {processes} "
+            f"processes; take a multiple of {processes}"
+            if fast
+            else f"--workers {count}: not divisible among {processes} processes; take a multiple "
+            f"of {processes}"
         )
     # A running JAX takes it no more: then the caller has chosen the devices. GPUs ignore it.
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", config.workers // processes)
+        jax.config.update("jax_num_cpu_devices", count // processes)
     devices = jax.devices()
     several = jax.process_count() > 1
-    if len(devices) < config.workers or (several and len(devices) > config.workers):
+    if len(devices) < count or (several and len(devices) > count):
         raise ValueError(
-            f"--workers {config.workers}: a device each, but the {jax.process_count()} processes "
-            f"have {len(devices)} ({devices[0].platform}); take that many"
+            f"{given}, but the {jax.process_count()} processes have {len(devices)} "
+            f"({devices[0].platform}); take that many"
             if several
-            else f"--workers {config.workers}: a device each, but there are {len(devices)} "
-            f"({devices[0].platform}); take at most that many, or set JAX_PLATFORMS=cpu to "
-            "simulate them"
+            else f"{given}, but there are {len(devices)} ({devices[0].platform}); take at most "
+            "that many, or set JAX_PLATFORMS=cpu to simulate them"
         )
-    nodes = config.nodes
     mesh = jax.make_mesh(
-        (config.workers,) if nodes == 1 else (nodes, config.workers // nodes),
-        (AXIS,) if nodes == 1 else NODE_AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * (1 if nodes == 1 else 2),
-        devices=devices[: config.workers],
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        devices=devices[:count],
     )
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
     # loses it for those in loops where it reads a program from the cache: a worker's sum then meets

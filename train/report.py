@@ -152,8 +152,10 @@ class Wording(NamedTuple):
             section = self.section(run.config) if self.section else ""
             sections.setdefault(section, {}).setdefault(run.name, []).append(run)
         first = runs[0]
+        each = _devices_of_a_worker(first)
         title = (
-            f"{self.title(first.config)}, {first.config['workers']} workers, "
+            f"{self.title(first.config)}, {first.config['workers']} workers"
+            f"{f' of {each} devices' if each > 1 else ''}, "
             f"{first.result['parameters']:,} parameters"
         )
         lines = [f"# {title}"]
@@ -298,10 +300,15 @@ def corpus(config: Config) -> str:
     return f"Corpus: {name}."
 
 
+def _devices_of_a_worker(run: Run) -> int:
+    """More than one where the model is split; a result of an earlier version has no `devices`."""
+    return run.result.get("devices", run.config["workers"]) // run.config["workers"]
+
+
 def _dense_bytes(run: Run) -> float:
-    """What a worker sends in a step that averages gradients at full precision."""
+    """What a device sends in a step that averages gradients at full precision."""
     workers = run.config["workers"]
-    return 8 * (workers - 1) / workers * run.result["parameters"]
+    return 8 * (workers - 1) / workers * run.result["parameters"] / _devices_of_a_worker(run)
 
 
 def _warmup_bits(run: Run) -> int:

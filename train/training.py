@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,16 +23,13 @@ from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.registry import Setting
 from train import checkpoint
 from train.checkpoint import State, abstract
-from train.config import RunConfig
+from train.config import AXIS, RunConfig
 from train.metrics import MetricsLog
 from train.optimizers import OPTIMIZERS, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
 from train.stop import GaveUp, Stopped, StopRequest
 from train.stream import Arrays, Examples, first_batches, in_order, stream
-
-# What the workers run along; with several nodes, those and the workers of a node.
-AXIS, NODE_AXES = "data", ("node", "local")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +50,7 @@ class Task:
         write_files: writes what else belongs into the output folder.
         identity: what else than its options a run must have kept to go on, under names.
         init_model_state: makes what the model changes without gradients; None for nothing.
+        param_specs: how parameters are split over the fast axes of the mesh, where it has any.
     """
 
     config: RunConfig
@@ -65,6 +64,7 @@ class Task:
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
     init_model_state: Callable[[], Any] = lambda: None
+    param_specs: Callable[[Any], Any] | None = None
 
     def batches(self) -> grain.DatasetIterator[Arrays]:
         """This process's shares of all batches, without end, from the first."""
@@ -96,7 +96,7 @@ def make_optimizer(
     optimizer = OPTIMIZERS[name]
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
-        axis_name=AXIS if config.nodes == 1 else NODE_AXES,
+        axis_name=config.axis_name,
         steps=config.steps,
         warmup=warmup_end(config.warmup_steps, config.schedule_warmup_steps),
         b1=config.b1,
@@ -116,7 +116,7 @@ class Trainer:
         name: the optimizer's.
         config: options of the runs; those of one run may have another learning rate.
         task: what is trained, with any seed.
-        mesh: a device for each worker.
+        mesh: with the axes that the options ask for.
         any_rate: whether the peak learning rate is a part of the optimizer's state, so that runs
             with another one compile nothing anew. Steps that are not finite are then made.
     """
@@ -125,6 +125,10 @@ class Trainer:
         self, name: str, config: RunConfig, task: Task, mesh: Mesh, *, any_rate: bool = False
     ):
         self._name, self._task, self._mesh, self._any_rate = name, task, mesh, any_rate
+        self._batch_axes, self._slow_axes = config.batch_axes, config.slow_axes
+        # The slow axis, where there are fast ones beside it.
+        self._axis_name = None if task.param_specs is None else config.axis_name
+        self._split: Any = {"axis_name": self._axis_name, "param_specs": task.param_specs}
         self.optimizer = make_optimizer(name, config, task.mask)
         if any_rate:
             self.optimizer = optax.inject_hyperparams(
@@ -139,6 +143,7 @@ class Trainer:
             loss_fn,
             optimizer,
             mesh,
+            **self._split,
             accumulation=config.accumulation,
             max_grad_norm=config.max_grad_norm,
             max_skipped=None if any_rate else config.max_skipped,
@@ -151,9 +156,13 @@ class Trainer:
     def start(self, task: Task, learning_rate: float) -> State:
         """The state before the first step."""
         replicated = NamedSharding(self._mesh, P())
-        params = jax.jit(task.init, out_shardings=replicated)()
+        placed: Any = replicated
+        if task.param_specs is not None:
+            specs = task.param_specs(jax.eval_shape(task.init))
+            placed = jax.tree.map(functools.partial(NamedSharding, self._mesh), specs)
+        params = jax.jit(task.init, out_shardings=placed)()
         model_state = jax.jit(task.init_model_state, out_shardings=replicated)()
-        opt_state = onebit_jax.init(self.optimizer, params, self._mesh)
+        opt_state = onebit_jax.init(self.optimizer, params, self._mesh, **self._split)
         if self._any_rate:
             opt_state.hyperparams["peak"] = jax.device_put(np.float32(learning_rate), replicated)
         return State(params, opt_state, model_state)
@@ -179,9 +188,6 @@ class Trainer:
         state, batches = self.start(task, config.learning_rate), task.batches()
         self._shapes = abstract((*state, next(self._placed(task.batches()))))
 
-        def bytes_sent(phase: Phase) -> int:
-            return wire.bytes_sent(self.collectives(phase))
-
         profiler = Profiler(folder / "profile" if config.profile else None)
         with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
             progress, state = checkpoint.restore(checkpoints, state, batches, self.optimizer)
@@ -191,7 +197,7 @@ class Trainer:
                     "for as many or more, or give another --out"
                 )
             first = progress.step
-            with profiler, MetricsLog(self._name, config, progress, bytes_sent) as log:
+            with profiler, MetricsLog(self._name, config, progress, self._bytes_sent) as log:
                 self._compiling = [log.compiling, lambda phase: profiler.compiling()]
                 for step, batch in zip(
                     range(first, config.steps), self._placed(batches), strict=False
@@ -211,7 +217,10 @@ class Trainer:
                     if stopping or saving or due:
                         progress = log.land()
                         found = onebit_jax.diagnose(
-                            *state[:2], self._mesh, model_state=state.model_state
+                            *state[:2],
+                            self._mesh,
+                            axis_name=self._axis_name,
+                            model_state=state.model_state,
                         )
                         log.diagnosed(found)
                         log.flush()
@@ -226,23 +235,29 @@ class Trainer:
             with self._giving_up(first):
                 most = min(config.max_skipped, -(-config.steps // 2))
                 self.step.skips.check(state.params, most)
+        result = asked | self._result(task, state, progress)
+        if jax.process_index() == 0:
+            text = json.dumps(result, indent=2) + "\n"
+            (folder / "result.json").write_text(text, encoding="utf-8")
+        return result
+
+    def _result(self, task: Task, state: State, progress: checkpoint.Progress) -> dict[str, Any]:
+        """What a finished training has come to."""
         parameters = sum(x.size for x in jax.tree.leaves(state.params))
         own = {} if state.model_state is None else {"model_state": state.model_state}
-        result = asked | {
+        return {
             **task.judge(state.params, self._placed(task.heldout_batches()), **own),
             "parameters": parameters,
+            "devices": self._mesh.size,
             "state_bytes": _bytes_on_a_device(state.opt_state) / parameters,
             "frozen_at": progress.frozen_at,
             "seconds": progress.seconds,
             "bytes_sent": progress.bytes_sent,
             "steps_by_phase": progress.phases,
-            "bytes_a_step": {phase: bytes_sent(phase) for phase in progress.phases},
+            "bytes_a_step": {phase: self._bytes_sent(phase) for phase in progress.phases},
+            "bytes_by_axis": {phase: self._bytes_by_axis(phase) for phase in progress.phases},
             "wire": wire.table({phase: self.collectives(phase) for phase in progress.phases}),
         }
-        if jax.process_index() == 0:
-            text = json.dumps(result, indent=2) + "\n"
-            (folder / "result.json").write_text(text, encoding="utf-8")
-        return result
 
     def collectives(self, phase: Phase) -> list[wire.Collective]:
         """What a step of a phase sends, read from its program; once a run has begun."""
@@ -255,8 +270,21 @@ class Trainer:
             self._collectives[phase] = wire.collectives(lowered.compile(), self._mesh)
         return self._collectives[phase]
 
+    def _bytes_sent(self, phase: Phase) -> int:
+        """What a device sends to other workers in a step of a phase."""
+        slow = set(self._slow_axes)
+        collectives = self.collectives(phase)
+        return wire.bytes_sent(x for x in collectives if slow & set(x.axis.split(",")))
+
+    def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
+        """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
+        by_axis: dict[str, list[wire.Collective]] = {}
+        for collective in self.collectives(phase):
+            by_axis.setdefault(collective.axis, []).append(collective)
+        return {axis: wire.bytes_sent(along) for axis, along in by_axis.items()}
+
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
-        return (to_mesh(batch, self._mesh) for batch in batches)
+        return (to_mesh(batch, self._mesh, self._batch_axes) for batch in batches)
 
     @contextlib.contextmanager
     def _giving_up(self, first: int) -> Iterator[None]:
@@ -299,9 +327,11 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
-def to_mesh(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's share of a batch, as a part of arrays that are split over the mesh."""
-    sharding = NamedSharding(mesh, P(mesh.axis_names))
+def to_mesh(
+    batch: Mapping[str, np.ndarray], mesh: Mesh, axes: tuple[str, ...] = (AXIS,)
+) -> dict[str, jax.Array]:
+    """This process's share of a batch, as a part of arrays that are split over axes of the mesh."""
+    sharding = NamedSharding(mesh, P(axes))
     return {
         name: jax.make_array_from_process_local_data(sharding, array)
         for name, array in batch.items()

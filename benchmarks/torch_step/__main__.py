@@ -32,6 +32,7 @@ import tyro
 
 from benchmarks.torch_step.models import MODELS, Timed
 from train import record, training
+from train.config import AXIS
 from train.glue.config import Config as GlueConfig
 
 Step = Callable[[Mapping[str, np.ndarray]], Any]
@@ -72,7 +73,7 @@ class Options:
 def ours(optimizer: str, timed: Timed) -> Step:
     """A step of our program, that gives its loss."""
     axis_types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((1,), (training.AXIS,), axis_types=axis_types, devices=jax.devices()[:1])
+    mesh = jax.make_mesh((1,), (AXIS,), axis_types=axis_types, devices=jax.devices()[:1])
     trainer = training.Trainer(optimizer, timed.config, timed.task, mesh)
     state = trainer.start(timed.task, timed.config.learning_rate)
 

@@ -30,11 +30,12 @@ from onebit_jax.transforms.zero_one_adam import zero_one_adam
 # Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
-# Nothing is split between a worker's devices in these runs, so `scale_per` says nothing there.
-_IN_ONE_ARGUMENT = tuple(
-    field.name for field in dataclasses.fields(ExchangeOptions) if field.name != "scale_per"
+_IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
+# Of a model whose tensors are split between a worker's devices there is `scale_per` besides.
+EXCHANGE = (
+    *("bits", "warmup_bits", "variance_refreshes"),
+    *(name for name in _IN_ONE_ARGUMENT if name != "scale_per"),
 )
-EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", *_IN_ONE_ARGUMENT)
 
 
 @dataclasses.dataclass(frozen=True)

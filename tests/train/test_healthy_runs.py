@@ -15,11 +15,12 @@ import onebit_jax
 from train.bert import model as bert_model
 from train.bert import pretrain as bert
 from train.bert.config import Config as BertConfig
+from train.config import AXIS
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
 from train.lm.config import Config as LMConfig
 from train.optimizers import OPTIMIZERS
-from train.training import AXIS, Trainer, to_mesh
+from train.training import Trainer, to_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -4,6 +4,7 @@
     python -m train.lm.pretrain --size micro --corpus TEXTS --steps 5000 --warmup 750
     python -m train.lm.pretrain --optimizers adam onebit_lamb --learning-rate 1e-3
     python -m train.lm.pretrain --tokenizer bpe --vocab-size 8192 --corpus TEXTS
+    python -m train.lm.pretrain --mesh data=2,fsdp=2,tensor=2  # the model split over four devices
     python -m train.lm.pretrain --help
 
 The same command again goes on where it stopped. Of several processes, each runs the command with a
@@ -24,6 +25,7 @@ from train import digest
 from train.lm import data
 from train.lm.config import Config
 from train.lm.model import LMConfig, decay_mask, init_params, next_token_loss
+from train.lm.sharding import gathered, param_specs
 from train.lm.tokenizer import FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from train.program import Program
 from train.report import Metric, Wording, corpus, loss_metric, sequences
@@ -39,12 +41,13 @@ def make_task(config: Config) -> Task:
     text, heldout, tokenizer = data.load(
         config.corpus, config.heldout, functools.partial(make_tokenizer, config)
     )
+    axes = config.fast_axes
     shape = config.size, len(tokenizer.token_bytes)
     model = LMConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
         config,
         init=functools.partial(init_params, model, config.seed),
-        loss_fn=next_token_loss(model),
+        loss_fn=gathered(next_token_loss(model), axes) if axes else next_token_loss(model),
         mask=decay_mask,
         examples=data.examples(text, config.sequence_length),
         heldout=data.examples(heldout, config.sequence_length),
@@ -52,6 +55,7 @@ def make_task(config: Config) -> Task:
             heldout_losses, jax.jit(next_token_loss(model, train=False)), tokenizer.token_bytes
         ),
         write_files=tokenizer.save,
+        param_specs=functools.partial(param_specs, axes) if axes else None,
         identity={
             "tokenizer_digest": tokenizer.digest,
             "text_digest": digest.of_arrays(text, heldout),
