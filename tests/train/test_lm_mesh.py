@@ -92,8 +92,8 @@ def split(tmp_path_factory, quick_compilation, small_model):
 @pytest.mark.slow
 def test_losses_are_those_of_data_parallel_training(split, tmp_path):
     whole = train(tmp_path / "run", "--workers", "2", "--optimizers", *NAMES)
-    # Bits of elements near 0 are as rounding has it, and elements with next to no variance take
-    # long steps: from the first compressed update on losses agree less.
+    # After six steps some elements have next to no variance, and so take long steps, whose signs
+    # are as rounding has it: from the first compressed update on losses agree less.
     for name, dense, tolerance in zip(NAMES, (STEPS, 7), (1e-3, 5e-2), strict=True):
         found, expected = losses(split / name), losses(whole / name)
         np.testing.assert_allclose(found[:dense], expected[:dense], atol=1e-3)
