@@ -8,10 +8,11 @@ iproute2. Each trains a chain of layers by 1-bit Adam in its compression phase, 
 `onebit_jax.train_step`; the default sizes compute about a second on one core.
 
 - *compute*: Adam without an exchange, each host by itself;
-- *exchange*: 1-bit Adam on gradients of a loss that costs next to nothing: encoding and the wire;
+- *wire*: an all-gather of as many bytes as the exchange sends, in buckets of the same size;
 - *waiting*: the step with a norm to clip at that is never reached, so that no bucket leaves before
   the last gradient is there;
-- *overlapped*: the step with default arguments.
+- *overlapped*: the step with default arguments;
+- *float32*: Adam on float32 means, one step at each bandwidth.
 
 Waiting and overlapped make the same steps: the benchmark compares their parameters bit for bit.
 """
@@ -28,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +38,7 @@ from benchmarks.kinds import AXIS
 from benchmarks.network.hosts import bits_per_second, network, why_unavailable
 from benchmarks.network.jax_kinds import mesh_of_hosts
 from benchmarks.network.processes import Place, Processes
+from onebit_jax.collectives.buckets import bucket_limit, in_buckets
 from train import record
 
 _RATE = 1e-4
@@ -70,16 +73,16 @@ class Kind(NamedTuple):
     """A way to make a step.
 
     Attributes:
-      make: the optimizer.
-      trains: whether the loss is the chain's; else it costs next to nothing.
+      make: the optimizer; None for bytes alone.
       max_grad_norm: as for `onebit_jax.train_step`.
-      bandwidths: whether its time depends on the bandwidth.
+      exchanges: whether it sends anything, so that its time depends on the bandwidth.
+      steps: how many to make at most.
     """
 
-    make: Callable[[], optax.GradientTransformation]
-    trains: bool = True
+    make: Callable[[], optax.GradientTransformation] | None
     max_grad_norm: float | None = None
-    bandwidths: bool = True
+    exchanges: bool = True
+    steps: int | None = None
 
 
 def _onebit_adam() -> optax.GradientTransformation:
@@ -88,16 +91,18 @@ def _onebit_adam() -> optax.GradientTransformation:
         warmup=1,
         warmup_bits=32,
         variance_refreshes=None,
-        exchange=onebit_jax.ExchangeOptions(bucket_bytes=2**18),
         axis_name=AXIS,
     )
 
 
 KINDS = {
-    "compute": Kind(lambda: optax.adam(_RATE), bandwidths=False),
-    "exchange": Kind(_onebit_adam, trains=False),
+    "compute": Kind(lambda: optax.adam(_RATE), exchanges=False),
+    "wire": Kind(None),
     "waiting": Kind(_onebit_adam, max_grad_norm=_NEVER_REACHED),
     "overlapped": Kind(_onebit_adam),
+    "float32": Kind(
+        lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(_RATE)), steps=1
+    ),
 }
 
 
@@ -106,11 +111,6 @@ def chain_loss(params: Any, x: jax.Array) -> jax.Array:
     for name in sorted(params):
         x = jnp.tanh(x @ params[name])
     return jnp.mean(jnp.square(x - 0.5))
-
-
-def trivial_loss(params: Any, x: jax.Array) -> jax.Array:
-    """A loss whose gradients are elementwise, and each worker's own."""
-    return jnp.mean(x) * sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params))
 
 
 class Worker:
@@ -122,7 +122,6 @@ class Worker:
     def prepare(self, name: str, layers: int, width: int, rows: int) -> None:
         """Makes parameters, state and batch, and compiles."""
         kind, mesh = KINDS[name], self._mesh
-        tx, loss_fn = kind.make(), chain_loss if kind.trains else trivial_loss
 
         def make_params() -> Any:
             drawn = jax.random.normal(jax.random.key(0), (layers, width, width)) / width**0.5
@@ -134,12 +133,17 @@ class Worker:
             lambda: jax.random.normal(jax.random.key(1), (rows * mesh.size, width)),
             out_shardings=split,
         )()
-        if name == "compute":
+        tx, self._state = kind.make and kind.make(), ()
+        if tx is None:
+            self._step = _bytes_alone(mesh, layers * width**2)
+        elif kind.exchanges:
+            self._state = onebit_jax.init(tx, self._params, mesh)
+            self._step = onebit_jax.train_step(
+                chain_loss, tx, mesh, max_grad_norm=kind.max_grad_norm
+            )
+        else:
             self._state = jax.jit(tx.init, out_shardings=replicated)(self._params)
             self._step = _alone(tx, mesh)
-        else:
-            self._state = onebit_jax.init(tx, self._params, mesh)
-            self._step = onebit_jax.train_step(loss_fn, tx, mesh, max_grad_norm=kind.max_grad_norm)
         # One of warm-up, and those in which the phase is not yet known ahead.
         for _ in range(4):
             self.step()
@@ -178,6 +182,19 @@ def _alone(tx: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Any:
     return jax.jit(mapped, donate_argnums=(0, 1))
 
 
+def _bytes_alone(mesh: jax.sharding.Mesh, elements: int) -> Any:
+    """Sends as many bytes as an exchange of so many elements, and computes nothing."""
+    own = jnp.zeros(2 * elements // 8 // mesh.size, jnp.uint8)
+
+    def worker(sent: jax.Array) -> jax.Array:
+        return in_buckets(lambda x: lax.all_gather(x, AXIS), [sent], bucket_limit("auto"))
+
+    mapped = jax.jit(
+        jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(AXIS), check_vma=False)
+    )
+    return lambda params, state, batch: (params, state, mapped(own))
+
+
 def measure(options: Options) -> dict[str, dict[str, Any]]:
     """Seconds and megabytes of each kind at each bandwidth; the kinds take turns.
 
@@ -194,15 +211,16 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
                 for name, kind in KINDS.items():
                     net.shape("unshaped")
                     processes.ask("prepare", name, *sizes)
-                    for bandwidth in options.bandwidths if kind.bandwidths else ("any",):
+                    for bandwidth in options.bandwidths if kind.exchanges else ("any",):
                         net.shape("unshaped" if bandwidth == "any" else bandwidth)
                         before = processes.ask("sent")[0][0]
                         # A step has ended when the last host's has.
-                        seconds = [max(processes.ask("step")) for _ in range(options.steps)]
+                        steps = kind.steps or options.steps
+                        seconds = [max(processes.ask("step")) for _ in range(steps)]
                         sent = processes.ask("sent")[0][0] - before
                         figure = figures[name].setdefault(bandwidth, {"seconds": []})
                         figure["seconds"] += seconds
-                        figure["megabytes"] = sent / options.steps / 1e6
+                        figure["megabytes"] = sent / steps / 1e6
                     digests[name] = processes.ask("release")[0]
                 if digests["waiting"] != digests["overlapped"]:
                     raise RuntimeError("the overlapped step made other parameters than the other")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 import onebit_jax
 from onebit_jax import ExchangeOptions
 from onebit_jax.collectives import layout
+from onebit_jax.programs import hlo
 from tests.workers import AXIS
 
 LAYERS, WIDTH = 4, 32
@@ -24,7 +25,7 @@ def each_kernel_by_itself(monkeypatch):
     monkeypatch.setattr(layout, "SMALL", WIDTH)
 
 
-_STEPS, _BAD = 9, (4, 7)
+_STEPS, _BAD, _LARGE = 9, (4, 7), 256
 
 
 def _loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -119,19 +120,23 @@ def test_steps_are_those_of_one_message(name, workers):
     assert np.any(cut[-1][0]["0"]["kernel"] != cut[_BAD[1]][0]["0"]["kernel"])
 
 
-def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
-    """A letter for each matmul that makes a gradient, and for each collective of bytes."""
-    width, mesh = 256, _mesh(workers)
-    tx = _make("onebit_adam", ExchangeOptions(bucket_bytes=bucket_bytes))
-    params = jax.eval_shape(lambda: _params(width))
+def _compiled(bucket_bytes: int | None, workers: int = 2, **options: Any) -> jax.stages.Compiled:
+    mesh, tx = _mesh(workers), _make("onebit_adam", ExchangeOptions(bucket_bytes=bucket_bytes))
+    params = jax.eval_shape(lambda: _params(_LARGE))
     step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
     state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
-    lowered = step.lower(params, state, _batch(workers, 0, width), phase="compression")
-    text = lowered.compile().as_text()
+    batch = _batch(workers, 0, _LARGE)
+    return step.lower(params, state, batch, phase="compression").compile()
+
+
+def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
+    """A letter for each matmul that makes a gradient, and for each collective of bytes."""
+    text = _compiled(bucket_bytes, workers, **options).as_text()
     assert text is not None
     assert "is_scheduled=true" in text
     found = re.findall(
-        rf"= (?:(f32)\[{width},{width}\]\S* dot|u8\[\S* all-gather|\(u8\[.*?\) all-to-all)\(", text
+        rf"= (?:(f32)\[{_LARGE},{_LARGE}\]\S* dot|u8\[\S* all-gather|\(u8\[.*?\) all-to-all)\(",
+        text,
     )
     return "".join("g" if matmul else "x" for matmul in found)
 
@@ -151,3 +156,26 @@ def test_buckets_leave_before_the_last_gradient_is_there(workers):
 def test_clipping_waits_for_the_norm_of_all_gradients():
     order = _order(2**12, max_grad_norm=1.0)
     assert "x" not in order[: order.rindex("g")], order
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**12, None])
+def test_a_step_writes_new_residuals_beside_the_old_and_copies_neither(bucket_bytes):
+    """But in the loop that a step enters which is left out; gradients' memory is taken for them."""
+    compiled = _compiled(bucket_bytes)
+    text, sizes = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert sizes is not None
+    kernel = 4 * _LARGE**2
+    beside = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    assert LAYERS * kernel <= beside <= 1.05 * LAYERS * kernel
+    assert sizes.temp_size_in_bytes < LAYERS * kernel
+    module = hlo.Module(text)
+    copying = [
+        name
+        for name, body in module.computations.items()
+        if any(x.op == "copy" and str(_LARGE) in x.type for x in body.values())
+    ]
+    loops = [x for x in module.computations[module.entry].values() if x.op == "while"]
+    bodies = [body for loop in loops for body in loop.callees("body")]
+    assert len(copying) == 1
+    assert copying[0] in bodies

@@ -20,7 +20,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from onebit_jax.collectives import hierarchical
+from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.layout import Layout
+from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import PerWorker
 
 
@@ -88,6 +90,46 @@ class ExchangeState(NamedTuple):
         return {"scale_spread": jnp.max(scales) / least}
 
 
+class Beside(NamedTuple):
+    """Permission to write a state's new arrays beside its old ones, not over them.
+
+    Attributes:
+      old: the call adds the arrays of the old state here. Where a program's results take the memory
+        of its arguments these must be results too, or XLA copies the new ones over them.
+      one_message: whether to do so without buckets too. CPUs then compute what a tensor sends while
+        its gradient is in their caches; elsewhere the loop in :meth:`Late.keep` costs more.
+    """
+
+    old: list[jax.Array]
+    one_message: bool
+
+
+class Late(NamedTuple):
+    """Whether a call counts, where values leave before that is known.
+
+    The call must keep the old state then. Selecting between old and new would cost one more pass
+    over both in each call. So the new arrays take the memory of values that are of no more use, as
+    gradients are, and only a call that does not count copies the old ones over them.
+
+    Attributes:
+      fit: false for a call that does not count; bool ``[]``, the same on all workers.
+      beside: what may be written beside the old state.
+    """
+
+    fit: jax.Array
+    beside: Beside
+
+    def keep(self, new: ExchangeState, old: ExchangeState, axes: Axes) -> ExchangeState:
+        """The new state, or that before the call if it does not count."""
+        after, before = (
+            {"worker": x.worker, "server": x.server, "residual_ratio": x.residual_ratio}
+            for x in (new, old)
+        )
+        self.beside.old.extend(jax.tree.leaves(before))
+        kept = overwrite_if(~self.fit, lambda _, was: was, after, before, axis_names=axes.names)
+        return new._replace(**kept)
+
+
 class Call(NamedTuple):
     """Options of one call.
 
@@ -95,14 +137,14 @@ class Call(NamedTuple):
       when: where false, the state stays as it is; the same on all workers.
       residual_decay: the factor of the workers' residuals when they are added.
       server_decay: likewise for the servers'.
-      fit: as ``when``, but where there are buckets nothing that is sent depends on it: each leaves
-        as soon as its own values are there, before this is known. None for true.
+      late: whether the call counts, in addition to ``when``, but nothing that is sent waits for it.
+        None for true.
     """
 
     when: ArrayLike = True
     residual_decay: ArrayLike = 1.0
     server_decay: ArrayLike = 1.0
-    fit: jax.Array | None = None
+    late: Late | None = None
 
 
 def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:

@@ -41,6 +41,7 @@ from onebit_jax.collectives.error_feedback import (
     Active,
     Call,
     ExchangeState,
+    Late,
     total_residual,
     with_worker_values,
     without_server,
@@ -141,7 +142,7 @@ class ExchangeOptions:
       bucket_bytes: the largest message from one worker to another in one collective, a multiple of
         128; None for one message. ``"auto"`` is the fastest as measured (docs/performance.md):
         buckets between CPU hosts, whose transport does not send large messages while it receives.
-        With a number, buckets travel during the backward pass, at one more pass over the residuals.
+        In :func:`onebit_jax.train_step` buckets travel during the backward pass.
       form: ``"two-stage"``, the papers': an all-to-all, a server that averages and compresses
         again, an all-gather. ``"one-stage"``: an all-gather, and every worker averages; with ``n``
         workers or nodes it sends ``n/2`` times the bytes, and its state has no server's residual,
@@ -325,15 +326,22 @@ class BoundExchange:
           in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, each worker's row for each chunk;
           the same on all workers, bit for bit; and the next state.
         """
-        overlaps = self._limit is not None and self.how.bucket_bytes != "auto"
-        if isinstance(call, Call) and call.fit is not None and not overlaps:
-            # To wait for the last value saves a pass over the state, which costs more than it hides
-            # behind a short backward pass: so only buckets that the user asked for leave earlier.
-            call = call._replace(when=call.when & call.fit, fit=None)
+        late = call.late if isinstance(call, Call) else None
+        if late is not None and not self._leaves_early(late):
+            call = call._replace(when=call.when & late.fit, late=None)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
         received, new = self.all_reduce_shard(values, state, call)
         return hierarchical.all_gather(received, self.axes), new
+
+    def _leaves_early(self, late: Late) -> bool:
+        """Whether values leave before it is known that the call counts.
+
+        One message is then only computed earlier. In the hierarchical form that would take memory,
+        since a shard of the state is not written over a whole gradient.
+        """
+        in_one = self.compresses and self.axes.local is None and late.beside.one_message
+        return self._limit is not None or in_one
 
     def all_reduce_shard(
         self, values: Sequence[Any], state: Any, call: Any
@@ -358,10 +366,8 @@ class BoundExchange:
             received = self._travel(self._to_all, answer)
         if isinstance(new, ExchangeState):
             new = self._measured(received, new, state, call)
-            if call.fit is not None:
-                new = jax.tree.map(
-                    lambda x, was: x if x is was else jnp.where(call.fit, x, was), new, state
-                )
+            if call.late is not None:
+                new = call.late.keep(new, state, self.axes)
         return received, new
 
     def _to_all(self, rows: jax.Array) -> jax.Array:

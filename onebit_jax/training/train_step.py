@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
+from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.sharded.specs import Specs
@@ -90,6 +91,7 @@ class TrainStep:
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
         self._mesh = mesh
+        self._on_cpus = mesh.devices.flat[0].platform == "cpu"
         self._options = options
         self._replicated = NamedSharding(mesh, P())
         self._runs = [Run()]
@@ -159,7 +161,7 @@ class TrainStep:
             arguments = *_by_donation(placed), np.bool(measured), skips
             if jax.process_count() > 1 and not traced and not self._calls:
                 self._check_agreement(program.trace(*arguments))
-            results, metrics, outlook, skips = program(*arguments)
+            _, results, metrics, outlook, skips = program(*arguments)
         if not traced:
             run.phases.observe(results[1], outlook, phase)
             run.observe(results[0], results[1], skips)
@@ -291,7 +293,10 @@ class TrainStep:
         if key not in self._programs:
             replicated = self._replicated
             inputs = (*_by_donation(self._placement(placed)), replicated, replicated)
-            outputs = inputs[0], replicated, replicated, replicated
+            per_worker = NamedSharding(self._mesh, P(self._mesh.axis_names))
+            # What stays of the state comes first: JAX gives the memory of an argument to the first
+            # result of its shape.
+            outputs = per_worker, inputs[0], replicated, replicated, replicated
 
             def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
                 return self._worker(_Arguments(*donated, *others), measured, skips, phase)
@@ -313,7 +318,7 @@ class TrainStep:
             program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
             traced = program.trace(*_by_donation(placed), np.bool(True), skips)
             varies = check_collectives(traced.jaxpr.jaxpr)
-            (_, _, model_state), *_ = jax.tree.unflatten(
+            _, (_, _, model_state), *_ = jax.tree.unflatten(
                 jax.tree.structure(traced.out_info), varies
             )
             check_shared_model_state(model_state)
@@ -345,11 +350,17 @@ class TrainStep:
 
     def _worker(
         self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """One worker's step, in the worker view, with the upcoming phases and skipped steps."""
+    ) -> tuple[list[jax.Array], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """One worker's step, in the worker view, with the upcoming phases and skipped steps.
+
+        First come the arrays of the old state that new ones are written beside.
+        """
         given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
         computed = self._gradients(given, lax.axis_index(self._axes))
-        return self._update(given, computed, measured, skips, phase)
+        beside = Beside([], one_message=self._on_cpus)
+        made = self._update(given, computed, measured, skips, phase, beside=beside)
+        old = [x for x in jax.tree.leaves(given.opt_state) if any(x is y for y in beside.old)]
+        return old, *made
 
     def _gradients(self, given: _Arguments, worker: jax.Array) -> LossAndGradients:
         """What one worker computes of its share of the batch."""
@@ -369,8 +380,8 @@ class TrainStep:
 
     def _of_shards(
         self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """All workers' step where each is several devices."""
+    ) -> tuple[list[jax.Array], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """All workers' step where each is several devices, none of whose state stays."""
         sharded = cast(ShardedModel, self._sharded)
         copies = sharded.copies(given.params)
         differs = model_states.by_worker(given.model_state)
@@ -414,7 +425,7 @@ class TrainStep:
                 [None if own else x for x, own in leaves],
             ),
         )
-        return (params, opt_state, model_state), *others
+        return [], (params, opt_state, model_state), *others
 
     def _update(
         self,
@@ -424,8 +435,12 @@ class TrainStep:
         skips: Skips,
         phase: Phase | None,
         copies: Sequence[int] | None = None,
+        beside: Beside | None = None,
     ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """One worker's update, in the worker view; of shards each place holds so many copies."""
+        """One worker's update, in the worker view; of shards each place holds so many copies.
+
+        ``beside`` is as for :class:`~onebit_jax.transforms.when.When`.
+        """
         axes = self._axes
         loss, metrics, grads, model_state = computed
         own = {"loss": loss.astype(jnp.float32)}
@@ -435,7 +450,7 @@ class TrainStep:
         if self._options.max_skipped is not None:
             finite = remains_finite(given.model_state, model_state)
             health = examine(grads, axes, jnp.where(finite, loss, jnp.nan), copies)
-            when = When(health.fit)
+            when = When(health.fit, beside)
         if self._options.max_grad_norm is not None:
             bound = own["grad_norm"]
             if self._options.clip == "common":
@@ -449,7 +464,7 @@ class TrainStep:
             phase,
             given.extra_args,
             when,
-            in_loop=self._mesh.devices.flat[0].platform == "cpu",
+            in_loop=self._on_cpus,
         )
 
         own |= of_optimizers(opt_state)

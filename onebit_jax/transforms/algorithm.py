@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.error_feedback import Call, check_fits, worker_arrays
+from onebit_jax.collectives.error_feedback import Beside, Call, Late, check_fits, worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
@@ -45,6 +45,7 @@ class Update(NamedTuple):
       phase: the phase of the update; None for the upcoming phase in the state's ``progress``.
       extra_args: the other arguments of ``tx.update``.
       tree: the gradients in their original tree.
+      beside: as for :class:`~.when.When`.
     """
 
     grads: Arrays
@@ -54,11 +55,13 @@ class Update(NamedTuple):
     phase: Phase | None
     extra_args: Mapping[str, Any]
     tree: Any
+    beside: Beside | None = None
 
     def call(self, residual_decay: ArrayLike = 1.0, server_decay: ArrayLike = 1.0) -> Call:
-        """The options of an exchange of which nothing that is sent waits for ``when``."""
-        fit = None if self.when is self.accepted else self.when
-        return Call(self.accepted, residual_decay, server_decay, fit)
+        """The options of an exchange; nothing that is sent waits for ``when`` if it need not."""
+        if self.beside is None:
+            return Call(self.when, residual_decay, server_decay)
+        return Call(self.accepted, residual_decay, server_decay, Late(self.when, self.beside))
 
 
 # Computes the state after an update in one phase.
@@ -245,7 +248,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         index = was.upcoming[0] if phase is None else jnp.int32(PHASES.index(phase))
         follows = jnp.bool(True) if phase is None else jnp.bool(algorithm.accepts(was, phase))
         accepted = follows if when is None else when.made & follows
-        update = Update(grads, leaves, accepted, follows, phase, extra_args, updates)
+        beside = None if when is None else when.beside
+        update = Update(grads, leaves, accepted, follows, phase, extra_args, updates, beside)
         new, received = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(

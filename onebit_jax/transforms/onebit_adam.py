@@ -242,7 +242,9 @@ class OnebitAdam(PhasedAlgorithm):
             momentum=moments.reactivate(exchange, state.momentum, inverse_root),
             gradients=gradients,
         )
-        return self._with_momentum(state, m, exchange.node_mean(update.grads), update)
+        # The residuals are written here before they are read, and so anew in any case.
+        waiting = update._replace(beside=None)
+        return self._with_momentum(state, m, exchange.node_mean(update.grads), waiting)
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""

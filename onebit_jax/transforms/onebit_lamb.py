@@ -243,8 +243,10 @@ class OnebitLamb(PhasedAlgorithm):
         m = moments.last(exchange, state.momentum)
         last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
         m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
+        # All gradients are compressed as one tensor, so that no bucket could leave early.
+        waiting = update._replace(beside=None)
         state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
+            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, waiting)
         )
         fresh = overwrite_if(
             first & update.when,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.transforms.phases import keep
 
 State = TypeVar("State")
@@ -20,10 +21,12 @@ class When:
 
     Args:
       made: false for a skipped update; bool ``[]``, the same on all workers.
+      beside: lets an optimizer send before ``made`` is known. None where new arrays must be written
+        over the old ones, as in a jitted loop whose state is donated.
     """
 
-    def __init__(self, made: jax.Array):
-        self.made = made
+    def __init__(self, made: jax.Array, beside: Beside | None = None):
+        self.made, self.beside = made, beside
         self._kept: list[Any] = []
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
