@@ -2,6 +2,7 @@
 
 from onebit_jax import plan
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker
 from onebit_jax.programs import wire
 from onebit_jax.sharded.on_mesh import on_mesh
@@ -54,6 +55,7 @@ __all__ = [
     "EfSignsgdState",
     "ExchangeOptions",
     "LocalStepsState",
+    "MajorityVote",
     "NonFiniteError",
     "PerWorker",
     "ReplicaDivergenceError",

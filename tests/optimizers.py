@@ -56,6 +56,14 @@ def _local_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformatio
     return onebit_jax.local_steps(inner, outer, every=4, axis_name=axis_name, bits=4, fragments=2)
 
 
+def _geomesh(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
+    outer = optax.sgd(0.3, momentum=0.9, nesterov=True)
+    vote = onebit_jax.MajorityVote()
+    return onebit_jax.local_steps(
+        optax.lion(rate), outer, every=4, axis_name=axis_name, compressor=vote
+    )
+
+
 def _made_by(
     constructor: Callable[..., optax.GradientTransformation], **options: Any
 ) -> Callable[..., optax.GradientTransformation]:
@@ -112,5 +120,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "compressed_mean": Optimizer(_compressed_sgd(bits=1), needs_params=False),
     "compressed_mean, 4 bits": Optimizer(_compressed_sgd(bits=4), needs_params=False),
     "local_steps": Optimizer(_local_adam, is_local=True),
+    "geomesh": Optimizer(_geomesh, is_local=True, has_residuals=False),
 }
 WITH_NODES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.has_nodes]

@@ -282,6 +282,25 @@ class EfSignsgd(Tensor):
         return self.step(lr, mean)
 
 
+class GeoMesh:
+    """GeoMesh's outer loop on one tensor; ties and zeros take turns."""
+
+    def __init__(self, x, lr=0.3, momentum=0.9):
+        self.x, self.u = x.astype(np.float32), np.zeros_like(x, np.float32)
+        self.lr, self.momentum, self.count = lr, momentum, 0
+
+    def exchange(self, own, weights):
+        """The shared parameters after the vote on the workers' own ones."""
+        D = [self.x - x_i for x_i in own]
+        signs = [vote_sign(d, (self.count + i) % 2 == 0) for i, d in enumerate(D)]
+        v = vote_sign(np.tensordot(weights, signs, 1), self.count % 2 == 0)
+        D = np.float32(np.mean([np.mean(np.abs(d)) for d in D])) * v
+        self.u = self.momentum * self.u + D
+        self.x = self.x - self.lr * (D + self.momentum * self.u)
+        self.count += 1
+        return self.x
+
+
 def hash_words(counter, key):
     """32 bits for each counter: two rounds of multiplication, a word of the key before each."""
     x = np.asarray(counter, np.uint32) ^ key[0]

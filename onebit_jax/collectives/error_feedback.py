@@ -139,12 +139,36 @@ class Call(NamedTuple):
       server_decay: likewise for the servers'.
       late: whether the call counts, in addition to ``when``, but nothing that is sent waits for it.
         None for true.
+      weight: the worker's weight in a vote.
     """
 
     when: ArrayLike = True
     residual_decay: ArrayLike = 1.0
     server_decay: ArrayLike = 1.0
     late: Late | None = None
+    weight: ArrayLike = 1.0
+
+
+class Calls(NamedTuple):
+    """The state of a compressor that keeps no residuals and only counts its calls.
+
+    Attributes:
+      count: int32 ``[]``, equal on all workers.
+    """
+
+    count: jax.Array
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """Nothing to log."""
+        return {}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """Nothing to diagnose."""
+        return {}
+
+    def counted(self, when: ArrayLike) -> "Calls":
+        """The state after a call; unchanged where not ``when``."""
+        return Calls(self.count + jnp.asarray(when, jnp.int32))
 
 
 def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:

@@ -62,9 +62,14 @@ class Compressor(Protocol):
     """Encodes values as bytes, on workers and on servers, and decodes them.
 
     Attributes:
+      forms: the forms of the exchange it has; with ``"one-stage"`` alone it is never asked to
+        :meth:`serve`.
       planes: the number of values per byte.
       grouping: the layout of tensors.
     """
+
+    @property
+    def forms(self) -> tuple[Form, ...]: ...  # noqa: D102
 
     @property
     def planes(self) -> int: ...  # noqa: D102
@@ -184,10 +189,10 @@ class ExchangeOptions:
                 f"residual_dtype={self.residual_dtype!r} are options of one bit with error "
                 f"feedback, but {compressor} has none of them: leave them out."
             )
-        if not isinstance(compressor, (OneBit, KBits)) and self.form != "auto":
+        if self.form not in ("auto", *compressor.forms):
             raise ValueError(
-                f"form={self.form!r} is an option of exchanges with error feedback, but "
-                f"{compressor} has one form only: leave it out."
+                f"form={self.form!r} is not a form of {compressor}, which has "
+                f"{compressor.forms[0]!r} only: leave it out."
             )
         return Exchange(axis_name, compressor, self.local_dtype, self.bucket_bytes, self.form)
 
@@ -205,6 +210,18 @@ def check_options(exchange: Any) -> None:
         )
 
 
+def check_compressor(compressor: Any, bits: int, default_bits: int) -> None:
+    """Raises ``ValueError`` unless an argument ``compressor`` is one, in place of ``bits``."""
+    methods = ("init", "compress", "serve", "decompress", "forms")
+    if isinstance(compressor, type) or not all(hasattr(compressor, name) for name in methods):
+        raise ValueError(
+            f"compressor={compressor!r} must be a compressor, such as onebit_jax.MajorityVote(), "
+            f"or left out, so that bits={bits} decides."
+        )
+    if bits != default_bits:
+        raise ValueError(f"bits={bits} and compressor={compressor} exclude each other: give one.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """An exchange before it is bound to a tree.
@@ -215,7 +232,7 @@ class Exchange:
       local_dtype: dtype within a node, in the hierarchical form.
       bucket_bytes: the largest message from one worker to another in one collective; see
         :class:`ExchangeOptions`.
-      form: one stage or two; see there. Without error feedback there is only one form.
+      form: one stage or two; see there. Some compressors have only one form.
 
     Raises:
       ValueError: for an invalid option.
@@ -253,8 +270,12 @@ class BoundExchange:
     def __init__(self, how: Exchange, axes: Axes, tree: Any):
         self.how, self.axes, self.compressor = how, axes, how.compressor
         self.layout = Layout(axes, tree, self.compressor.planes, self.compressor.grouping)
-        chosen = axes.nodes == 2 if how.form == "auto" else how.form == "one-stage"
-        self.one_stage = chosen and self.compresses and isinstance(how.compressor, (OneBit, KBits))
+        forms = how.compressor.forms
+        if how.form != "auto":
+            forms = (how.form,)
+        elif len(forms) == 2:
+            forms = ("one-stage" if axes.nodes == 2 else "two-stage",)
+        self.one_stage = self.compresses and forms == ("one-stage",)
 
     @property
     def compresses(self) -> bool:
@@ -274,7 +295,8 @@ class BoundExchange:
     def init(self) -> Any:
         """The state before the first call."""
         state = self.compressor.init(self.layout)
-        return without_server(state) if self.one_stage else state
+        with_server = isinstance(state, ExchangeState) and self.one_stage
+        return without_server(state) if with_server else state
 
     # Values.
 
@@ -417,10 +439,11 @@ class BoundExchange:
             sections, jnp.zeros((*leading, *self.layout.scale_shape), jnp.float32)
         )
 
-    def average(
-        self, tree: Any, state: ExchangeState, call: Call = Call()
-    ) -> tuple[Any, ExchangeState]:
+    def average(self, tree: Any, state: Any, call: Call = Call()) -> tuple[Any, Any]:
         """Averages the workers' trees: the mean, float32, the same on all; and the next state."""
+        if not self.compresses and not isinstance(state, ExchangeState):
+            # A single node has nowhere to keep the mean, and no other use for it.
+            return self.node_mean_tree(tree), state
         received, state = self.all_reduce(self.node_mean(tree), state, call)
         return self.mean(received, state), state
 
@@ -514,8 +537,13 @@ class BoundExchange:
             ]
         return self.layout.scatter(pieces)
 
-    def total_residual(self, state: ExchangeState) -> Any:
-        """The total residual of all workers and servers, a tree; the same on all workers."""
+    def total_residual(self, state: Any) -> Any:
+        """The total residual of all workers and servers, a tree; the same on all workers.
+
+        ``()`` without error feedback.
+        """
+        if not isinstance(state, ExchangeState):
+            return ()
         if not self.compresses:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self.layout.of_shapes())
         return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
@@ -536,17 +564,17 @@ class BoundExchange:
 
         return (jax.vmap(of_shard) if self.layout.shards else of_shard)(pieces, counts)
 
-    def resumed(self, residual: Any, alike: Any) -> ExchangeState:
+    def resumed(self, residual: Any, alike: Any) -> Any:
         """A state with the same total residual, from which a run continues.
 
-        A single node drops the residual.
+        A single node drops the residual. Without error feedback it is a fresh state.
 
         Args:
           residual: a tree, from :meth:`total_residual` on any number of workers.
           alike: marks the active elements, as for :meth:`activate`.
         """
         state = self.activate(self.init(), alike)
-        if not self.compresses:
+        if not self.compresses or not isinstance(state, ExchangeState):
             return state
         return self.feedback.with_residual(self.layout, state, self.layout.gather(residual))
 

@@ -101,6 +101,7 @@ class KBits:
     bits: int
     keeps_residuals: bool = True
     grouping: Grouping = dataclasses.field(default="blocks", init=False)
+    forms = ("one-stage", "two-stage")
 
     def __post_init__(self):
         validation.check_bits("bits", self.bits, (2, 4, 8))

@@ -157,6 +157,15 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
     return jnp.sqrt(mean) if kind == "rms" else mean
 
 
+def scaled_signs(layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    """Decodes rows of signs with a scale per tensor, ``[..., chunks, bytes]``, to pieces."""
+    scales, at = layout.scales(rows), layout.at
+    return [
+        piece.array(signed(piece.bytes(rows, at), piece.scales_of(scales, at)))
+        for piece in layout.pieces
+    ]
+
+
 def squared_residual(
     scales: jax.Array, counts: jax.Array, squares: jax.Array, magnitudes: jax.Array
 ) -> jax.Array:
@@ -219,6 +228,7 @@ class OneBit:
     residual_dtype: ResidualDtype = "float32"
     fused: bool = False
     scale_per: ScalePer = "shard"
+    forms = ("one-stage", "two-stage")
     planes = 8
 
     def __post_init__(self):
@@ -322,11 +332,7 @@ class OneBit:
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """The numbers ``S sgn`` that rows stand for, in pieces."""
-        scales, at = layout.scales(rows), layout.at
-        return [
-            piece.array(signed(piece.bytes(rows, at), piece.scales_of(scales, at)))
-            for piece in layout.pieces
-        ]
+        return scaled_signs(layout, rows)
 
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
         """The norm of the mean that this shard received; of workers' rows from a sample."""

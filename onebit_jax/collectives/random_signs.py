@@ -149,6 +149,7 @@ class RandomSigns:
 
     transport: Transport = "bits"
     requantize: bool = True
+    forms = ("two-stage",)
     planes = 8
     grouping: Grouping = dataclasses.field(default="separate", init=False)
 

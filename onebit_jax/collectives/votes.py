@@ -157,6 +157,7 @@ class Votes:
     """
 
     mean: bool = False
+    forms = ("two-stage",)
     planes = 8
     grouping: Grouping = dataclasses.field(default="separate", init=False)
 

@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.error_feedback import Calls, ExchangeState
+from onebit_jax.collectives.exchange import (
+    Compressor,
+    Exchange,
+    ExchangeOptions,
+    check_compressor,
+    check_options,
+)
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
@@ -21,19 +27,21 @@ class CompressedMeanState(NamedTuple):
 
     Attributes:
       progress: updates made; equal on all workers.
-      exchange: the residuals.
+      exchange: the residuals; without error feedback
+        :class:`~onebit_jax.collectives.error_feedback.Calls`.
     """
 
     progress: Progress
-    exchange: ExchangeState
+    exchange: ExchangeState | Calls
 
     def metrics(self) -> dict[str, jax.Array]:
         """Scalars to log, as one worker sees them.
 
         Returns:
           ``phase``, the place of ``"compression"`` in
-          :data:`~onebit_jax.transforms.phases.PHASES`, since every update is compressed; and
-          ``residual_ratio``, ``||e_i|| / ||mean||`` over the elements that this worker compresses.
+          :data:`~onebit_jax.transforms.phases.PHASES`, since every update is compressed; and with
+          error feedback ``residual_ratio``, ``||e_i|| / ||mean||`` over the elements that this
+          worker compresses.
         """
         return {"phase": self.progress.phase, **self.exchange.metrics()}
 
@@ -86,6 +94,7 @@ def compressed_mean(
     axis_name: str | tuple[str, str],
     bits: int = 1,
     *,
+    compressor: Compressor | None = None,
     residual_decay: float = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -133,6 +142,7 @@ def compressed_mean(
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
+      compressor: another compressor, in place of ``bits``: :class:`onebit_jax.MajorityVote`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
         errors in full; less than 1 reduces the weight of errors from earlier parameters.
@@ -178,6 +188,9 @@ def compressed_mean(
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
     check_options(exchange)
+    if compressor is not None:
+        check_compressor(compressor, bits, 1)
+        return transformation(CompressedMean(residual_decay, exchange.of(axis_name, compressor)))
     if bits == 32:
         return optax.with_extra_args_support(mean_gradients(axis_name))
     return transformation(CompressedMean(residual_decay, exchange.at_bits(axis_name, bits)))

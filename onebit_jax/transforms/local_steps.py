@@ -11,11 +11,19 @@ import numpy as np
 import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, use_abstract_mesh
+from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options, dense_mean
+from onebit_jax.collectives.exchange import (
+    Compressor,
+    Exchange,
+    ExchangeOptions,
+    check_compressor,
+    check_options,
+    dense_mean,
+)
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.programs.collective_check import collectives
@@ -78,14 +86,17 @@ class LocalStepsState(NamedTuple):
 
         Returns:
           ``phase`` of the last update, by its place in
-          :data:`~onebit_jax.transforms.phases.PHASES`; with fewer than 32 bits
-          ``residual_ratio`` of the last exchange.
+          :data:`~onebit_jax.transforms.phases.PHASES`; with error feedback ``residual_ratio`` of
+          the last exchange.
         """
-        metrics = {"phase": self.progress.phase}
-        if self.exchange[0]:
-            ratios = [kept.metrics()["residual_ratio"] for kept in self.exchange]
-            metrics["residual_ratio"] = jnp.stack(ratios)[self.fragment - 1]
-        return metrics
+        of_groups = [kept.metrics() for kept in self.exchange if kept]
+        return {
+            "phase": self.progress.phase,
+            **{
+                name: jnp.stack([metrics[name] for metrics in of_groups])[self.fragment - 1]
+                for name in (of_groups[0] if of_groups else ())
+            },
+        }
 
     def own_parameters(self) -> Any:
         """A tree of booleans that marks parameters which may differ between workers: all."""
@@ -180,7 +191,7 @@ class LocalSteps(Algorithm):
         return jnp.stack(found).astype(jnp.int32)
 
     def outer_step(
-        self, when: jax.Array, kept: tuple[Any, Any, Any], moved: Any
+        self, when: jax.Array, weight: ArrayLike, kept: tuple[Any, Any, Any], moved: Any
     ) -> tuple[Any, Any, Any]:
         """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both."""
         shared, of_outer, of_exchange = kept
@@ -188,7 +199,7 @@ class LocalSteps(Algorithm):
         if not self.compresses:
             D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
         else:
-            call = Call(when, self.error_decay, self.error_decay)
+            call = Call(when, self.error_decay, self.error_decay, weight=weight)
             exchange = self.exchange.over(shared)
             fits(exchange, of_exchange)
             D, of_exchange = exchange.average(gradient, of_exchange, call)
@@ -211,13 +222,13 @@ class LocalSteps(Algorithm):
         syncs = update.when & (index == _SYNC)
         fragments = Fragments(state.shared, self.fragments)
         kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
-        shared = state.shared
+        shared, weight = state.shared, update.extra_args.get("vote_weight", 1.0)
         # The group to exchange; -1 in a local step.
         turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
         if update.phase == "sync" and self.fragments == 1:
-            kept = [self.outer_step(update.when, kept[0], moved)]
+            kept = [self.outer_step(update.when, weight, kept[0], moved)]
         elif update.phase != "local":
-            one = functools.partial(self.outer_step, jnp.bool(True))
+            one = functools.partial(self.outer_step, jnp.bool(True), weight)
             names = bound_axes(self.exchange.axis_name).names
             kept = overwrite_one(turn, one, kept, fragments.split(moved), axis_names=names)
         if update.phase != "local":
@@ -321,6 +332,7 @@ def local_steps(
     every: int | Callable[[jax.Array], jax.Array],
     axis_name: str | tuple[str, str],
     bits: int = 32,
+    compressor: Compressor | None = None,
     fragments: int = 1,
     error_decay: float = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
@@ -359,7 +371,9 @@ def local_steps(
     The outer optimizer sees one group, and :class:`optax.MaskedNode` for the other tensors.
 
     The extra argument ``phase`` overrides ``every``: ``"local"`` compiles a program that sends
-    nothing, ``"sync"`` one that exchanges the group whose turn is next.
+    nothing, ``"sync"`` one that exchanges the group whose turn is next. With
+    :class:`onebit_jax.MajorityVote` the extra argument ``vote_weight`` is a worker's weight, such
+    as the number of tokens of its updates since the last exchange; without it all weigh the same.
 
     A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step` refuses, in
     its first call and for states that come from the host, a state that was saved between two
@@ -379,6 +393,8 @@ def local_steps(
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``. In the
         hierarchical form every device takes its own local steps.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
+      compressor: another compressor of the outer gradient, in place of ``bits``:
+        :class:`onebit_jax.MajorityVote`.
       fragments: the number of groups of tensors that take turns; values above 1 need a number for
         ``every``.
       error_decay: the factor of residuals when they are added; 1 corrects rounding errors in
@@ -443,9 +459,12 @@ def local_steps(
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("error_decay", error_decay)
     check_options(exchange)
-    # At 32 bits nothing is compressed, and only the axis counts.
-    compressed = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
+    if compressor is not None:
+        check_compressor(compressor, bits, 32)
+        how = exchange.of(axis_name, compressor)
+    else:
+        # At 32 bits nothing is compressed, and only the axis counts.
+        how = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
+    compresses = bits < 32 or compressor is not None
     inner = optax.with_extra_args_support(inner)
-    return transformation(
-        LocalSteps(inner, outer, every, fragments, error_decay, bits < 32, compressed)
-    )
+    return transformation(LocalSteps(inner, outer, every, fragments, error_decay, compresses, how))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.transforms.birder import birder
 from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.distributed_lion import distributed_lion
@@ -29,6 +30,7 @@ from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
 # Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
+GEOMESH_STEPS = 50
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
 _IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
 # Of a model whose tensors are split between a worker's devices there is `scale_per` besides.
@@ -91,6 +93,7 @@ class Entry(NamedTuple):
       first_phase: the phase of the first update. A dense optimizer is always in "warmup".
       exchange: the constructor whose options of the exchange it has; None for a dense optimizer.
       feedback: whether it has error feedback at one bit, with a scale and residuals.
+      compressor: whether its compressor is given, so that no number of bits can be chosen.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
       refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
       freezes_by_number: whether its variance can freeze only after a given number of updates.
@@ -98,6 +101,8 @@ class Entry(NamedTuple):
         ``synced_parameters``.
       rate_of: for a variant, the optimizer whose best learning rate it uses.
       bits: bits per parameter, each way, in a compressed update.
+      sends: bytes per parameter that each of ``n`` workers sends in an exchange, a function of
+        ``n``; None for those of ``bits`` in two stages.
       rounds: the share of updates with an exchange, after a warm-up.
       encoding_bytes: bytes per element that encoding and decoding read and write beyond Adam's own
         update; docs/plan.md says how they are counted.
@@ -112,12 +117,14 @@ class Entry(NamedTuple):
     first_phase: Phase = "warmup"
     exchange: Callable[..., Any] | None = None
     feedback: bool = True
+    compressor: bool = False
     warms_up: bool = False
     refreshed: bool = False
     freezes_by_number: bool = False
     local_steps: bool = False
     rate_of: str | None = None
     bits: int = 1
+    sends: Callable[[int], float] | None = None
     rounds: float = 1.0
     encoding_bytes: float = 13.0
     benchmark: str | None = None
@@ -130,7 +137,8 @@ class Entry(NamedTuple):
         taken = inspect.signature(self.exchange).parameters if self.exchange else {}
         of_exchange = _IN_ONE_ARGUMENT if self.feedback else ("local_dtype", "bucket_bytes")
         in_one = set(of_exchange) if "exchange" in taken else set()
-        return {x for x in EXCHANGE if x in taken} | in_one
+        own = {x for x in EXCHANGE if x in taken} | in_one
+        return own - {"bits"} if self.compressor else own
 
 
 def made_by(label: str, learning_rate: float, function: Callable[..., Any], **own: Any) -> Entry:
@@ -194,6 +202,17 @@ def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
     return made._replace(rounds=1 / every, encoding_bytes=28, planned=False)
 
 
+def geomesh(setting: Setting) -> optax.GradientTransformation:
+    """GeoMesh: local steps of Lion whose progress is voted on, with the paper's constants."""
+    return setting.call(
+        local_steps,
+        inner=setting.call(optax.lion, b2=0.99),
+        outer=optax.sgd(0.3, momentum=0.9, nesterov=True),
+        every=GEOMESH_STEPS,
+        compressor=MajorityVote(),
+    )
+
+
 def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
     """An optimizer of Optax, on gradients averaged at one bit per element."""
 
@@ -245,6 +264,18 @@ REGISTRY: dict[str, Entry] = {
         rate_of="muon", benchmark="compressed_mean, Adam"
     ),
     "local_steps": local("Local steps, float32", 32),
+    "geomesh": Entry(
+        "GeoMesh",
+        3e-4,
+        geomesh,
+        "local",
+        local_steps,
+        feedback=False,
+        compressor=True,
+        local_steps=True,
+        rounds=1 / GEOMESH_STEPS,
+        planned=False,
+    ),
     "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
 }
 

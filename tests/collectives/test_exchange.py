@@ -327,7 +327,7 @@ MEAN_ABS, HALF = ExchangeOptions(scale="mean_abs"), ExchangeOptions(residual_dty
         (
             ExchangeOptions(form="one-stage").of,
             {"axis_name": AXIS, "compressor": Votes()},
-            r"^form='one-stage' is an option of exchanges with error feedback.*leave it out",
+            r"^form='one-stage' is not a form of Votes.*has 'two-stage' only: leave it out",
         ),
         (Exchange, {**ONE, "bucket_bytes": 0}, r"^bucket_bytes=0"),
         (Exchange, {**ONE, "local_dtype": "float16"}, r"^local_dtype='float16' must be"),
