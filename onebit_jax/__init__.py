@@ -1,6 +1,7 @@
 """Optax optimizers that send one bit per parameter, and the collectives beneath them."""
 
 from onebit_jax import plan
+from onebit_jax.collectives.drive import Drive
 from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker
@@ -52,6 +53,7 @@ __all__ = [
     "CompressedMeanState",
     "Diagnosis",
     "Divergence",
+    "Drive",
     "EfSignsgdState",
     "ExchangeOptions",
     "LocalStepsState",

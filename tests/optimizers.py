@@ -42,10 +42,10 @@ def _dense(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     return optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(rate, eps=EPS))
 
 
-def _compressed_sgd(bits: int) -> Callable[..., optax.GradientTransformation]:
+def _compressed_sgd(**how: Any) -> Callable[..., optax.GradientTransformation]:
     return lambda axis_name, rate=RATE: optax.chain(
         onebit_jax.per_worker(optax.trace(0.9)),
-        onebit_jax.compressed_mean(axis_name, bits),
+        onebit_jax.compressed_mean(axis_name, **how),
         optax.scale_by_learning_rate(rate),
     )
 
@@ -120,6 +120,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "compressed_mean": Optimizer(_compressed_sgd(bits=1), needs_params=False),
     "compressed_mean, 4 bits": Optimizer(_compressed_sgd(bits=4), needs_params=False),
     "local_steps": Optimizer(_local_adam, is_local=True),
+    "compressed_mean, drive": Optimizer(
+        _compressed_sgd(compressor=onebit_jax.Drive()), has_residuals=False, needs_params=False
+    ),
     "geomesh": Optimizer(_geomesh, is_local=True, has_residuals=False),
 }
 WITH_NODES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.has_nodes]

@@ -426,3 +426,44 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
         return flat
 
     return means, in_place(e), in_place(E)
+
+
+def drive_means(values, layout, keys, server_keys=None, unbiased=True):
+    """The mean by DRIVE, in blocks of 256 values.
+
+    Args:
+      values: float32 ``[workers, elements]``.
+      layout: from :func:`quantized_layout` for one bit.
+      keys: each worker's words, ``[workers, 2]``.
+      server_keys: each server's, likewise; None for one stage, in which everybody averages.
+      unbiased: whether the scale is that of unbiased decoding.
+    """
+    H = np.ones((1, 1))
+    while len(H) < 256:
+        H = np.kron(H, [[1, 1], [1, -1]])
+    rows = np.cumsum([0, *(part.shape[1] // 8 for part in layout)])
+
+    def decoded(x, D):
+        """`x` after the way there and back; ``[blocks, 256]``."""
+        y = (x * D) @ H / 16
+        norm = np.abs(y).sum(-1, keepdims=True)
+        s = (y**2).sum(-1, keepdims=True) / np.maximum(norm, 1e-30) if unbiased else norm / 256
+        return (s * sgn(y)) @ H / 16 * D
+
+    mean = np.zeros(values.shape[1], np.float32)
+    for first, part in zip(rows, layout, strict=False):
+        for chunk, places in enumerate(part):
+            planes, own = np.meshgrid(np.arange(8), np.arange(len(places) // 8), indexing="ij")
+            block = ((8 * chunk + planes) * rows[-1] + first + own).reshape(-1, 1)
+            words = (8 * block + np.arange(8)).astype(np.uint32)
+
+            def signs(key, words=words):
+                bits = hash_words(words, key)[..., None] >> np.arange(32, dtype=np.uint32)
+                return np.where(bits & np.uint32(1), -1.0, 1.0).reshape(-1, 256)
+
+            x = np.where(places >= 0, values[:, places], 0)
+            total = np.mean([decoded(z, signs(key)) for z, key in zip(x, keys, strict=True)], 0)
+            if server_keys is not None:
+                total = decoded(total, signs(server_keys[chunk]))
+            mean[places[places >= 0]] = total[places >= 0]
+    return mean

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from onebit_jax.collectives.drive import Drive
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.transforms.birder import birder
 from onebit_jax.transforms.compressed_mean import compressed_mean
@@ -191,13 +193,17 @@ def muon(label: str, bits: int, adam_bits: int) -> Entry:
 
 
 def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
-    """AdamW on every worker independently; averages parameters at ``bits`` every few steps."""
+    """AdamW on every worker independently; averages parameters at ``bits`` every few steps.
+
+    With an own ``compressor`` at what that sends.
+    """
 
     def make(setting: Setting) -> optax.GradientTransformation:
         optimizers = {"inner": setting.call(optax.adamw), "outer": optax.sgd(1.0)}
-        return setting.call(local_steps, **optimizers, every=every, bits=bits, **own)
+        return setting.call(local_steps, **optimizers, every=every, **{"bits": bits} | own)
 
     made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, bits=bits)
+    made = made._replace(compressor="compressor" in own)
     # A plan has rows for any interval and bits.
     return made._replace(rounds=1 / every, encoding_bytes=28, planned=False)
 
@@ -213,13 +219,16 @@ def geomesh(setting: Setting) -> optax.GradientTransformation:
     )
 
 
-def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
-    """An optimizer of Optax, on gradients averaged at one bit per element."""
+def on_compressed_mean(
+    label: str, learning_rate: float, make: Callable[[Setting], Any], **own: Any
+) -> Entry:
+    """An optimizer of Optax, on gradients averaged at one bit per element, or as ``own`` says."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
-        return optax.chain(setting.call(compressed_mean), make(setting))
+        return optax.chain(setting.call(compressed_mean, **own), make(setting))
 
-    return Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
+    made = Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
+    return made._replace(compressor="compressor" in own)
 
 
 def sgd(setting: Setting) -> optax.GradientTransformation:
@@ -275,6 +284,9 @@ REGISTRY: dict[str, Entry] = {
         local_steps=True,
         rounds=1 / GEOMESH_STEPS,
         planned=False,
+    ),
+    "local_steps_drive": local("Local steps, DRIVE", 32, compressor=Drive())._replace(
+        bits=1, rate_of="local_steps", sends=lambda n: 2 * (n - 1) / n * (1 / 8 + 4 / BLOCK)
     ),
     "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
 }

@@ -15,7 +15,7 @@ from onebit_jax.plan.optimizers import bytes_at
 from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.workers import AXIS
 
-BASELINES = ("geomesh",)
+BASELINES = ("geomesh", "local_steps_drive")
 SHAPES = {"matrix": (1024, 512), "vector": (77,)}
 WORKERS = 4
 
@@ -46,4 +46,4 @@ def test_what_is_sent_is_what_the_registry_says(name):
     entry, size = REGISTRY[name], sum(int(np.prod(shape)) for shape in SHAPES.values())
     two_stages = 2 * (WORKERS - 1) / WORKERS * bytes_at(entry.bits)
     declared = entry.sends(WORKERS) if entry.sends else two_stages
-    assert declared * size <= sent <= 1.02 * declared * size
+    assert declared * size <= sent <= 1.03 * declared * size
