@@ -3,6 +3,7 @@
 from onebit_jax import plan
 from onebit_jax.collectives.drive import Drive
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker
 from onebit_jax.programs import wire
@@ -15,6 +16,7 @@ from onebit_jax.training.sharded_model import init
 from onebit_jax.training.train_step import TrainStep, train_step
 from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
+from onebit_jax.transforms.cada import CadaState, cada
 from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
 from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
 from onebit_jax.transforms.distributed_lion import (
@@ -23,6 +25,7 @@ from onebit_jax.transforms.distributed_lion import (
     scale_by_distributed_lion,
 )
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
+from onebit_jax.transforms.fetch_sgd import FetchSgdState, fetch_sgd
 from onebit_jax.transforms.local_steps import LocalStepsState, local_steps
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.nonfinite import NonFiniteError
@@ -50,12 +53,15 @@ from onebit_jax.watching.replica_checksums import Divergence, ReplicaDivergenceE
 __version__ = "0.2.0"
 
 __all__ = [
+    "CadaState",
     "CompressedMeanState",
     "Diagnosis",
     "Divergence",
     "Drive",
     "EfSignsgdState",
     "ExchangeOptions",
+    "FetchSgdState",
+    "LargestValues",
     "LocalStepsState",
     "MajorityVote",
     "NonFiniteError",
@@ -71,11 +77,13 @@ __all__ = [
     "ZeroOneAdamState",
     "binsgdm",
     "birder",
+    "cada",
     "clip_by_common_norm",
     "compressed_mean",
     "diagnose",
     "distributed_lion",
     "ef_signsgd",
+    "fetch_sgd",
     "from_adam",
     "init",
     "local_steps",

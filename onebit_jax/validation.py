@@ -131,6 +131,13 @@ def check_seed(seed: Any) -> None:
         )
 
 
+def check_own_seed(seed: Any) -> None:
+    """Raises ``ValueError`` unless ``seed`` is an int of 32 bits, and not traced."""
+    check_static("seed", seed)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r} must be an int in [0, 2**32), such as 0.")
+
+
 def check_static(name: str, value: Any) -> None:
     """Raises ``ValueError`` for an option that decides what program is compiled and is traced."""
     if _is_traced(value):

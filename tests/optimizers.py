@@ -56,6 +56,10 @@ def _local_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformatio
     return onebit_jax.local_steps(inner, outer, every=4, axis_name=axis_name, bits=4, fragments=2)
 
 
+def _cada_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
+    return optax.chain(onebit_jax.cada(axis_name, delay=3), optax.adam(rate, eps=EPS))
+
+
 def _geomesh(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     outer = optax.sgd(0.3, momentum=0.9, nesterov=True)
     vote = onebit_jax.MajorityVote()
@@ -123,6 +127,16 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "compressed_mean, drive": Optimizer(
         _compressed_sgd(compressor=onebit_jax.Drive()), has_residuals=False, needs_params=False
     ),
+    "compressed_mean, largest": Optimizer(
+        _compressed_sgd(compressor=onebit_jax.LargestValues(0.7, every=4)), needs_params=False
+    ),
+    "fetch_sgd": Optimizer(
+        _made_by(onebit_jax.fetch_sgd, compression=0.2, share=0.5),
+        has_nodes=False,
+        has_residuals=False,
+        needs_params=False,
+    ),
+    "cada": Optimizer(_cada_adam, has_nodes=False, has_residuals=False),
     "geomesh": Optimizer(_geomesh, is_local=True, has_residuals=False),
 }
 WITH_NODES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.has_nodes]

@@ -467,3 +467,80 @@ def drive_means(values, layout, keys, server_keys=None, unbiased=True):
                 total = decoded(total, signs(server_keys[chunk]))
             mean[places[places >= 0]] = total[places >= 0]
     return mean
+
+
+def largest_values_means(values, share, every, decay=1.0):
+    """The mean of the values above a threshold, call after call: section 17 of the algorithms.
+
+    Args:
+      values: float32 ``[calls, workers, d]``.
+      share: of the values that have room.
+      every: calls between two renewals of the threshold.
+      decay: what residuals are multiplied with.
+
+    Returns:
+      The means, a list, and the residuals after the last call, ``[workers, d]``.
+    """
+    calls, workers, d = values.shape
+    room, e, tau = int(np.ceil(share * d)), np.zeros((workers, d), np.float32), [0.0] * workers
+    means = []
+    for t in range(calls):
+        sent = np.zeros_like(e)
+        start = t % every * 2654435769 % 2**32 % d
+        for i in range(workers):
+            c = values[t, i] + np.float32(decay) * e[i]
+            if t % every == 0:
+                tau[i] = np.sort(np.abs(c))[-room]
+            order = np.roll(np.arange(d), -start)
+            passing = [k for k in order if abs(c[k]) >= tau[i] and c[k] != 0]
+            sent[i, passing[:room]] = c[passing[:room]]
+            e[i] = c - sent[i]
+        means.append(sent.mean(0))
+    return means, e
+
+
+class FetchSgd:
+    """FetchSGD on one vector, by the published code; `hashed` has each row's columns and signs."""
+
+    def __init__(self, p, lr, momentum, columns, kept, hashed):
+        self.p, self.lr, self.momentum, self.kept = p.astype(np.float32), lr, momentum, kept
+        self.hashed = [(np.asarray(h), np.asarray(sign)) for h, sign in hashed]
+        self.u, self.v = (np.zeros((len(self.hashed), columns), np.float32) for _ in range(2))
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        self.u = self.momentum * self.u
+        for g in gradients:
+            for row, (h, sign) in zip(self.u, self.hashed, strict=True):
+                np.add.at(row, h, sign * g / len(gradients))
+        self.v = self.v + self.lr * self.u
+        read = [sign * row[h] for row, (h, sign) in zip(self.v, self.hashed, strict=True)]
+        estimates = np.median(read, 0)
+        places = np.argsort(-np.abs(estimates), kind="stable")[: self.kept]
+        self.p[places] -= estimates[places]
+        for table in (self.u, self.v):
+            for row, (h, _) in zip(table, self.hashed, strict=True):
+                row[h[places]] = 0
+        return self.p
+
+
+class Cada(Tensor):
+    """CADA before SGD, on one tensor; `synced` says which updates had an exchange."""
+
+    def __init__(self, p, workers, lr, c, delay):
+        super().__init__(p, workers, lr, 0.0)
+        self.c, self.delay, self.due, self.age = c, delay, True, 0
+        self.path, self.synced = [self.p], []
+
+    def update(self, gradients):
+        """Makes one update from the workers' own gradients."""
+        g = [x.astype(np.float32).reshape(-1) for x in gradients]
+        if self.due:
+            self.sent, self.age = g, -1
+        self.synced.append(self.due)
+        self.age += 1
+        steps = np.square(np.diff(self.path[-self.delay - 1 :], axis=0)).sum()
+        changed = max(np.square(x - y).sum() for x, y in zip(g, self.sent, strict=True))
+        self.due = changed > self.c / self.delay * steps or self.age + 1 >= self.delay
+        self.path.append(self.step(self.lr, np.mean(self.sent, 0)))
+        return self.p

@@ -134,10 +134,7 @@ class Drive:
 
     def __post_init__(self):
         validation.check_name("scale", self.scale, "unbiased", "least_error")
-        validation.check_static("seed", self.seed)
-        if not isinstance(self.seed, int):
-            raise ValueError(f"seed={self.seed!r} must be an int in [0, 2**32), such as 0.")
-        validation.check_seed(self.seed)
+        validation.check_own_seed(self.seed)
 
     def init(self, layout: Layout) -> Calls:
         """No calls."""

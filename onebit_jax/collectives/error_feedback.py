@@ -32,11 +32,11 @@ class Compensated(NamedTuple):
     Attributes:
       values: on a worker for each piece ``[1, *shape]``; on a server for each stack ``[1, G,
         planes, *plane]``. 0 for inactive elements.
-      scales: float32 ``[1, ...]``.
+      scales: float32 ``[1, ...]``, or what else decides what is sent.
     """
 
     values: Any
-    scales: jax.Array
+    scales: Any
 
 
 class Active(NamedTuple):

@@ -349,7 +349,7 @@ class BoundExchange:
           the same on all workers, bit for bit; and the next state.
         """
         late = call.late if isinstance(call, Call) else None
-        if late is not None and not self._leaves_early(late):
+        if late is not None and not (isinstance(state, ExchangeState) and self._leaves_early(late)):
             call = call._replace(when=call.when & late.fit, late=None)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
+from onebit_jax.transforms.phases import Phase
 
 # What to use instead of some wrappers of Optax, by the name of their state.
 _ADVICE = {
@@ -77,7 +78,9 @@ def check_replicas(
     axes = mesh.axis_names if axes is None else axes
     # Parameters then differ between exchanges.
     local = bool(nodes_with("synced_parameters", opt_state))
-    update = _update_of_own_gradients(tx, axes, local)
+    # Tracing one phase is faster than tracing all; most optimizers without local steps have it.
+    phase = None if local or nodes_with("phases", opt_state) else "compression"
+    update = _update_of_own_gradients(tx, axes, phase)
 
     def traced(extra_args: dict[str, Any]) -> Any:
         mapped = jax.shard_map(
@@ -109,12 +112,10 @@ def check_replicas(
 
 
 def _update_of_own_gradients(
-    tx: optax.GradientTransformation, axes: tuple[str, ...], local: bool
+    tx: optax.GradientTransformation, axes: tuple[str, ...], phase: Phase | None
 ) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
     """An update, in the worker view, with gradients that differ between workers."""
     with_extra_args = optax.with_extra_args_support(tx)
-    # Tracing one phase is faster than tracing all; optimizers without local steps have this one.
-    phase = None if local else "compression"
 
     def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         index = lax.axis_index(axes)

@@ -335,6 +335,7 @@ def states_of(tree: Any) -> list[Any]:
 # - synced_parameters(params): the parameters that all workers share, if theirs differ;
 # - worker_parameters(params): the parameters that a worker trains, in the worker view;
 # - own_parameters(): a tree of booleans, true where parameters may differ between workers;
+# - phases: the phases of its updates, where "compression" is none of them;
 # - plan: the schedule of exchanges it was made for, and check_plan(expected), which checks it.
 _DEFAULTS: dict[str, Callable[[Any], Any]] = {
     "metrics": lambda state: {"phase": state.progress.phase},

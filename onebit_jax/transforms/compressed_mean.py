@@ -143,7 +143,8 @@ def compressed_mean(
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
       compressor: another compressor, in place of ``bits``: :class:`onebit_jax.MajorityVote`,
-        :class:`onebit_jax.Drive`.
+        :class:`onebit_jax.Drive`,
+        :class:`onebit_jax.LargestValues`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
         errors in full; less than 1 reduces the weight of errors from earlier parameters.

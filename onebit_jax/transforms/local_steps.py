@@ -394,7 +394,8 @@ def local_steps(
         hierarchical form every device takes its own local steps.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
       compressor: another compressor of the outer gradient, in place of ``bits``:
-        :class:`onebit_jax.MajorityVote`, :class:`onebit_jax.Drive`.
+        :class:`onebit_jax.MajorityVote`, :class:`onebit_jax.Drive`,
+        :class:`onebit_jax.LargestValues`.
       fragments: the number of groups of tensors that take turns; values above 1 need a number for
         ``every``.
       error_decay: the factor of residuals when they are added; 1 corrects rounding errors in

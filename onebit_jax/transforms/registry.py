@@ -15,12 +15,15 @@ import optax
 
 from onebit_jax.collectives.drive import Drive
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.transforms.birder import birder
+from onebit_jax.transforms.cada import cada
 from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.distributed_lion import distributed_lion
 from onebit_jax.transforms.ef_signsgd import ef_signsgd
+from onebit_jax.transforms.fetch_sgd import fetch_sgd
 from onebit_jax.transforms.local_steps import local_steps
 from onebit_jax.transforms.onebit_adam import onebit_adam
 from onebit_jax.transforms.onebit_lamb import onebit_lamb
@@ -33,6 +36,8 @@ from onebit_jax.transforms.zero_one_adam import zero_one_adam
 # Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
 GEOMESH_STEPS = 50
+# Of all values, the share that is sent with a threshold.
+_LARGEST = 0.01
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
 _IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
 # Of a model whose tensors are split between a worker's devices there is `scale_per` besides.
@@ -219,16 +224,20 @@ def geomesh(setting: Setting) -> optax.GradientTransformation:
     )
 
 
-def on_compressed_mean(
-    label: str, learning_rate: float, make: Callable[[Setting], Any], **own: Any
-) -> Entry:
-    """An optimizer of Optax, on gradients averaged at one bit per element, or as ``own`` says."""
+def thresholded_adam(setting: Setting) -> optax.GradientTransformation:
+    """Adam on the largest values, whose threshold is renewed twenty times in a run."""
+    compressor = LargestValues(_LARGEST, max(1, setting.steps // 20))
+    mean = setting.call(compressed_mean, compressor=compressor)
+    return optax.chain(mean, setting.call(optax.adamw))
+
+
+def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
+    """An optimizer of Optax, on gradients averaged at one bit per element."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
-        return optax.chain(setting.call(compressed_mean, **own), make(setting))
+        return optax.chain(setting.call(compressed_mean), make(setting))
 
-    made = Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
-    return made._replace(compressor="compressor" in own)
+    return Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
 
 
 def sgd(setting: Setting) -> optax.GradientTransformation:
@@ -287,6 +296,32 @@ REGISTRY: dict[str, Entry] = {
     ),
     "local_steps_drive": local("Local steps, DRIVE", 32, compressor=Drive())._replace(
         bits=1, rate_of="local_steps", sends=lambda n: 2 * (n - 1) / n * (1 / 8 + 4 / BLOCK)
+    ),
+    "thresholded_adam": Entry(
+        "Adam, largest 1 %",
+        2e-3,
+        thresholded_adam,
+        "compression",
+        compressed_mean,
+        feedback=False,
+        compressor=True,
+        sends=lambda n: (n - 1) * _LARGEST * 8,
+        planned=False,
+    ),
+    # Tables of float32 are summed, with a number for every four parameters.
+    "fetch_sgd": compressed("FetchSGD", 0.1, fetch_sgd)._replace(
+        feedback=False, sends=lambda n: 2 * (n - 1) / n, planned=False
+    ),
+    # How many updates exchange, the run decides.
+    "cada_adam": Entry(
+        "CADA",
+        2e-3,
+        lambda setting: optax.chain(setting.call(cada), setting.call(optax.adamw)),
+        "sync",
+        cada,
+        feedback=False,
+        bits=32,
+        planned=False,
     ),
     "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
 }

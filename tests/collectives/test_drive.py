@@ -119,7 +119,7 @@ def test_before_sgd_it_trains():
         updates, state = tx.update(params - target, state, params)
         return optax.apply_updates(params, updates), state
 
-    params = np.zeros((4, 2), np.float32)
+    params: Any = np.zeros((4, 2), np.float32)
     state, step = on_workers(tx.init, 4)(params), on_workers(step, 4)
     for _ in range(300):
         params, state = step(params, state, targets)

@@ -15,7 +15,7 @@ from onebit_jax.plan.optimizers import bytes_at
 from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.workers import AXIS
 
-BASELINES = ("geomesh", "local_steps_drive")
+BASELINES = ("geomesh", "local_steps_drive", "thresholded_adam", "fetch_sgd", "cada_adam")
 SHAPES = {"matrix": (1024, 512), "vector": (77,)}
 WORKERS = 4
 
@@ -27,7 +27,7 @@ def exchange_of(name: str, mesh: Any) -> Any:
     shapes = {x: jax.ShapeDtypeStruct(shape, jnp.float32) for x, shape in SHAPES.items()}
     state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), shapes)
     specs = onebit_jax.state_specs(state, (AXIS,))
-    phase = {"phase": "sync" if entry.local_steps else "compression"}
+    phase = {"phase": "sync" if entry.first_phase in ("local", "sync") else "compression"}
 
     def update(params: Any, state: Any) -> Any:
         return tx.update(params, state, params, **phase)

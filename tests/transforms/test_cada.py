@@ -1,0 +1,94 @@
+"""CADA: against NumPy, and what its programs send."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
+from onebit_jax.transforms.phases import PHASES
+from tests import reference
+from tests.small_task import MESH, make_params, start
+from tests.workers import AXIS, assert_workers_agree, on_workers
+
+WORKERS, STEPS, RATE, DELAY = 4, 40, 0.3, 5
+TARGETS = np.random.default_rng(0).standard_normal((WORKERS, 30)).astype(np.float32)
+
+
+def gradients(p: Any, t: int) -> Any:
+    """Of quadratics, with a disturbance of one worker now and then."""
+    return p - TARGETS + (t in (17, 18)) * 5 * np.eye(WORKERS, 30, 2, dtype=np.float32)
+
+
+@pytest.mark.parametrize("binding", ["vmap", "shard_map"])
+def test_it_follows_numpy(binding):
+    tx = optax.chain(onebit_jax.cada(AXIS, c=8.0, delay=DELAY), optax.sgd(RATE))
+    params = np.zeros((WORKERS, 30), np.float32)
+    state, update = on_workers(tx.init, WORKERS)(params), on_workers(tx.update, WORKERS, binding)
+    tensor, synced = reference.Cada(params[0], WORKERS, RATE, 8.0, DELAY), []
+    for t in range(STEPS):
+        g = gradients(params, t)
+        updates, state = update(g, state, params)
+        params = np.asarray(params + updates)
+        assert_workers_agree((params, state))
+        np.testing.assert_allclose(params[0], tensor.update(list(g)), atol=1e-5)
+        synced.append(PHASES[int(state[0].progress.phase[0])] == "sync")
+    assert synced == tensor.synced
+    gaps = np.diff(np.flatnonzero(synced))
+    assert gaps.max() == DELAY
+    assert set(gaps) >= {1, DELAY} or set(gaps) >= {2, DELAY}
+    np.testing.assert_allclose(params[0], TARGETS.mean(0), atol=0.05)
+
+
+def test_a_step_without_an_exchange_sends_one_number():
+    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
+    tx, shapes = onebit_jax.cada(AXIS), {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
+    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), shapes)
+    specs = onebit_jax.state_specs(state, (AXIS,))
+
+    def sent(phase: Any) -> int:
+        mapped = jax.shard_map(
+            lambda g, s: tx.update(g, s, g, phase=phase),
+            mesh=mesh,
+            in_specs=(P(), specs),
+            out_specs=(P(), specs),
+            check_vma=False,
+        )
+        return wire.bytes_sent(wire.collectives(jax.jit(mapped).lower(shapes, state), mesh))
+
+    assert sent("local") == 6  # 2 * 3/4 * 4
+    assert sent("sync") == sent(None) == 6006
+
+
+def test_train_step_finds_out_which_update_exchanges():
+    tx = optax.chain(onebit_jax.cada("data", c=1e6, delay=3), optax.sgd(0.01))
+    rng = np.random.default_rng(1)
+    batch = {"x": rng.normal(size=(16, 9)), "y": rng.normal(size=(16, 5))}
+    batch = jax.tree.map(lambda x: x.astype(np.float32), batch)
+    step, (params, opt_state) = start(tx, params=make_params())
+    phases = []
+    for _ in range(7):
+        params, opt_state, metrics = step(params, opt_state, batch)
+        phases.append(PHASES[int(metrics["phase"])])
+    assert phases == ["sync", "local", "local"] * 2 + ["sync"]
+    given: Any = make_params(), onebit_jax.init(tx, make_params(), MESH)
+    params, opt_state, _ = step(given[0], given[1], batch, phase="local")
+    with pytest.raises(ValueError, match=r"^phase='local' was given"):
+        step(params, opt_state, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"c": 0}, r"^c=0 must be a finite number above 0"),
+        ({"delay": 0}, r"^delay=0 must be at least 1. The usual value is 10"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        onebit_jax.cada(AXIS, **options)
