@@ -6,6 +6,8 @@ from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker
+from onebit_jax.processes.member import ProcessGroup
+from onebit_jax.processes.process_group import process_group
 from onebit_jax.programs import wire
 from onebit_jax.sharded.on_mesh import on_mesh
 from onebit_jax.sharded.worker_step import worker_copies, worker_copy, worker_step
@@ -66,6 +68,7 @@ __all__ = [
     "MajorityVote",
     "NonFiniteError",
     "PerWorker",
+    "ProcessGroup",
     "ReplicaDivergenceError",
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
@@ -95,6 +98,7 @@ __all__ = [
     "onebit_muon",
     "per_worker",
     "plan",
+    "process_group",
     "resize",
     "scale_by_birder",
     "scale_by_distributed_lion",

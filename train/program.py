@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import onebit_jax
 from onebit_jax.sharded.specs import MeshAxes, parameter_specs
-from train.cluster import Others, joined, of_options
+from train.cluster import check_shared, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
@@ -68,29 +68,29 @@ class Program(Generic[AnyConfig]):
         try:
             config = tyro.cli(self.config, args=arguments, prog=f"python -m {self.name}")
             config.check_processes()
-            with joined(self.name, config, _alone) as others:
-                self._run(config, others)
+            with joined(self.name, config, _alone) as group:
+                self._run(config, group)
         except tuple(_CODES) as error:
             code, text = _outcome(error)
             print(text, file=sys.stderr)
             return code
         return 0
 
-    def _run(self, config: AnyConfig, others: Others) -> None:
+    def _run(self, config: AnyConfig, group: onebit_jax.ProcessGroup) -> None:
         # Everything that can be wrong with the input is found out before anything is written.
         config.check()
-        mesh = _make_mesh(config, others.count)
+        mesh = _make_mesh(config, group.num_processes)
         runs = [(run, self.make_task(run)) for run in config.runs()]
         for run, task in runs:
             _check(run, task, mesh)
-        others.agree(lambda: _of_runs(runs))
+        group.agree(_of_runs(runs))
         first = jax.process_index() == 0
         with locked(config.folder) if first else contextlib.nullcontext():
             if first:
                 for run, task in runs:
                     write_config(run, task.identity)
                     task.write_files(run.folder)
-            others.check_shared(config.folder)
+            check_shared(config.folder, group)
             with StopRequest() as stop:
                 self.train(config, runs, mesh, stop)
             if first:

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 
+from onebit_jax.processes.connections import Line
+from tests.test_process_group import WORKER
 from tests.train.test_bert_weights import pretrained  # noqa: F401 - a fixture
-from tests.train.test_meeting import WORKER
 from tests.train.together import ended, free_address, started
 from train.bert import weights
 from train.bert.tokenizer import train_tokenizer
@@ -28,14 +29,24 @@ from train.report import read_run
     [
         b"5\n",
         b"[1]\n",
-        b'{"stopped": 7, "host": "a", "text": "done", "code": 0}\n',
+        b'{"end": "done", "code": 0}\n',
         b'{"refused": 3}\n',
         b"[" * 200_000 + b"\n",
         b"x" * (2**20 + 1),
-        None,
     ],
-    ids=["number", "list", "code 0", "no text", "nested", "endless", "silent"],
+    ids=["number", "list", "code 0", "no text", "nested", "endless"],
 )
+def test_what_a_stranger_answers_is_no_message(answer):
+    ours, other = socket.socketpair()
+    sending = threading.Thread(target=_send, args=(other, answer), daemon=True)
+    sending.start()
+    assert Line.of(ours).receive() is None
+    ours.close()
+    sending.join()
+    other.close()
+
+
+@pytest.mark.parametrize("answer", [b"5\n", None], ids=["number", "silent"])
 def test_a_stranger_at_the_port_ends_the_process_with_2(answer):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -60,7 +71,7 @@ def _send(connection, answer):
 @pytest.mark.parametrize(
     "hello",
     [
-        [{"id": 7, "count": 2, "host": "a"}, {"stopped": {"text": "", "code": 0}}],
+        [{"id": 7, "count": 2, "host": "a"}, {"stopped": "", "code": 0}],
         [{"id": -1, "count": 2, "host": "a"}],
     ],
 )

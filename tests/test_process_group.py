@@ -1,14 +1,14 @@
-"""Processes that meet: what they find out about one another, and how one ends all."""
+"""Processes of a group: what they find out about one another, and how one ends all."""
 
 import signal
 import socket
 
 import pytest
 
+from onebit_jax.processes.messages import differing
 from tests.train.together import ended, free_address, started
-from train.meeting import differing
 
-WORKER = "tests.train.meeting_worker"
+WORKER = "tests.group_worker"
 
 
 def meet(*of_each, timeout="60"):
@@ -27,12 +27,17 @@ def meet(*of_each, timeout="60"):
             "60",
             "--seed: 7 on processes 0, 2, 8 on process 1; give all processes the same",
         ),
-        ([(0, 2, ["7"]), (1, 3, ["7"])], "60", "--processes: 3 on process 1"),
-        ([(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])], "60", "--process-id 1: two processes"),
+        pytest.param(
+            [(0, 2, ["7"]), (1, 3, ["7"])],
+            "60",
+            "number of processes: 3 on process 1",
+            marks=pytest.mark.slow,
+        ),
+        ([(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])], "60", "process id 1: two processes"),
         pytest.param(
             [(0, 2, ["7"]), (0, 2, ["7"])],
             "60",
-            "--process-id 0: two processes",
+            "process id 0: two processes",
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -54,36 +59,66 @@ def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint)
 
 
 def test_those_that_agree_leave_together():
-    codes, errors = meet(*((index, 3, ["7"]) for index in range(3)))
-    assert (codes, errors) == ([0] * 3, [""] * 3)
+    codes, errors = meet(*((index, 2, ["7"]) for index in range(2)))
+    assert (codes, errors) == ([0] * 2, [""] * 2)
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_one_that_raises_ends_all(failing):
-    rest = [["7", "raise" if index == failing else "wait"] for index in range(3)]
+@pytest.mark.parametrize(
+    ("failing", "how", "code", "why"),
+    [
+        (1, "raise", 1, "ValueError: the disk is full"),
+        pytest.param(0, "raise", 1, "ValueError: the disk is full", marks=pytest.mark.slow),
+        pytest.param(1, "interrupt", 130, "it was interrupted", marks=pytest.mark.slow),
+        pytest.param(1, "exit", 7, "SystemExit: 7", marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_fails_ends_all(failing, how, code, why):
+    rest = [["7", how if index == failing else "wait"] for index in range(3)]
     codes, errors = meet(*((index, 3, own) for index, own in enumerate(rest)))
-    assert codes == [2] * 3
-    assert errors.pop(failing) == "error: the disk is full\n"
+    assert codes == [code] * 3
+    assert why in errors.pop(failing)
     for error in errors:
         assert error.strip() == (
-            f"error: process {failing} on {socket.gethostname()} stopped: the disk is full"
+            f"error: process {failing} on {socket.gethostname()} stopped: {why}"
         )
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_that_dies_ends_all(victim):
     address = free_address()
     commands = [[WORKER, address, str(index), "3", "15", "7", "wait"] for index in range(3)]
     with started(commands) as processes:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "agreed\n"
+        _await_agreement(processes)
         processes[victim].send_signal(signal.SIGKILL)
         codes, errors = ended([p for index, p in enumerate(processes) if index != victim])
     assert codes == [1, 1], errors
     for error in errors:
         assert f"error: process {victim}" in error
         assert "ended without a word" in error
+
+
+def test_where_none_goes_on_all_say_where_they_are():
+    address = free_address()
+    doing = ["wait", "leave", "wait", "wait"]
+    commands = [
+        [WORKER, address, str(index), "4", "15", "7", own] for index, own in enumerate(doing)
+    ]
+    with started(commands) as processes:
+        _await_agreement(processes)
+        processes[3].send_signal(signal.SIGSTOP)
+        codes, errors = ended(processes[:3])
+    assert codes == [1] * 3, errors
+    for error in errors:
+        assert "no process called progress() for 5 s: processes 0, 2: at group_worker.py:" in error
+        assert "(threading.Event().wait()), after 3 calls of progress(); " in error
+        assert "process 1: left the block after 3 calls of progress(); " in error
+        assert "process 3: no answer within 3 s. " in error
+
+
+def _await_agreement(processes):
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "agreed\n"
 
 
 def test_something_else_at_the_address():

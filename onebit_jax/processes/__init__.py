@@ -1,0 +1,1 @@
+"""Processes that train together and end together: one that fails ends all, with the reason."""

@@ -1,0 +1,41 @@
+"""One of the processes of `test_process_group.py`, which need no JAX.
+
+    python -m tests.group_worker ADDRESS ID COUNT TIMEOUT SEED [raise|interrupt|exit|leave|wait]
+
+meets the others, tells them its seed, makes three steps, and then fails, leaves, or waits.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+from onebit_jax.processes.member import Member
+from onebit_jax.processes.process_group import exit_status
+
+
+def main(
+    address: str, index: str, count: str, timeout: str, seed: str, then: str = "leave"
+) -> None:
+    with Member(address, int(count), int(index), float(timeout), 5.0, exit_status) as member:
+        member.agree({"--seed": seed})
+        print("agreed", flush=True)
+        for _ in range(3):
+            member.progress()
+        match then:
+            case "raise":
+                raise ValueError("the disk is full")
+            case "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            case "exit":
+                sys.exit(7)
+            case "wait":
+                threading.Event().wait()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
