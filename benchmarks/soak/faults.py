@@ -88,9 +88,9 @@ def fill_disk(training: Training, rng: random.Random) -> str:
 
 def truncate(training: Training, rng: random.Random) -> str:
     """Cuts a file of the last checkpoint short: the next start uses the one before."""
+    while len(training.checkpoints().steps()) < 2:
+        training.await_progress()
     training.stop()
-    if len(training.checkpoints().steps()) < 2:
-        return ""
     step = training.saved()
     files = [
         path

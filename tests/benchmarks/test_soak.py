@@ -1,11 +1,15 @@
 """The parts of the soak that need no processes: its bad batches, and what it holds a run to."""
 
+import argparse
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.cluster import Places
+from benchmarks.soak import faults
+from benchmarks.soak.__main__ import _soak
 from benchmarks.soak.training import NAME, Training, WrongError
 from benchmarks.soak.worker import BadBatches, badness
 from train.lm import data
@@ -87,3 +91,58 @@ def test_after_another_number_of_workers_losses_need_not_be_the_same_bits(tmp_pa
     assert other.check(undisturbed, resized_at=40) == STEPS
     with pytest.raises(WrongError, match="step 51"):
         other.check(undisturbed, resized_at=55)
+
+
+class Imagined:
+    """A run that ends by itself after so many faults."""
+
+    def __init__(self, folder, most):
+        self.folder, self.workers, self.ranks, self._left = folder, 2, range(2), most
+
+    @property
+    def finished(self):
+        return not self._left
+
+    def meet(self):
+        self._left -= 1
+        return "made"
+
+    stop = meet
+
+    def start(self): ...
+
+    def end(self): ...
+
+    def await_progress(self): ...
+
+    def codes(self, *_): ...
+
+    def running(self):
+        return True
+
+    def saved(self):
+        return 0
+
+    def check(self, *_, **__):
+        return 0
+
+    def result(self):
+        return {"heldout_loss": 2.0}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_kind_of_fault_is_made_however_short_the_time(seed, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.soak.__main__._PAUSE", 0.0)
+    kinds = {kind: lambda run, rng: run.meet() for kind in (*faults.EVERYWHERE, "full disk")}
+    runs = []
+
+    def training(name) -> Any:
+        runs.append(name)
+        return Imagined(tmp_path / name, 3)
+
+    options = argparse.Namespace(seed=seed, minutes=0.0)
+    events, lost = _soak(options, training, kinds, training("undisturbed"))
+    assert not lost
+    assert {event["kind"] for event in events} == {*kinds, faults.RESIZE, "finished"}
+    # Six kinds, three in each run.
+    assert runs == ["undisturbed", "run-1", "run-2"]
