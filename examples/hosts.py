@@ -9,7 +9,6 @@ python examples/hosts.py --cpu-devices 4                  # simulated, on any ma
 import argparse
 import socket
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -22,49 +21,13 @@ import onebit_jax
 ROWS_A_DEVICE, STEPS = 64, 1000
 
 
-def await_process_0(address: str, seconds: float) -> None:
-    """Ends this process with a line where JAX would abort it with a stack trace."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
-        sys.exit(f"error: --coordinator {address}: expected HOST:PORT, such as node01:12345")
-    problem, end = None, time.monotonic() + seconds
-    while time.monotonic() < end:
-        try:
-            with socket.create_connection((host, int(port)), timeout=seconds):
-                return
-        except OSError as error:
-            problem = error
-            time.sleep(0.2)
-    sys.exit(f"error: --coordinator {address}: no process 0 there in {seconds} s ({problem})")
-
-
-def meet(options: argparse.Namespace) -> None:
-    """Joins this process to the others, or ends it with the reason why it cannot."""
-    chosen = {}
-    if options.coordinator is not None:
-        if options.processes is None or options.process_id is None:
-            sys.exit("error: --coordinator needs --processes N and --process-id I, I from 0 to N-1")
-        if options.process_id > 0:
-            await_process_0(options.coordinator, options.timeout)
-        chosen = {
-            "coordinator_address": options.coordinator,
-            "num_processes": options.processes,
-            "process_id": options.process_id,
-        }
-    elif options.nodes == 1:
-        return
-    try:
-        jax.distributed.initialize(
-            **chosen,
-            initialization_timeout=options.timeout,
-            heartbeat_timeout_seconds=20,
-            shutdown_timeout_seconds=20,
-        )
-    except ValueError as error:
-        sys.exit(
-            f"error: JAX finds no cluster here that it knows ({error}): start this under Slurm or "
-            "Open MPI 4, or give --coordinator HOST:PORT --processes N --process-id I"
-        )
+def joined(options: argparse.Namespace):
+    """The processes of this run: one, those of the cluster, or those at the coordinator."""
+    if options.coordinator is None and options.nodes == 1:
+        return onebit_jax.process_group(num_processes=1)
+    return onebit_jax.process_group(
+        options.coordinator, options.processes, options.process_id, timeout=options.timeout
+    )
 
 
 def make_mesh(nodes: int, simulated: bool) -> jax.sharding.Mesh:
@@ -95,7 +58,7 @@ def loss_fn(params, batch):
     return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
 
-def train(mesh: jax.sharding.Mesh) -> None:
+def train(mesh: jax.sharding.Mesh, group: onebit_jax.ProcessGroup) -> None:
     """Trains, and reports what each phase sends."""
     axes = mesh.axis_names
     tx = onebit_jax.onebit_adam(1e-2, weight_decay=0.01, axis_name=axes)
@@ -114,6 +77,7 @@ def train(mesh: jax.sharding.Mesh) -> None:
     step = onebit_jax.train_step(loss_fn, tx, mesh)
     for i in range(STEPS):
         params, opt_state, metrics = step(params, opt_state, batch)
+        group.progress()
         if i % 200 == 199:
             report(f"{i + 1} loss {metrics['loss']:.4f} phase {metrics['phase']}")
     sent = onebit_jax.wire.by_phase(step, params, opt_state, batch, mesh=mesh)
@@ -139,12 +103,15 @@ def main() -> None:
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
-    meet(options)
-    mesh = make_mesh(options.nodes, bool(options.cpu_devices))
-    kind = jax.devices()[0].device_kind
-    count = f"{jax.process_count()} processes, {jax.device_count()} devices ({kind})"
-    report(f"{count}, {dict(mesh.shape)}")
-    train(mesh)
+    try:
+        with joined(options) as group:
+            mesh = make_mesh(options.nodes, bool(options.cpu_devices))
+            kind = jax.devices()[0].device_kind
+            count = f"{group.num_processes} processes, {jax.device_count()} devices ({kind})"
+            report(f"{count}, {dict(mesh.shape)}")
+            train(mesh, group)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

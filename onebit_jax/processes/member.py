@@ -135,7 +135,7 @@ class Member(ProcessGroup):
         self.progress()  # lest the others take the wait for a stall
         time.sleep(_NEWS_SECONDS)
         self._over = True
-        if code == FAILED:
+        if code == FAILED and isinstance(error, Exception):
             traceback.print_exception(error)
         else:
             print(text, file=sys.stderr)

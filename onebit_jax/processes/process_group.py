@@ -28,10 +28,9 @@ def exit_status(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT, "it was interrupted"
     if isinstance(error, SystemExit):
-        if not error.code:
-            return None
-        code = error.code if isinstance(error.code, int) else FAILED
-        return code % 256 or FAILED, f"SystemExit: {error.code}"
+        if isinstance(error.code, int) and error.code:
+            return error.code % 256 or FAILED, f"it exited with {error.code}"
+        return (FAILED, str(error.code)) if error.code else None
     return FAILED, f"{type(error).__name__}: {error}"
 
 
