@@ -66,6 +66,8 @@ def _batches(rank: int, case: str) -> Iterator[np.ndarray]:
                 case "raise":
                     raise RuntimeError("no such shard")
                 case "interrupt":
+                    # Started in a shell's background, a process ignores it.
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     os.kill(os.getpid(), signal.SIGINT)
                 case "early":
                     return

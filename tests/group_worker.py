@@ -26,6 +26,8 @@ def main(
             case "raise":
                 raise ValueError("the disk is full")
             case "interrupt":
+                # Started in a shell's background, a process ignores it.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 os.kill(os.getpid(), signal.SIGINT)
             case "exit":
                 sys.exit(7)

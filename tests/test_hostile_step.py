@@ -23,6 +23,7 @@ from tests.small_task import (
     make_mesh,
     make_params,
     onebit,
+    onebit_start,
     train,
 )
 from tests.small_task import start as typed_start
@@ -130,6 +131,22 @@ def test_in_a_jitted_loop_of_steps_skip_nonfinite_counts():
     (params, opt_state), _ = loop(onebit_jax.skip_nonfinite(dense(), "data"), max_skipped=None)
     with pytest.raises(onebit_jax.NonFiniteError, match="2 steps in a row"):
         opt_state.skips.check(params, max_skipped=2)
+
+
+def test_a_jitted_loop_of_steps_over_a_change_of_phase_agrees_with_calls_to_rounding():
+    batches = make_batches(WARMUP + 3)
+    step, state = onebit_start()
+
+    def one(state: Any, batch: Any):
+        *state, metrics = step(*state, batch)
+        return tuple(state), metrics["phase"]
+
+    stacked = jax.tree.map(lambda *rows: np.stack(rows), *batches)
+    (params, _), phases = jax.jit(functools.partial(jax.lax.scan, one))(state, stacked)
+    assert phases.tolist() == [0] * WARMUP + [1] * 3
+    called, _ = train(step, *state, batches)
+    for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(called), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
 
 # What is kept is finite

@@ -326,6 +326,17 @@ def test_what_does_not_fit_is_refused():
         resized(onebit_jax.mean_gradients, 4, 2, state, rows, make_from=onebit_jax.compressed_mean)
 
 
+@pytest.mark.parametrize(("before", "swapped"), [((4, 1), (1, 4)), ((2, 4), (4, 2))])
+def test_sizes_in_the_wrong_order_are_refused(before, swapped):
+    params = zeros()
+    tx = onebit_jax.compressed_mean(workers.PAIR)
+    state = onebit_jax.init(tx, params, make_mesh(before, workers.PAIR))
+    to = make_mesh((2, 2), workers.PAIR)
+    with pytest.raises(ValueError, match="opt_state is not a state of this optimizer"):
+        onebit_jax.resize(state, tx, params, to, from_axes=axes(swapped))
+    onebit_jax.resize(state, tx, params, to, from_axes=axes(before))
+
+
 @pytest.mark.slow
 def test_from_adam_into_compression_and_back():
     """One more dense update is Adam's own; then what is compressed goes on from its moments."""

@@ -1,5 +1,6 @@
 """What else stands at a coordinator's port, in a folder of weights, or beside a run."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from tests.train.together import ended, free_address, started
 from train.bert import weights
 from train.bert.tokenizer import train_tokenizer
 from train.config import RunConfig
+from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.lock import locked
 from train.metrics import _open_truncated
@@ -209,6 +211,17 @@ def test_a_damaged_file_of_a_finished_run_is_named(name, tmp_path):
     (folder / name).write_text("[" * 100_000 + "\n")
     with pytest.raises(ValueError, match=f"{os.path.basename(name)} is damaged: .*; remove it"):
         read_run(folder)
+
+
+def test_a_result_without_losses_is_named(tmp_path):
+    """The report of a finished run, whose `result.json` is JSON, but not one of ours."""
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(pretrain.Config())))
+    folder = tmp_path / "adam"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "result.json").write_text('{"steps": 800}')
+    with pytest.raises(ValueError, match=r"result\.json .* is damaged: it has no '.*'. Remove it"):
+        pretrain.PROGRAM._report(tmp_path)
 
 
 @pytest.mark.parametrize("out", ["gs://bucket/run", "a\0b"])
