@@ -21,8 +21,8 @@ EVERY = 50
 # Of losses after a change of the number of workers, which is followed by other roundings.
 _TOLERANCE = 0.02
 _WINDOW = 200
-# What a loaded machine may take to start and compile.
-_PATIENCE = 300.0
+# What a heavily loaded machine may take to start, compile and reach the next checkpoint.
+_PATIENCE = 900.0
 
 
 class WrongError(Exception):
