@@ -135,11 +135,12 @@ def test_in_a_jitted_loop_of_steps_skip_nonfinite_counts():
 
 def test_a_jitted_loop_of_steps_over_a_change_of_phase_agrees_with_calls_to_rounding():
     batches = make_batches(WARMUP + 3)
-    step, state = onebit_start()
+    shared: Any = onebit_start()
+    step, state = shared
 
-    def one(state: Any, batch: Any):
-        *state, metrics = step(*state, batch)
-        return tuple(state), metrics["phase"]
+    def one(state, batch):
+        params, opt_state, metrics = step(*state, batch)
+        return (params, opt_state), metrics["phase"]
 
     stacked = jax.tree.map(lambda *rows: np.stack(rows), *batches)
     (params, _), phases = jax.jit(functools.partial(jax.lax.scan, one))(state, stacked)

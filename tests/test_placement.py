@@ -108,6 +108,7 @@ def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     assert (metrics["phase"], metrics["frozen_at"]) == (PHASES.index("refresh"), WARMUP)
     assert_close((params, opt_state), expected)
     more = {"params": make_params(), "rows": replicate(make_params(), 2)}
+    more |= {"coordinator_address": None, "num_processes": 1, "process_id": 0}
     for block in blocks[1:]:
         exec(block, names | more | {"nodes": 2, "devices_per_node": 2})
 

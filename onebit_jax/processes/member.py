@@ -20,6 +20,8 @@ from onebit_jax.processes.messages import FAILED
 
 # What a process fails with may follow from the end of another one, of which it hears within this.
 _NEWS_SECONDS = 3.0
+# How often a process looks at the time of its last call of `progress`, at least.
+_WATCH_SECONDS = 5.0
 # Process 0 waits so long until all others have read why they end.
 _LEAVING_SECONDS = 10.0
 # Modules in which a process waits on behalf of the loop that calls them.
@@ -144,7 +146,7 @@ class Member(ProcessGroup):
 
     def _watch(self, stall_timeout: float) -> None:
         """Tells process 0 when there is no progress."""
-        while not self._left.wait(stall_timeout / 10):
+        while not self._left.wait(min(stall_timeout / 10, _WATCH_SECONDS)):
             if time.monotonic() - self._last >= stall_timeout:
                 self._send(stalled=True)
 

@@ -156,7 +156,10 @@ def test_the_notebook_says_what_it_lacks(monkeypatch):
     [
         ((), "JAX finds no accelerator on "),
         (("--nodes", "2", "--cpu-devices", "1"), "JAX finds no cluster here that it knows"),
-        (("--nodes", "2", "--coordinator", "host1"), "--coordinator needs --processes N"),
+        (
+            ("--nodes", "2", "--coordinator", "host1"),
+            "coordinator_address=.host1. must be",
+        ),
         (("--nodes", "3", "--cpu-devices", "4"), "4 devices in 1 processes do not divide"),
     ],
 )
@@ -241,7 +244,7 @@ def test_two_hosts_print_what_the_page_shows():
 
 @pytest.mark.slow
 def test_a_host_without_process_0_says_so():
-    host = start_host(1, port := free_port(), "--timeout", "2")
+    host = start_host(1, port := free_port(), "--timeout", "6")
     _, error = host.communicate(timeout=300)
     assert host.returncode == 1
-    assert error.startswith(f"error: --coordinator 127.0.0.1:{port}: no process 0 there in 2 s")
+    assert error.startswith(f"error: coordinator 127.0.0.1:{port}: no process 0 there within 6 s")
