@@ -1,5 +1,6 @@
 """Meshes with one slow axis, a model that is split over their fast axes, and its training step."""
 
+import collections
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +11,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax import wire
 
 SLOW = "data"
 MESHES = {
@@ -120,6 +124,34 @@ class Task(NamedTuple):
             return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
         return step
+
+    def on_mesh(self, tx: optax.GradientTransformation) -> Any:
+        return onebit_jax.on_mesh(tx, self.mesh, axis_name=SLOW, specs=self.given_specs)
+
+    def begin(self, tx: optax.GradientTransformation) -> tuple[Any, Any]:
+        """Every worker's parameters and state, and the compiled step of these and a batch."""
+        params = self.params()
+        state = onebit_jax.worker_copies((params, tx.init(params)), self.mesh, axis_name=SLOW)
+        step = onebit_jax.worker_step(self.train_step(tx), self.mesh, axis_name=SLOW)
+        return state, jax.jit(step, donate_argnums=0).lower(state, self.batch(0)).compile()
+
+    def trained(self, state: Any, step: Any, steps: int) -> tuple[Any, list[float]]:
+        """The state after steps on one batch, and the loss before each."""
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, self.batch(0))
+            losses.append(float(metrics["loss"]))
+        return state, losses
+
+    def sent(self, step: Any) -> collections.Counter[tuple[Any, ...]]:
+        """What a compiled step sends: how often which operation, dtype, axis and bytes."""
+        found = wire.collectives(step, self.mesh)
+        return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+
+    def added(self, tx: optax.GradientTransformation, to: optax.GradientTransformation) -> Any:
+        """What a step sends that it does not with another optimizer."""
+        with jax.set_mesh(self.mesh):
+            return self.sent(self.begin(tx)[1]) - self.sent(self.begin(to)[1])
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Local steps of workers whose parameters are sharded, in a loop that knows nothing of them."""
 
-import collections
 from typing import Any
 
 import jax
@@ -12,10 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
-from tests.sharded.updates import by_on_mesh, draw, on_shards, on_whole_tensors, split
+from tests.sharded.updates import assert_as_shards, assert_as_whole_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -84,11 +82,7 @@ def test_losses_of_maxtext_own_closed_form(kind):
 
 def test_at_full_precision_shards_are_as_whole_tensors():
     task = meshes.task("fsdp, tensor", "Auto")
-    params, gradients = draw(task, 22)
-    expected = on_whole_tensors(diloco(32), gradients, params)
-    _, history = by_on_mesh(task, diloco(32), gradients, params)
-    for name, x in history.items():
-        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_as_whole_tensors(task, diloco(32), 22, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,32 +95,13 @@ def test_at_full_precision_shards_are_as_whole_tensors():
     ],
 )
 def test_bits_of_shards_are_those_of_the_worker_view(mesh, kind, bits, fragments):
-    task = meshes.task(mesh, kind)
-    params, gradients = draw(task, 22)
-    tx = diloco(bits, fragments=fragments)
-    expected = on_shards(task, tx, gradients, params)
-    state, history = by_on_mesh(task, tx, gradients, params)
-    meshes.assert_places_agree((state, history))
-    for name, x in history.items():
-        got = split(task, name, np.asarray(x))
-        np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def sent(task: Any, tx: Any) -> Any:
-    with jax.set_mesh(task.mesh):
-        params = task.params()
-        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-        step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW)
-        program = jax.jit(step).lower(state, task.batch(0)).compile()
-    found = wire.collectives(program, task.mesh)
-    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+    assert_as_shards(meshes.task(mesh, kind), diloco(bits, fragments=fragments), 22)
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_bits_alone_cross_and_nothing_new_between_shards(kind):
     task = meshes.task("fsdp, tensor", kind)
-    local: Any = onebit_jax.on_mesh(diloco(4), task.mesh, axis_name=SLOW, specs=task.given_specs)
-    added = sent(task, local) - sent(task, optax.adam(1e-2))
+    added = task.added(task.on_mesh(diloco(4)), to=optax.adam(1e-2))
     assert {(dtype, axis) for _, dtype, axis, _ in added} == {("u8", SLOW)}
 
 
@@ -135,14 +110,8 @@ def test_a_model_trains_and_replicas_agree_after_an_exchange():
     local = onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
     )
-    tx: Any = onebit_jax.on_mesh(local, task.mesh, axis_name=SLOW, specs=task.specs)
-    params = task.params()
-    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-    step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
-    losses = []
-    for _ in range(40):
-        state, metrics = step(state, task.batch(0))
-        losses.append(float(metrics["loss"]))
+    state, step = task.begin(task.on_mesh(local))
+    state, losses = task.trained(state, step, 40)
     assert losses[-1] < 0.8 * losses[0]
     params, opt_state = jax.device_get(state)
     for name, x in params.items():

@@ -1,6 +1,5 @@
 """1-bit LAMB on shards, whose coefficients are of whole tensors."""
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -8,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
-from tests.sharded.updates import by_on_mesh, draw, on_whole_tensors
+from tests.sharded.updates import assert_as_whole_tensors
 from tests.workers import find_state
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -32,12 +31,8 @@ def lamb(**options):
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_equals_whole_tensors(kind):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
-    params, gradients = draw(task, 50, seed=1)
-    expected = on_whole_tensors(lamb(), gradients, params)
-    state, history = by_on_mesh(task, lamb(), gradients, params)
-    for name, x in history.items():
-        np.testing.assert_allclose(x, expected[name], rtol=2e-5, atol=2e-6, err_msg=name)
-    own = find_state(onebit_jax.ScaleByOnebitLambState, state[1])
+    state = assert_as_whole_tensors(task, lamb(), 50, seed=1, rtol=2e-5, atol=2e-6)
+    own = find_state(onebit_jax.ScaleByOnebitLambState, state)
     for numbers in (own.coefficients, own.ratios, own.momentum_scales):
         # Every place of every worker has the same.
         held = np.asarray(numbers)
@@ -46,19 +41,8 @@ def test_equals_whole_tensors(kind):
 
 def test_a_model_trains_beside_tensors_that_are_not_split():
     task = meshes.task("fsdp, tensor", "Auto")
-    tx = onebit_jax.on_mesh(
-        onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW),
-        task.mesh,
-        axis_name=SLOW,
-        specs=task.specs,
-    )
-    params = task.params()
-    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-    step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
-    losses = []
-    for _ in range(30):
-        state, metrics = step(state, task.batch(0))
-        losses.append(float(metrics["loss"]))
+    tx = onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW)
+    state, losses = task.trained(*task.begin(task.on_mesh(tx)), 30)
     assert losses[-1] < 0.9 * losses[0]
     meshes.assert_replicas_agree(state[0])
     meshes.assert_places_agree(state)

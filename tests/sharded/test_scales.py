@@ -1,19 +1,16 @@
 """One scale for each shard, or one for each tensor, summed over the fast axes."""
 
-import collections
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
 from tests import reference
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
-from tests.sharded.updates import by_on_mesh, draw, on_whole_tensors, split
+from tests.sharded.updates import assert_as_whole_tensors, by_on_mesh, draw, split
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -49,11 +46,7 @@ def test_one_scale_for_each_tensor_equals_whole_tensors(mesh, kind, scale):
     task = meshes.task(mesh, kind)
     tx = adam(exchange=onebit_jax.ExchangeOptions(scale=scale, scale_per="tensor"))
     # Of some draws a value is so near 0 that its sign is one of rounding, and so is what follows.
-    params, gradients = draw(task, STEPS, seed=1)
-    expected = on_whole_tensors(tx, gradients, params)
-    _, history = by_on_mesh(task, tx, gradients, params)
-    for name, x in history.items():
-        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_as_whole_tensors(task, tx, STEPS, seed=1, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -63,14 +56,9 @@ def test_servers_have_one_scale_for_the_chunks_of_all_shards():
     task = task._replace(specs=COLUMNS)
     tx = adam(exchange=PER_TENSOR)
     # Of some draws a value is so near 0 that its sign is one of rounding, and so is what follows.
-    params, gradients = draw(task, STEPS, seed=1)
-    expected = on_whole_tensors(tx, gradients, params)
-    _, history = by_on_mesh(task, tx, gradients, params)
     # In "square", of 16 rows, a server's chunk would be half a row's eighth: it lies otherwise.
-    for name in ("up", "down", "gain", "bias"):
-        np.testing.assert_allclose(
-            history[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name
-        )
+    names = ("up", "down", "gain", "bias")
+    assert_as_whole_tensors(task, tx, STEPS, seed=1, names=names, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_for_each_shard_is_the_algorithm_on_shards():
@@ -92,24 +80,14 @@ def test_a_scale_for_each_shard_is_the_algorithm_on_shards():
             )
 
 
-def sent(task, tx):
-    tx = onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
-    params = task.params()
-    with jax.set_mesh(task.mesh):
-        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-        step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW)
-        program = jax.jit(step).lower(state, task.batch(0)).compile()
-    found = wire.collectives(program, task.mesh)
-    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
-
-
 @pytest.mark.parametrize(
     ("mesh", "sums"), [("fsdp", 1), pytest.param("four workers", 2, marks=pytest.mark.slow)]
 )
 def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
     """On workers, and where there are servers on these."""
     task = meshes.task(mesh, "Auto")
-    added = sent(task, adam(exchange=PER_TENSOR)) - sent(task, adam())
+    per_tensor, per_shard = map(task.on_mesh, (adam(exchange=PER_TENSOR), adam()))
+    added = task.added(per_tensor, to=per_shard)
     assert added == {("all-reduce", "f32", "fsdp", 8 * len(task.specs)): sums}
 
 

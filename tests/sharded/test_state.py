@@ -19,9 +19,8 @@ from tests.sharded.meshes import SLOW
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def on_task(task, name="onebit_adam") -> Any:
-    tx = OPTIMIZERS[name].make(SLOW)
-    return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
+def on_task(task) -> Any:
+    return task.on_mesh(OPTIMIZERS["onebit_adam"].make(SLOW))
 
 
 def types(tree):
@@ -80,18 +79,9 @@ def test_a_list_of_pieces_is_not_taken_for_the_parameters():
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_orbax_gives_back_a_run(tmp_path, kind):
     task = meshes.task("fsdp, tensor", kind)
-    tx, params = on_task(task), task.params()
     with jax.set_mesh(task.mesh):
-        begun = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-        step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
-
-        def trained(state, steps):
-            for i in steps:
-                state, metrics = step(state, task.batch(i))
-                metrics["loss"].block_until_ready()
-            return state
-
-        state = trained(begun, range(5))
+        begun, step = task.begin(on_task(task))
+        state, _ = task.trained(begun, step, 5)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "run", state)
         with ocp.StandardCheckpointer() as checkpointer:
@@ -100,14 +90,14 @@ def test_orbax_gives_back_a_run(tmp_path, kind):
             )
             restored = checkpointer.restore(tmp_path / "run", target)
         assert jax.tree.structure(restored) == jax.tree.structure(state)
-        one, other = (trained(x, range(5, 8)) for x in (state, restored))
+        # Without a mesh: numpy arrays of all workers.
+        with ocp.StandardCheckpointer() as checkpointer:
+            plain = checkpointer.restore(
+                tmp_path / "run", jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), begun)
+            )
+        jax.tree.map(np.testing.assert_array_equal, plain, jax.device_get(state))
+        one, other = (task.trained(x, step, 3)[0] for x in (state, restored))
     jax.tree.map(np.testing.assert_array_equal, one, other)
-    # Without a mesh: numpy arrays of all workers.
-    with ocp.StandardCheckpointer() as checkpointer:
-        plain = checkpointer.restore(
-            tmp_path / "run", jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), begun)
-        )
-    jax.tree.map(np.testing.assert_array_equal, plain, jax.device_get(state))
 
 
 OPTAX_CONTRACT = [

@@ -1,4 +1,3 @@
-import collections
 from typing import Any
 
 import jax
@@ -22,44 +21,21 @@ PARAMETRIZED = [
 ]
 
 
-def begin(task, tx, axis_name=SLOW):
-    params = task.params()
-    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=axis_name)
-    step = onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=axis_name)
-    return state, jax.jit(step, donate_argnums=0)
-
-
-def on_task(task, tx) -> Any:
-    return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
-
-
-def sent(task, tx):
-    """What a step of the whole program sends, by what and along which axis."""
-    state, step = begin(task, tx)
-    program = step.lower(state, task.batch(0)).compile()
-    found = wire.collectives(program, task.mesh)
-    return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
-
-
 @pytest.mark.parametrize(("mesh", "kind"), PARAMETRIZED)
 def test_bits_alone_cross_the_slow_axis_and_replicas_agree(mesh, kind):
     task = meshes.task(mesh, kind)
-    one_bit = on_task(task, onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW))
+    one_bit = task.on_mesh(onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW))
     with jax.set_mesh(task.mesh):
-        # A dense step without an exchange: what is left of it is the model's own.
-        added = sent(task, one_bit) - sent(task, optax.adamw(1e-2))
-        state, step = begin(task, one_bit)
-        losses = []
-        for _ in range(12):
-            state, metrics = step(state, task.batch(0))
-            losses.append(float(metrics["loss"]))
+        state, step = task.begin(one_bit)
+        # Less a dense step's without an exchange, which are the model's own.
+        added = task.sent(step) - task.sent(task.begin(optax.adamw(1e-2))[1])
+        (params, opt_state), losses = task.trained(state, step, 12)
     slow = {dtype for _, dtype, axis, _ in added if axis == SLOW}
     assert slow == {"u8"}
     # The norms of the variance, one for each tensor, in warm-up.
     fast = {x for x in added if x[2] != SLOW}
     assert fast == {("all-reduce", "f32", ",".join(task.fast), 4 * len(task.specs))}
     assert losses[-1] < 0.8 * losses[0]
-    params, opt_state = state
     meshes.assert_replicas_agree(params)
     progress = find_state(onebit_jax.ScaleByOnebitAdamState, opt_state).progress
     assert np.asarray(progress.frozen_at).tolist() == [4] * task.workers
@@ -95,8 +71,8 @@ def test_a_device_holds_its_part_of_the_state():
 def test_shards_decide_alike_when_warmup_ends():
     task = meshes.task("fsdp, tensor", "Auto")
     rule = onebit_jax.variance_stable(0.3)
-    tx = on_task(task, onebit_jax.onebit_adam(1e-3, b2=0.9, warmup=rule, axis_name=SLOW))
-    state, step = begin(task, tx)
+    tx = task.on_mesh(onebit_jax.onebit_adam(1e-3, b2=0.9, warmup=rule, axis_name=SLOW))
+    state, step = task.begin(tx)
     for i in range(30):
         state, metrics = step(state, task.batch(i))
         metrics["loss"].block_until_ready()
@@ -115,7 +91,7 @@ def test_shards_decide_alike_when_warmup_ends():
 def test_all_devices_skip_a_step_for_one_shard():
     task = meshes.task("fsdp, tensor", "Auto")
     inner = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
-    tx = on_task(task, onebit_jax.skip_nonfinite(inner, SLOW))
+    tx = task.on_mesh(onebit_jax.skip_nonfinite(inner, SLOW))
     params = task.params()
     state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
 
@@ -184,8 +160,9 @@ def test_inside_and_around_other_transformations():
     }
     labels = lambda p: jax.tree.map(lambda x: ["", "vectors", "matrices"][x.ndim], p)  # noqa: E731
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=2)
-    tx = on_task(task, optax.chain(optax.partition(parts, labels), plateau))
-    state, _ = begin(task, tx)
+    tx = task.on_mesh(optax.chain(optax.partition(parts, labels), plateau))
+    params = task.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
 
     def train_step(state, batch):
         params, opt_state = state

@@ -10,7 +10,7 @@ from jax import lax
 import onebit_jax
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.sharded.specs import names_in
-from tests.sharded.meshes import SLOW
+from tests.sharded.meshes import SLOW, assert_places_agree
 
 
 def split(task, name, x):
@@ -71,7 +71,7 @@ def on_whole_tensors(tx, gradients, params):
 
 
 def by_on_mesh(task, tx, gradients, params):
-    tx = onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=task.given_specs)
+    tx = task.on_mesh(tx)
 
     def step(carry, grads):
         params, state = carry
@@ -101,3 +101,26 @@ def draw(task, steps, seed=0):
         for name, x in common.items()
     }
     return params, gradients
+
+
+def assert_as_whole_tensors(task, tx, steps, seed=0, names=None, **tolerance):
+    """Asserts that parameters, of these names, go as without shards; the workers' last states."""
+    params, gradients = draw(task, steps, seed)
+    expected = on_whole_tensors(tx, gradients, params)
+    state, history = by_on_mesh(task, tx, gradients, params)
+    assert_places_agree((state, history))
+    for name in names or history:
+        np.testing.assert_allclose(history[name], expected[name], err_msg=name, **tolerance)
+    return state[1]
+
+
+def assert_as_shards(task, tx, steps):
+    """Asserts that each shard goes as a tensor of its own on simulated devices."""
+    params, gradients = draw(task, steps)
+    expected = on_shards(task, tx, gradients, params)
+    state, history = by_on_mesh(task, tx, gradients, params)
+    # Tensors that are not split are the same at all places, and so is what belongs to them.
+    assert_places_agree((state, history))
+    for name, x in history.items():
+        got = split(task, name, np.asarray(x))
+        np.testing.assert_allclose(got, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
