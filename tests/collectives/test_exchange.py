@@ -33,6 +33,8 @@ from tests.workers import AXIS, BINDINGS, NODE, PAIR, assert_workers_agree
 
 every_compressor = pytest.mark.parametrize("name", COMPRESSORS)
 with_feedback = pytest.mark.parametrize("name", FEEDBACK)
+# One of each way to keep and to send residuals; the others differ in how a value is rounded.
+FORMS = ("rms", "bfloat16", "fused", "4 bits")
 # What each call may lose: by rounding in float32, or of the arrays that hold residuals.
 ROUNDING = dict.fromkeys(FEEDBACK, 6e-6) | {"bfloat16": 4 * 2.0**-8}
 
@@ -46,6 +48,13 @@ def of_tree(name: str, sizes: Sizes = 4) -> Exchanging:
     return exchange
 
 
+def on_sizes(*sizes: Sizes) -> Any:
+    """Those of all names on four workers, and of each form on others."""
+    cases = [(name, 4) for name in FEEDBACK if 4 in sizes]
+    cases += [(name, n) for n in sizes if n != 4 for name in FORMS]
+    return pytest.mark.parametrize(("name", "sizes"), cases, ids=str)
+
+
 # Of every compressor.
 
 
@@ -54,7 +63,8 @@ def of_tree(name: str, sizes: Sizes = 4) -> Exchanging:
 )
 def test_workers_agree_and_bindings_give_the_same_bits(name, sizes):
     rng = np.random.default_rng(0)
-    first, *others = (Exchanging(COMPRESSORS[name], TREE, sizes, binding) for binding in BINDINGS)
+    first = of_tree(name, sizes)
+    others = [Exchanging(COMPRESSORS[name], TREE, sizes, binding) for binding in BINDINGS[1:]]
     for turn in range(2):
         values = first.draw(rng)
         expected = first(values, turn=turn, seed=turn)
@@ -147,8 +157,7 @@ def test_bfloat16_travels_within_a_node_only():
 # With error feedback.
 
 
-@pytest.mark.parametrize("sizes", [1, 4, 8, (2, 2)], ids=str)
-@with_feedback
+@on_sizes(1, 4, 8, (2, 2))
 def test_nothing_is_lost(name, sizes):
     """What a call brings and leaves is what went into it and what is left of older residuals."""
     exchange, rng = of_tree(name, sizes), np.random.default_rng(1)
@@ -194,8 +203,7 @@ def test_a_call_that_is_skipped_changes_nothing(name):
     assert_equal((exchange(values), exchange.residuals()), expected)
 
 
-@pytest.mark.parametrize("sizes", [4, (2, 2), (1, 4)], ids=str)
-@with_feedback
+@on_sizes(4, (2, 2), (1, 4))
 def test_an_optimizer_may_hold_a_workers_arrays(name, sizes):
     """Of all shards; lent for a call, and back after it."""
     exchange = of_tree(name, sizes)
@@ -215,9 +223,13 @@ def test_an_optimizer_may_hold_a_workers_arrays(name, sizes):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "rtol"), [(TREE, 1e-4), ({"rows": (700, 300), "long": (2**17,)}, 0.05)], ids=str
+    ("name", "shapes", "rtol"),
+    [
+        *((name, TREE, 1e-4) for name in FEEDBACK),
+        *((name, {"rows": (700, 300), "long": (2**17,)}, 0.05) for name in FORMS),
+    ],
+    ids=str,
 )
-@with_feedback
 def test_the_residual_ratio_is_of_norms(name, shapes, rtol):
     """Of the worker's residual and of the mean; estimated where a tensor is large."""
     exchange, rng = Exchanging(FEEDBACK[name], shapes, 2), np.random.default_rng(0)
@@ -256,8 +268,7 @@ def test_only_empty_tensors_need_no_exchange(name, sizes):
     assert all(x.size for x in leaves(exchange.state))
 
 
-@pytest.mark.parametrize("sizes", [8, (2, 2), (1, 4)], ids=str)
-@with_feedback
+@on_sizes(8, (2, 2), (1, 4))
 def test_other_workers_go_on_with_as_much_of_a_residual(name, sizes):
     """In the first call, too, they owe what was owed. A single node has nothing to owe."""
     before, after, rng = of_tree(name), of_tree(name, sizes), np.random.default_rng(6)
