@@ -183,6 +183,7 @@ def test_removes_its_hosts_after_an_error():
     assert namespaces() <= before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("machine")
 def test_two_hosts_send_what_the_program_says(tmp_path):
     path = tmp_path / "network.json"
