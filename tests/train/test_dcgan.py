@@ -262,19 +262,6 @@ def test_report_and_samples(cifar10, tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ("", "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"),
-        ("--data NOWHERE", "train.parquet is not there: --data must have CIFAR-10's train.parquet"),
-        (
-            "--data FOLDER --batch-size 32",
-            "training data: there are 16 images, less than one batch",
-        ),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_written(
-    options, complaint, cifar10, tmp_path, capsys
-):
-    options = options.replace("NOWHERE", "nowhere").replace("FOLDER", str(cifar10))
-    assert_refused(main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
+def test_without_images_it_says_what_it_needs_and_nothing_is_written(tmp_path, capsys):
+    complaint = "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"
+    assert_refused(main, RUN, complaint, tmp_path / "out", capsys)
