@@ -53,8 +53,8 @@ cluster: $(VENV)/installed
 soak: $(VENV)/installed
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out runs/soak
 
-# Most of these tests compile more than they compute, and with the emitters by MLIR XLA takes nearly
-# twice as long; the long ones run what users run.
+# Most of these tests compile more than they compute, for which XLA takes nearly twice as long with
+# its emitters by MLIR; the long ones run what users run.
 test: $(VENV)/installed
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS=--xla_cpu_use_fusion_emitters=false \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)

@@ -86,8 +86,8 @@ class ScaleByBirderState(NamedTuple):
 
         Returns:
           ``saturation``, the share of active elements whose ``|m_i| / a_i`` is above 0.99, so that
-          their bits are hardly random; ``greatest_ratio``, the largest ``|m_i| / a_i``, at most 1;
-          and ``updates``, the number of updates made.
+          their bits are hardly random; ``greatest_ratio``, the largest ``|m_i| / a_i``, at most 1
+          up to rounding; and ``updates``, the number of updates made.
         """
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0) for m, a in pairs]
