@@ -215,7 +215,7 @@ def test_a_model_state_that_becomes_infinite_is_not_kept():
 def trained(make: Any) -> tuple[Any, Any]:
     """The parameters and state after the warm-up and two steps more."""
     step, state = start(make())
-    return train(step, *state, make_batches(WARMUP + 2))
+    return train(step, state[0], state[1], make_batches(WARMUP + 2))
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def trained(make: Any) -> tuple[Any, Any]:
 def test_axes_of_size_1_are_none(sizes, names, axis_name, make):
     mesh = make_mesh(sizes, names)
     step, state = start(make(axis_name), mesh)
-    params, opt_state = train(step, *state, make_batches(WARMUP + 2))
+    params, opt_state = train(step, state[0], state[1], make_batches(WARMUP + 2))
     expected, _ = trained(make)
     assert_equal(params, expected)
     assert onebit_jax.diagnose(params, opt_state, mesh).compared
