@@ -146,7 +146,7 @@ def test_a_jitted_loop_of_steps_over_a_change_of_phase_agrees_with_calls_to_roun
     stacked = jax.tree.map(lambda *rows: np.stack(rows), *batches)
     (params, _), phases = jax.jit(functools.partial(jax.lax.scan, one))(state, stacked)
     assert phases.tolist() == [0] * WARMUP + [1] * 3
-    called, _ = train(step, *state, batches)
+    called, _ = train(step, state[0], state[1], batches)
     for got, expected in zip(jax.tree.leaves(params), jax.tree.leaves(called), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-6)
 
