@@ -1,10 +1,12 @@
 """Processes of a group: what they find out about one another, and how one ends all."""
 
+import re
 import signal
 import socket
 
 import pytest
 
+import onebit_jax
 from onebit_jax.processes.messages import differing
 from tests.train.together import ended, free_address, started
 
@@ -56,6 +58,31 @@ def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint)
         assert error.startswith("error: ")
         assert complaint in error
         assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("host1", 2, 0), "coordinator_address='host1'"),
+        (("host1:99999", 2, 0), "coordinator_address='host1:99999'"),
+        ((None, 2, 0), "coordinator_address=None"),
+        (("host1:12345", 0, 0), "num_processes=0"),
+        (("host1:12345", 2, -1), "process_id=-1"),
+        (("host1:12345", 2, 2), "process_id=2 must be from 0 to 1"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, named):
+    with (
+        pytest.raises(ValueError, match=re.escape(named)),
+        onebit_jax.process_group(*arguments),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["timeout", "stall_timeout"])
+def test_a_limit_of_no_time_is_refused(name):
+    with pytest.raises(ValueError, match=name), onebit_jax.process_group(**{name: 0}):
+        pass
 
 
 def test_those_that_agree_leave_together():

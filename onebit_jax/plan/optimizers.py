@@ -175,8 +175,8 @@ def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -
       workers: how many exchange.
       workers_per_node: how many of them share a card, in the hierarchical form.
 
-    >>> state_bytes(FLOAT32, workers=8), round(state_bytes(row("onebit_adam"), workers=8), 2)
-    (8.0, 8.75)
+    >>> [round(state_bytes(x, workers=8), 2) for x in (FLOAT32, row("onebit_adam"))]
+    [8.0, 8.75]
     """
     names, sizes = ("data",), (workers,)
     if workers_per_node > 1 and optimizer.exchange == "hierarchical":

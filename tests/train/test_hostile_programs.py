@@ -1,6 +1,5 @@
 """What else stands at a coordinator's port, in a folder of weights, or beside a run."""
 
-import dataclasses
 import json
 import os
 import socket
@@ -16,7 +15,7 @@ from tests.train.test_bert_weights import pretrained  # noqa: F401 - a fixture
 from tests.train.together import ended, free_address, started
 from train.bert import weights
 from train.bert.tokenizer import train_tokenizer
-from train.config import RunConfig
+from train.config import RunConfig, shared_options
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.lock import locked
@@ -215,7 +214,7 @@ def test_a_damaged_file_of_a_finished_run_is_named(name, tmp_path):
 
 def test_a_result_without_losses_is_named(tmp_path):
     """The report of a finished run, whose `result.json` is JSON, but not one of ours."""
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(pretrain.Config())))
+    (tmp_path / "config.json").write_text(json.dumps(shared_options(pretrain.Config())))
     folder = tmp_path / "adam"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("")
