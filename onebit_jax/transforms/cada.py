@@ -166,8 +166,8 @@ def cada(
     When to choose it: as a baseline. It saves rounds, not bytes per round, and only where gradients
     change slowly, near the end of a run or with large batches. The right-hand side does not see
     the noise of batches: a ``c`` that is too small exchanges in every second update, the most that
-    the rule allows, one that is too large in every ``D``-th. Local steps (:func:`onebit_jax.local_steps`) save more rounds, and make
-    progress between them.
+    the rule allows, one that is too large in every ``D``-th. Local steps
+    (:func:`onebit_jax.local_steps`) save more rounds, and make progress between them.
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients. The extra argument ``phase`` overrides the
