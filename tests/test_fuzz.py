@@ -141,7 +141,7 @@ def test_every_public_function_that_takes_options_is_among_them():
     assert public <= {function.__name__ for function in CONSTRUCTORS}
 
 
-DECAYED = [f for f, usual in CONSTRUCTORS.items() if "learning_rate" in usual]
+DECAYED = [f for f in CONSTRUCTORS if "weight_decay" in inspect.signature(f).parameters]
 
 
 @pytest.mark.parametrize("make", DECAYED, ids=lambda f: f.__name__)

@@ -393,6 +393,7 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ("parameters", 3.5, "must be an int"),
         ("workers", 1, "must be an int of at least 2: a single worker exchanges"),
         ("workers", 9, "must be a multiple of per_node=2"),
+        ("workers", 2**31, r"must be below 2\*\*31: JAX numbers devices in 32 bits"),
         (
             "shards",
             0,

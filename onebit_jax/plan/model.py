@@ -257,6 +257,10 @@ def check(setting: Setting) -> None:
             raise ValueError(f"{field}={value!r} must be an int of at least {least}: {mend}.")
         if value > _MOST:
             raise ValueError(f"{field} must be at most {_MOST:.0e}: {mend}.")
+    if setting.workers >= 2**31:
+        raise ValueError(
+            f"workers={setting.workers} must be below 2**31: JAX numbers devices in 32 bits."
+        )
     span = f"from {1 / _MOST:.0e} to {_MOST:.0e}"
     for field in ("bandwidth", "step_time", "local_bandwidth", "memory_bandwidth"):
         unit = "seconds" if field == "step_time" else "bit/s"

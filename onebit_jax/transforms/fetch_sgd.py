@@ -18,6 +18,9 @@ from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.phases import Progress, keep
 
+# The table's program has as many parts as it has rows.
+_MOST_ROWS = 100
+
 
 class FetchSgdState(NamedTuple):
     """State of FetchSGD, equal on all workers: ``8 / compression`` bytes per parameter.
@@ -145,7 +148,7 @@ def fetch_sgd(
         bytes per parameter in an all-reduce.
       share: of all elements, how many are applied in a step, above 0 and at most 1. Below a tenth
         of ``1 / (compression * rows)``, the columns per parameter, most are not noise.
-      rows: of a table, at least 1; an estimate is the median over them.
+      rows: of a table, from 1 to 100; an estimate is the median over them.
       seed: of the random columns and signs, an int in ``[0, 2**32)``.
 
     Returns:
@@ -190,6 +193,11 @@ def fetch_sgd(
         raise ValueError(f"share={share!r} must be above 0 and at most 1, such as 0.005.")
     validation.check_static("rows", rows)
     validation.check_step_count("rows", rows, 1, "The paper has 5.")
+    if rows > _MOST_ROWS:
+        raise ValueError(
+            f"rows={rows} must be at most {_MOST_ROWS}: every row reads all elements once more. "
+            f"The paper has 5."
+        )
     validation.check_own_seed(seed)
     # Tables of float32 are summed: of an exchange only the axis counts.
     exchange = ExchangeOptions().at_bits(axis_name, 8)

@@ -69,6 +69,7 @@ def test_it_follows_numpy(binding):
         ({"compression": 0}, r"^compression=0 must be above 0 and finite"),
         ({"share": 2}, r"^share=2 must be above 0 and at most 1"),
         ({"rows": 0}, r"^rows=0 must be at least 1. The paper has 5"),
+        ({"rows": 101}, r"^rows=101 must be at most 100: every row reads all elements once more"),
         ({"seed": "a"}, r"^seed='a' must be an int in"),
         ({"momentum": 1.0}, r"^momentum=1.0 must be a number in \[0, 1\)"),
     ],
