@@ -301,10 +301,10 @@ def scale_by_onebit_adam(
     validation.check_decay("b2", b2)
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
-    warmup_end.check_warmup(warmup)
     check_options(exchange)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
     refreshes = _unless_auto(variance_refreshes, _REFRESHES)
+    warmup = warmup_end.check_warmup(warmup, refreshed=refreshes is not None)
     return transformation(
         OnebitAdam(
             b1,

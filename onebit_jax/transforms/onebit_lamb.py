@@ -391,7 +391,7 @@ def scale_by_onebit_lamb(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_weight_decay(weight_decay)
     mask = validation.checked_mask(mask)
-    warmup_end.check_warmup(warmup)
+    warmup = warmup_end.check_warmup(warmup)
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
     validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)

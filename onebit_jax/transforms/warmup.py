@@ -1,7 +1,7 @@
 """The end of warm-up: after a number of updates, or once the variance is stable."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from onebit_jax.transforms.phases import OUTLOOK, PHASES, keep
 _AN_OCTAVE, _IN_A_ROW = 4, 3
 # Ratio of allowed shrinkage to allowed growth, in logarithms: too long a step can ruin a run.
 _SHRINKING = 3
+# With refreshes the variance is at most a sixteenth of the updates old, 5 % less at such a growth.
+_FROZEN_THRESHOLD, _REFRESHED_THRESHOLD = 0.85, 0.6
 
 
 def least_shrinkage(threshold: float) -> float:
@@ -25,11 +27,12 @@ class VarianceStable(NamedTuple):
     """The rule that :func:`onebit_jax.variance_stable` makes.
 
     Attributes:
-      threshold: the bound on the change of v that counts as stable.
+      threshold: the bound on the change of v that counts as stable; None until an optimizer has
+        chosen it.
       min_steps: the least number of warm-up updates.
     """
 
-    threshold: float
+    threshold: float | None
     min_steps: int
 
 
@@ -59,7 +62,7 @@ class VarianceRecord(NamedTuple):
         return {"variance_growth": self.growth, "variance_shrinkage": self.shrinkage}
 
 
-def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStable:
+def variance_stable(threshold: float | None = None, min_steps: int = 1) -> VarianceStable:
     r"""Ends warm-up automatically, once Adam's variance is stable.
 
     If a frozen variance would have grown by the factor :math:`r`, steps are :math:`\sqrt r` times
@@ -89,7 +92,8 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
     docs/how-it-works.md derives the rule; docs/pretraining.md shows where it ended warm-ups.
 
     Args:
-      threshold: in (0, 1).
+      threshold: in (0, 1); by default 0.85, so that growth is at most 1.18, and where refreshes
+        follow the variance 0.6, growth at most 1.67.
       min_steps: set it to the length of the learning rate's own warm-up: while the learning rate is
         small, gradients hardly change.
 
@@ -100,7 +104,7 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
       ValueError: for a threshold that is not in (0, 1), or a negative ``min_steps``.
 
     >>> variance_stable(min_steps=500)
-    VarianceStable(threshold=0.85, min_steps=500)
+    VarianceStable(threshold=None, min_steps=500)
 
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021, section 7.1.
@@ -112,13 +116,18 @@ def variance_stable(threshold: float = 0.85, min_steps: int = 1) -> VarianceStab
       any gradients. The paper's norm over all parameters is dominated by the few tensors with the
       largest gradients.
     """
-    validation.check_between("threshold", threshold, 0, 1, usual=0.85)
+    if threshold is not None:
+        validation.check_between("threshold", threshold, 0, 1, usual=_FROZEN_THRESHOLD)
     validation.check_step_count("min_steps", min_steps, 0, "Give the learning rate's warm-up.")
     return VarianceStable(threshold, min_steps)
 
 
-def check_warmup(warmup: int | VarianceStable) -> None:
-    """Raises ``ValueError`` unless ``warmup`` is a positive int or a :class:`VarianceStable`."""
+def check_warmup(warmup: Warmup, refreshed: bool = False) -> Warmup:
+    """The end of warm-up, with a threshold that suits a variance which is frozen or refreshed.
+
+    Raises:
+      ValueError: unless ``warmup`` is a positive int or a :class:`VarianceStable`.
+    """
     if not isinstance(warmup, VarianceStable):
         validation.check_step_count(
             "warmup",
@@ -127,6 +136,9 @@ def check_warmup(warmup: int | VarianceStable) -> None:
             "Give the number of dense updates (at least one, or v would freeze at zero and nothing "
             "would ever move), or onebit_jax.variance_stable(min_steps=...).",
         )
+    elif warmup.threshold is None:
+        return warmup._replace(threshold=_REFRESHED_THRESHOLD if refreshed else _FROZEN_THRESHOLD)
+    return warmup
 
 
 def no_record(params: Any) -> VarianceRecord:
@@ -176,7 +188,7 @@ def observe(
     any_before = jnp.any(before > 0)
     stable = record.stable
     if isinstance(warmup, VarianceStable):
-        bound = warmup.threshold
+        bound = cast(float, warmup.threshold)  # None only before `check_warmup`
         small = (growth <= 1 / bound) & (shrinkage >= least_shrinkage(bound)) & any_before
         stable = jnp.where(small & (t >= warmup.min_steps), record.stable + 1, 0)
     seen = VarianceRecord(

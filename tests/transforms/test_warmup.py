@@ -23,11 +23,12 @@ class State(NamedTuple):
     variance_record: warmup.VarianceRecord
 
 
-def dense_updates(rule, norms, sizes=(1,)):
+def dense_updates(rule, norms, sizes=(1,), refreshed=False):
     """After each dense update: whether it was the last, what was seen, and what is expected.
 
     The warm-up goes on all the same. `norms` has a row for each update.
     """
+    rule = warmup.check_warmup(rule, refreshed)
     tensors = [jnp.zeros(size) for size in sizes]
 
     def step(state, row):
@@ -122,6 +123,33 @@ def test_where_variance_stable_ends_warm_up(name):
     scale, b2, expected = SCALES[name]
     over, _, _ = dense_updates(onebit_jax.variance_stable(), variance_norms(scale, b2))
     assert first(over) == expected, first(over)
+
+
+@pytest.mark.parametrize(
+    ("growth", "frozen", "refreshed"),
+    [(1.1, 12, 12), (1.25, None, 12), (1.6, None, 12), (1.8, None, None)],
+)
+def test_a_variance_that_refreshes_follow_may_grow_more(growth, frozen, refreshed):
+    """By a factor in each octave; without refreshes such a warm-up would not end."""
+    norms = T ** np.log2(growth)
+    for end, follows in ((frozen, False), (refreshed, True)):
+        over, _, _ = dense_updates(onebit_jax.variance_stable(), norms, refreshed=follows)
+        assert first(over) == end
+
+
+@pytest.mark.parametrize("refreshes", [None, 3])
+def test_1_bit_adam_ends_its_warmup_sooner_with_refreshes(refreshes):
+    """Its variance grows by 1.41 in each octave."""
+    scale = T[:40, None] ** 0.25 * np.ones(30)
+    gradients = {"a": np.broadcast_to(scale, (WORKERS, 40, 30)).astype(np.float32)}
+    tx = onebit_jax.scale_by_onebit_adam(
+        b2=0.3,
+        axis_name=AXIS,
+        warmup=onebit_jax.variance_stable(min_steps=16),
+        **FROZEN | {"variance_refreshes": refreshes},
+    )
+    state = onebit_state(train(tx, WORKERS, {"a": np.ones(30, np.float32)}, gradients).state)
+    assert np.all(state.progress.frozen_at == (-1 if refreshes is None else 24))
 
 
 def test_an_uncorrected_variance_is_stable_once_it_is_full():
