@@ -3,11 +3,11 @@
     python -m benchmarks.compile
     python -m benchmarks.compile --tree matrices
 
-By default on the 206 tensors of BERT-Base. An optimizer's own programs come first: update and
-application, with a gradient for each tensor. The others are README's loop, `onebit_jax.train_step`
-with a trivial loss; it compiles each phase as it comes, so that a run compiles both. Seconds are
-the process's own on all cores, which other programs on the machine hardly change, and those of a
-clock; tracing and lowering to XLA's language are part of both. Nothing runs.
+By default on the 206 tensors of BERT-Base. The optimizers' own programs come first, one for each
+phase: update and application, with a gradient for each tensor. The others are README's loop,
+`onebit_jax.train_step` with a trivial loss; it compiles each phase as it comes, so that a run
+compiles both. Seconds are the process's own on all cores, and those of a clock; tracing and
+lowering to XLA's language are part of both. Nothing runs.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import tyro
 from jax.sharding import Mesh
 
 from benchmarks import tasks
-from benchmarks.kinds import Kind, for_compilers
+from benchmarks.kinds import Kind, every_optimizer, for_compilers
 from benchmarks.loops import Run, make_mesh
 from onebit_jax import validation
 from train import record
@@ -53,7 +53,7 @@ def programs() -> dict[str, Kind]:
         for name, kind in alone.items()
         if name == _DENSE or kind.told
     }
-    return alone | in_train_step
+    return alone | every_optimizer() | in_train_step
 
 
 def measure(tree: tasks.Tree, mesh: Mesh, rounds: int) -> dict[str, dict[str, list[float]]]:

@@ -125,6 +125,23 @@ def for_compilers() -> dict[str, Kind]:
     }
 
 
+def every_optimizer() -> dict[str, Kind]:
+    """The optimizers that :func:`for_compilers` leaves out, alone, a program for each phase."""
+    phased: dict[str, tuple[Kind, tuple[Phase, ...]]] = {
+        "1-bit Adam": (onebit_adam(), ("refresh",)),
+        "1-bit LAMB": (_onebit_lamb(warmup=1), _COMPRESSING),
+        "0/1 Adam": (_zero_one_adam("sync"), (*_COMPRESSING, "local", "sync")),
+        "Birder": (_birder(), _COMPRESSING),
+    }
+    alone = {"LAMB with pmean": dense(optax.lamb(1e-4, weight_decay=_WEIGHT_DECAY)).alone()}
+    for name, (kind, phases) in phased.items():
+        for phase in phases:
+            words = phase.replace("warmup", "warm-up")
+            alone[f"{name}, {words}"] = kind.alone(told=True)._replace(phases=(phase,))
+    others = {name: kind.alone() for name, kind in _registered().items() if name not in phased}
+    return alone | others
+
+
 def kinds() -> dict[str, Kind]:
     """All kinds by name; README's loop first, beside the dense step that a user would write."""
     adam, lamb = adamw(), optax.lamb(1e-4, weight_decay=_WEIGHT_DECAY)

@@ -455,11 +455,14 @@ class BoundExchange:
         """The mean in pieces of all shards."""
         if not self.compresses:
             return whole_pieces(state.worker.value.values)
-        return [
-            # Written as chunks before it is read as the tensor: see `Layout._held_shape`.
-            materialize(x, self.axes.node) if self.layout.is_held_as_chunks(place) else x
-            for place, x in enumerate(self._decompress(received))
-        ]
+        layout, pieces = self.layout, self._decompress(received)
+        for quarter in layout.quarters():
+            # Written as chunks before they are read as the tensors: see `Layout._held_shape`.
+            in_chunks = [place for place in quarter if layout.is_held_as_chunks(place)]
+            written = materialize([pieces[place] for place in in_chunks], self.axes.node)
+            for place, x in zip(in_chunks, written, strict=True):
+                pieces[place] = x
+        return pieces
 
     def last_mean(self, received: jax.Array, state: Any) -> list[jax.Array]:
         """The mean in the pieces that a worker compresses, for use in the next call's values."""

@@ -20,6 +20,7 @@ In the hierarchical form a device has its own shard of every piece, a worker is 
 chunks are those of all ``n = L N`` devices, ``N`` of them in each of ``L`` shards.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.packing import Shape, join_sections, pack
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
@@ -39,9 +41,6 @@ Places = Mapping[int, jax.Array]
 
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
-
-# Tensors of up to this many elements are treated together, which costs one more pass over each.
-SMALL = 2**16
 
 # In blocks, a tensor that padding would make longer by more than 1 in so many is treated together
 # with other small ones.
@@ -185,9 +184,23 @@ class Layout:
         self.scale_shape = (planes, scales) if self._in_blocks else (scales,)
         firsts = [self.tensors[piece.tensors[0]][0] for piece in self.pieces]
         self.names = [jax.tree_util.keystr(paths[leaf]) for leaf in firsts]
-        places = [place for piece in self.pieces for place in (piece.start, piece.first)]
-        longest = max((len(piece.tensors) for piece in self.pieces), default=0)
-        self.at: Places = hide_constants([*places, *range(longest)], axes.node)
+        self.at: Places = self._hidden()
+
+    def _hidden(self) -> Places:
+        """All places that are read from: few constants, which those of a stack are made of."""
+        longest = max([places_in(self.shapes), *(len(piece.tensors) for piece in self.pieces)])
+        constants = set(range(longest))
+        constants |= {x for group in self.tensors if len(group) > 1 for x in self._starts(group)}
+        in_stacks = [(stack.pieces[0], piece) for stack in self.stacks for piece in stack.pieces]
+        constants |= {piece.first - head.first for head, piece in in_stacks}
+        at = hide_constants(constants, self.axes.node)
+        places = dict(at)
+        for head, piece in in_stacks:
+            index = at[piece.first - head.first]
+            width = BLOCK if self._in_blocks else math.prod(piece.plane)
+            places.setdefault(piece.first, index + np.uint32(head.first))
+            places.setdefault(piece.start, index * np.uint32(width) + np.uint32(head.start))
+        return places
 
     def _grouped(self, grouping: Grouping) -> list[tuple[int, ...]]:
         filled = [i for i, shape in enumerate(self.shapes) if math.prod(shape)]
@@ -269,14 +282,37 @@ class Layout:
         leaves = {i: x.astype(jnp.float32) for i, x in enumerate(jax.tree.leaves(tree))}
         return self.gather_pieces(range(len(self.pieces)), leaves)
 
-    def _joined(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        return leaves[0] if len(leaves) == 1 else end_to_end(leaves)
+    def _starts(self, group: Sequence[int]) -> list[int]:
+        """Where each leaf begins in an array in which these lie end to end."""
+        sizes = [math.prod(self.shapes[leaf]) for leaf in group]
+        return list(itertools.accumulate(sizes, initial=0))[:-1]
+
+    def join(
+        self, group: Sequence[int], leaves: Sequence[jax.Array], onto: jax.Array | None = None
+    ) -> jax.Array:
+        """Lays leaves of one dtype end to end.
+
+        Args:
+          group: their places, in ascending order: one of ``tensors``, or all of a fused layout.
+          leaves: arrays of their shapes.
+          onto: a flat array to write them over, which may be longer; by default one that just fits.
+        """
+        if onto is None:
+            if len(leaves) == 1:
+                return leaves[0]
+            onto = jnp.zeros(sum(x.size for x in leaves), leaves[0].dtype)
+        # One after the other into one array: XLA for CPUs (JAX 0.10.2, not reported) writes out
+        # each tensor that goes into a concatenation, and then all of them once more.
+        for start, x in zip(self._starts(group), leaves, strict=True):
+            if x.size:
+                onto = lax.dynamic_update_slice(onto, x.reshape(-1), (self.at[start],))
+        return onto
 
     def gather_pieces(self, places: Sequence[int], leaves: Mapping[int, jax.Array]) -> list[Any]:
         """Some pieces, of all shards, from the leaves that they are made of."""
         pieces = [self.pieces[place] for place in places]
         tensors = {
-            i: self._joined([leaves[leaf] for leaf in self.tensors[i]])
+            i: self.join(self.tensors[i], [leaves[leaf] for leaf in self.tensors[i]])
             for piece in pieces
             for i in piece.tensors
         }
@@ -318,12 +354,13 @@ class Layout:
         return self._structure.unflatten(leaves)
 
     def cut(self, fused: jax.Array, group: Sequence[int]) -> list[jax.Array]:
-        """Leaves that lie end to end in an array, and padding behind them."""
-        flat, start, leaves = fused.reshape(-1), 0, []
-        for leaf in group:
-            end = start + math.prod(self.shapes[leaf])
-            leaves.append(flat[start:end].reshape(self.shapes[leaf]))
-            start = end
+        """Undoes :meth:`join`, of an array that may have padding behind the leaves."""
+        flat, leaves = fused.reshape(-1), []
+        for leaf, start in zip(group, self._starts(group), strict=True):
+            shape = self.shapes[leaf]
+            size = math.prod(shape)
+            at = self.at[start] if size else 0
+            leaves.append(lax.dynamic_slice_in_dim(flat, at, size).reshape(shape))
         return leaves
 
     def tree(self, leaves: Sequence[Any]) -> Any:
@@ -334,22 +371,10 @@ class Layout:
         """The tree's shapes, float32."""
         return self.tree([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes])
 
-    def sums(self, tree: Any) -> jax.Array:
-        """The sum of each leaf of a tree like this one; float32 ``[leaves]``."""
-        leaves = jax.tree.leaves(tree)
-        groups: dict[int, list[int]] = {}
-        for i, x in enumerate(leaves):
-            if x.size:
-                groups.setdefault(x.size if x.size <= SMALL else -i - 1, []).append(i)
-        sums = jnp.zeros((len(leaves),), jnp.float32)
-        for group in groups.values():
-            flat = [leaves[i].astype(jnp.float32).reshape(1, -1) for i in group]
-            rows = flat[0]
-            if len(group) > 1:
-                # Written first, or XLA would sum small tensors one by one.
-                rows = materialize(jnp.concatenate(flat), self.axes.node)
-            sums = sums.at[np.array(group)].set(jnp.sum(rows, 1))
-        return sums
+    def alike(self, leaves: Sequence[int] | None = None) -> Alike:
+        """Arithmetic on the tree's leaves, or on some of them, small ones of one shape at once."""
+        places = range(len(self.shapes)) if leaves is None else leaves
+        return Alike([self.shapes[leaf] for leaf in places], self.at, self.axes.node)
 
     def quarters(self) -> list[list[int]]:
         """The pieces' places in groups, each of a quarter of all elements if it has several."""
@@ -412,27 +437,6 @@ def scale_bytes(scales: jax.Array) -> jax.Array:
 def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
     part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
     return part.reshape(*rows.shape[:-1], count, *plane)
-
-
-def end_to_end(tensors: Sequence[jax.Array], onto: jax.Array | None = None) -> jax.Array:
-    """Lays tensors end to end in one array.
-
-    Args:
-      tensors: arrays of one dtype.
-      onto: a flat array to write them over, which may be longer; by default one that just fits.
-
-    >>> end_to_end([jnp.ones(3), jnp.full((2, 1), 2.0)])
-    Array([1., 1., 1., 2., 2.], dtype=float32)
-    """
-    if onto is None:
-        onto = jnp.zeros(sum(x.size for x in tensors), tensors[0].dtype)
-    start = 0
-    # One after the other into one array: XLA for CPUs (JAX 0.10.2, not reported) writes out each
-    # tensor that goes into a concatenation, and then all of them once more.
-    for x in tensors:
-        onto = lax.dynamic_update_slice(onto, x.reshape(-1), (start,))
-        start += x.size
-    return onto
 
 
 def padded(x: jax.Array, shape: Shape) -> jax.Array:

@@ -62,7 +62,8 @@ _SAMPLE = 2**14
 def residual(compensated: jax.Array, scale: jax.Array) -> jax.Array:
     """The residual ``c - s sgn(c)``, in float32; -s where ``c`` is not active."""
     compensated = compensated.astype(jnp.float32)
-    return compensated - jnp.where(compensated >= 0, scale, -scale)
+    scale = jnp.broadcast_to(scale, compensated.shape)
+    return compensated - lax.select(compensated >= 0, scale, -scale)
 
 
 def compensate(
@@ -71,7 +72,7 @@ def compensate(
     scale: jax.Array,
     active: jax.Array,
     residual_decay: ArrayLike,
-    when: ArrayLike,
+    when: jax.Array,
 ) -> jax.Array:
     """The worker's ``c = z + e``.
 
@@ -87,10 +88,10 @@ def compensate(
     # old one. A reshape on the way would make it copy.
     c = z.astype(jnp.float32).reshape(compensated.shape)
     c += residual_decay * residual(compensated, scale)
-    c = jnp.where(active.reshape(c.shape), c, 0.0).astype(compensated.dtype)
+    c = lax.select(active.reshape(c.shape), c, jnp.zeros_like(c)).astype(compensated.dtype)
     # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs drops the
     # barrier before it fuses, but its sums read arrays, so that c is written there.
-    return lax.optimization_barrier(jnp.where(when, c, compensated))
+    return lax.optimization_barrier(lax.select(when, c, compensated))
 
 
 def compensate_mean(
@@ -100,7 +101,7 @@ def compensate_mean(
     server_scales: jax.Array,
     active: jax.Array,
     residual_decay: ArrayLike,
-    when: ArrayLike,
+    when: jax.Array,
 ) -> jax.Array:
     r"""The server's ``a = (1/n) sum_i s_i sgn(c_i) + E``.
 
@@ -124,8 +125,8 @@ def compensate_mean(
     # Adding to the residual what is already divided by n leaves no product for the compiler to
     # contract into the sum, here but not there.
     total, _ = lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))
-    a = jnp.where(active[None], total, 0.0).astype(compensated.dtype)
-    return lax.optimization_barrier(jnp.where(when, a, compensated))
+    a = lax.select(active[None], total, jnp.zeros_like(total)).astype(compensated.dtype)
+    return lax.optimization_barrier(lax.select(when, a, compensated))
 
 
 def across(scales: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -270,6 +271,7 @@ class OneBit:
         other: Scale = "mean_abs" if kind == "rms" else "rms"
         held, last_scales = state.worker.value
         active = layout.shard(state.active)
+        when = jnp.asarray(call.when)
         compensated, sums, others, sections = [], [], [], []
         for piece, z, last in zip(layout.pieces, values, held, strict=True):
             c = compensate(
@@ -278,7 +280,7 @@ class OneBit:
                 piece.spread(piece.scales_of(last_scales[0], at)),
                 piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2)),
                 call.residual_decay,
-                call.when,
+                when,
             )
             compensated.append(c)
             blocks = c[0] if piece.joined else c
@@ -304,6 +306,7 @@ class OneBit:
         chunk, scales = lax.axis_index(layout.axes.node), layout.scales(rows)
         held, last_scales = state.server.value
         active = jax.tree.map(lambda x: x[chunk], layout.shard(state.active))
+        when = jnp.asarray(call.when)
         served, sums, sections = [], [], []
         for stack, last in zip(layout.stacks, held, strict=True):
             a = compensate_mean(
@@ -313,7 +316,7 @@ class OneBit:
                 stack.scales_of(last_scales[0]),
                 unpack_flags(stack.bytes(active.bits), axis=1),
                 call.server_decay,
-                call.when,
+                when,
             )
             served.append(a)
             sums.append(power_sum(a[0], self.scale))

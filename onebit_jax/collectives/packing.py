@@ -35,6 +35,8 @@ def pack(numbers: jax.Array, bits: int, axis: int) -> jax.Array:
     >>> pack(jnp.array([[0], [14]], jnp.uint8), bits=4, axis=0)
     Array([224], dtype=uint8)
     """
+    if bits == 8:
+        return lax.squeeze(numbers, (axis,))
     trailing = numbers.ndim - axis - 1
     if not numbers.size:  # jnp.where forgets along which axes empty arrays vary
         return jnp.any(numbers, axis).astype(jnp.uint8)
@@ -52,6 +54,8 @@ def unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     Array([[ 0],
            [14]], dtype=uint8)
     """
+    if bits == 8:
+        return jnp.expand_dims(packed, axis)
     shifts = _shifts(bits, packed.ndim - axis)
     return (jnp.expand_dims(packed, axis) >> shifts) & np.uint8(2**bits - 1)
 
@@ -64,8 +68,11 @@ def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
     """
     # Masks made beside the data, never eight planes joined afterwards: XLA fuses a broadcast into
     # the loop that reads it, and writes a stack out.
-    masks = np.uint8(1) << _shifts(1, packed.ndim - axis)
-    return (jnp.expand_dims(packed, axis) & masks) != 0
+    shape = (*packed.shape[:axis], 8, *packed.shape[axis:])
+    masks = lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
+    # Operations of lax, here and wherever each tensor is decoded: a third of jnp's instructions.
+    planes = [i for i in range(len(shape)) if i != axis]
+    return (lax.broadcast_in_dim(packed, shape, planes) & masks) == masks
 
 
 def _shifts(bits: int, trailing: int) -> np.ndarray:
@@ -87,8 +94,8 @@ def signed(packed: jax.Array, scale: jax.Array) -> jax.Array:
     Array([-0.5,  0.5,  0.5], dtype=float32)
     """
     flags = unpack_flags(packed, axis=scale.ndim)
-    scale = jnp.expand_dims(scale, tuple(range(scale.ndim, flags.ndim)))
-    return jnp.where(flags, scale, -scale)
+    spread = lax.broadcast_in_dim(scale, flags.shape, range(scale.ndim))
+    return lax.select(flags, spread, -spread)
 
 
 def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:

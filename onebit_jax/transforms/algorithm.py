@@ -262,7 +262,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         _check_same(name, new, state)
         u = algorithm.direction(new, received, update)
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
-            u = [jnp.where(accepted, x, 0.0) for x in u]
+            u = keep(accepted, u, jax.tree.map(jnp.zeros_like, u))
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
         if no_tensors:
             new = _filled(new)
@@ -312,7 +312,7 @@ def chain(
         if phase is None:
             return updates, new
         accepted = new[0].progress.phase >= 0
-        updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)
+        updates = keep(accepted, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, (new[0], *keep(accepted, new[1:], state[1:]))
 
     return optax.GradientTransformationExtraArgs(chained.init, update_fn)

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.axes import least_over_shards, sum_over_shards
 from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 
@@ -30,13 +32,18 @@ class Bounds(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor's arrays, all of one shape, and the scalars that apply to all elements.
+    """A tensor's arrays, all of one shape, and the numbers that apply to all elements.
+
+    Small tensors of one shape are one: their arrays are stacked, and so are their numbers
+    (:class:`~onebit_jax.collectives.alike.Alike`).
 
     Attributes:
-      numbers: scalars such as weight decay and inverse momentum scale.
-      arrays: arrays such as momentum, variance and parameter.
+      count: how many tensors it is.
+      numbers: such as weight decay and inverse momentum scale, ``[]`` or ``[count, 1, ...]``.
+      arrays: such as momentum, variance and parameter, ``[*shape]`` or ``[count, *shape]``.
     """
 
+    count: int
     numbers: tuple[Any, ...]
     arrays: tuple[jax.Array, ...]
 
@@ -45,16 +52,48 @@ class Tensor(NamedTuple):
         return f(*self.numbers, *self.arrays)
 
 
+def tensors_of(
+    alike: Alike, numbers: Sequence[Any], arrays: Sequence[Sequence[jax.Array]]
+) -> list[Tensor]:
+    """All tensors, small ones of one shape together.
+
+    Args:
+      alike: over the tensors.
+      numbers: float32 ``[P]``, or one number for all.
+      arrays: of each kind, one for each of the ``P`` tensors.
+    """
+    stacked = zip(*map(alike.stack, arrays), strict=True)
+    spread = [alike.numbers(x) if jnp.ndim(x) else [x] * len(alike.counts) for x in numbers]
+    rows = zip(*spread, strict=True) if spread else [()] * len(alike.counts)
+    return [Tensor(*x) for x in zip(alike.counts, rows, stacked, strict=True)]
+
+
+def _reduced(x: jax.Array, kind: Any) -> jax.Array:
+    return jnp.sum(x, 1) if kind is SUM else jnp.min(x, 1, initial=math.inf)
+
+
 def _for_each(
-    terms: Callable[..., tuple[jax.Array, ...]], tensors: Sequence[Tensor], *kinds: Any
+    terms: Callable[..., tuple[jax.Array, ...]],
+    alike: Alike,
+    tensors: Sequence[Tensor],
+    *kinds: Any,
 ) -> list[jax.Array]:
     """The sum or minimum of each term over each tensor.
 
     Sums over a tensor that every place of a mesh has as a whole are as many times too large; their
     ratios are not.
     """
-    rows = [fused_reduce(functools.partial(terms, *x.numbers), x.arrays, *kinds) for x in tensors]
-    found = [jnp.array([row[i] for row in rows], jnp.float32) for i in range(len(kinds))]
+    rows = []
+    for tensor in tensors:
+        of_tensor = functools.partial(terms, *tensor.numbers)
+        if tensor.count == 1:
+            rows.append([x[None] for x in fused_reduce(of_tensor, tensor.arrays, *kinds)])
+        else:
+            found = [x.reshape(tensor.count, -1) for x in of_tensor(*tensor.arrays)]
+            reduced = zip(found, kinds, strict=True)
+            rows.append([_reduced(*x) for x in reduced])
+    found = [alike.in_order(column) for column in zip(*rows, strict=True)]
+    found = found or [jnp.zeros((0,), jnp.float32)] * len(kinds)
     sums = [x for x, kind in zip(found, kinds, strict=True) if kind is SUM]
     of_whole = iter(sum_over_shards(jnp.stack(sums)))
     return [
@@ -63,19 +102,16 @@ def _for_each(
     ]
 
 
-def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> list[Any]:
-    """``lambda`` of each tensor, from the optimizer's hyperparameters; 0.0 without decay."""
+def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> Any:
+    """``lambda``, from the optimizer's hyperparameters: one number, or float32 ``[P]``."""
     decay: Any = h.weight_decay
     value: Any = decay(count) if callable(decay) else decay
     rate = validation.float32(value)
+    if h.mask is None:
+        return rate
     mask = h.mask(params) if callable(h.mask) else h.mask
-    return jax.tree.leaves(
-        jax.tree.map(
-            lambda on, part: jax.tree.map(lambda _: rate if on else 0.0, part),
-            True if mask is None else mask,
-            params,
-        )
-    )
+    marked = jax.tree.map(lambda on, part: jax.tree.map(lambda _: on, part), mask, params)
+    return jnp.where(np.array(jax.tree.leaves(marked), bool), rate, jnp.float32(0))
 
 
 def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
@@ -85,21 +121,22 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 
 
 def lamb_coefficients(
-    bounds: Bounds, u: Callable[..., jax.Array], tensors: Sequence[Tensor]
+    bounds: Bounds, u: Callable[..., jax.Array], alike: Alike, tensors: Sequence[Tensor]
 ) -> tuple[jax.Array, jax.Array]:
     """``c = clip(||p|| / ||u||)``, 1 if either norm is 0; and ``||v_l||_1``; in one pass.
 
     Args:
       bounds: the bounds of ``c``.
       u: computes an update from a tensor's numbers and arrays.
-      tensors: tensors with the arrays ``m``, ``v`` and ``p``.
+      alike: over the tensors.
+      tensors: from :func:`tensors_of`, with the arrays ``m``, ``v`` and ``p``.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
         *_, v, p = of_tensor
         return p.astype(jnp.float32) ** 2, u(*of_tensor) ** 2, v
 
-    squared_p, squared_u, v_sums = _for_each(terms, tensors, SUM, SUM, SUM)
+    squared_p, squared_u, v_sums = _for_each(terms, alike, tensors, SUM, SUM, SUM)
     defined = (squared_p > 0) & (squared_u > 0)
     c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
     c = jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
@@ -112,7 +149,9 @@ def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> ja
     return jnp.where(c == 1, running, new)
 
 
-def momentum_scales(m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]) -> jax.Array:
+def momentum_scales(
+    alike: Alike, m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]
+) -> jax.Array:
     """``k_l = mean(sigma) / sigma_l``; sigma is the root mean square of active elements.
 
     A tensor whose momentum is 0 has ``k = 1`` and is not part of the mean.
@@ -122,8 +161,8 @@ def momentum_scales(m: Sequence[jax.Array], inverse_roots: Sequence[jax.Array]) 
         alive = inverse_root > 0
         return jnp.where(alive, m**2, 0.0), alive.astype(jnp.float32)
 
-    tensors = [Tensor((), arrays) for arrays in zip(m, inverse_roots, strict=True)]
-    squared_m, counts = _for_each(terms, tensors, SUM, SUM)
+    tensors = tensors_of(alike, (), (m, inverse_roots))
+    squared_m, counts = _for_each(terms, alike, tensors, SUM, SUM)
     sigma = jnp.sqrt(squared_m / jnp.maximum(counts, 1))
     moving = sigma > 0
     mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
@@ -145,32 +184,34 @@ def frozen_update(
     inverse_k: jax.Array,
     fresh: jax.Array,
     inverse_root: jax.Array,
-    size: jax.Array,
+    k_size: jax.Array,
     p: jax.Array,
 ) -> jax.Array:
-    """``u = q + lambda p``, with the variance frozen."""
-    del inverse_k
-    return decayed(momentum_over_root(fresh, inverse_root, size), p, rate)
+    """``u = q + lambda p``, with the variance frozen; from ``k |m|`` (``k_size``)."""
+    return decayed(momentum_over_root(fresh, inverse_root, inverse_k * k_size), p, rate)
 
 
-def ratios(bounds: Bounds, eps: Any, last: jax.Array, tensors: Sequence[Tensor]) -> jax.Array:
+def ratios(
+    bounds: Bounds, eps: Any, last: jax.Array, alike: Alike, tensors: Sequence[Tensor]
+) -> jax.Array:
     r"""``r``: the factor by which the fresh variance would change the largest step of a tensor.
 
     Args:
       bounds: the bounds of the ratio and of its relative change.
       eps: added to the root of the variance.
       last: the last ratios.
-      tensors: the arguments of :func:`frozen_update`.
+      alike: over the tensors.
+      tensors: from :func:`tensors_of`, the arguments of :func:`frozen_update`.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
-        _, inverse_k, fresh, inverse_root, size, _ = of_tensor
-        q = momentum_over_root(fresh, inverse_root, size)
+        _, inverse_k, fresh, inverse_root, k_size, _ = of_tensor
+        q = momentum_over_root(fresh, inverse_root, inverse_k * k_size)
         fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
         least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
         return q**2, frozen_update(*of_tensor) ** 2, least
 
-    squared_q, squared_u, least = _for_each(terms, tensors, SUM, SUM, LEAST)
+    squared_q, squared_u, least = _for_each(terms, alike, tensors, SUM, SUM, LEAST)
     f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
     w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
     w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)

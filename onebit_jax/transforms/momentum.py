@@ -100,6 +100,9 @@ def update_moments(
         mean = jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)
         return mean.astype(m.dtype)
 
+    def second_moment(v: jax.Array, g: jax.Array) -> jax.Array:
+        return b2 * v + (1 - b2) * g**2
+
     m, v = list(momentum.m_then_compensated.value), list(v)
     for group in layout.quarters():
         leaves = [i for place in group for i in layout.leaves_of(place)]
@@ -108,7 +111,7 @@ def update_moments(
             g = own if averaged else gradient_mean.dense(own)
             pieces = layout.gather_pieces(group, dict(zip(leaves, g, strict=True)))
             new_m = [first_moment(x, y) for x, y in zip(over[0], pieces, strict=True)]
-            return new_m, [b2 * x + (1 - b2) * y**2 for x, y in zip(over[1], g, strict=True)]
+            return new_m, layout.alike(leaves).map(second_moment, over[1], g)
 
         new_m, new_v = overwrite_if(
             when,

@@ -179,7 +179,7 @@ class OnebitAdam(PhasedAlgorithm):
             update.when,
         )
         _, correction = self.corrections(state.progress.count + 1)
-        norms = sum_over_shards(exchange.layout.sums(v)) / correction
+        norms = sum_over_shards(exchange.layout.alike().sums(v)) / correction
         return state._replace(
             variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
             v_then_inverse_root=tree.unflatten(v),
@@ -195,27 +195,30 @@ class OnebitAdam(PhasedAlgorithm):
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
         del params
         _, correction = self.corrections(state.progress.count + 1)
-        inverse_root = jax.tree.map(
-            lambda v: jnp.where(v > 0, 1 / root(v, correction, self.eps, self.eps_root), 0.0),
-            state.v_then_inverse_root,
-        )
+        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+
+        def inverse(v: jax.Array) -> jax.Array:
+            return jnp.where(v > 0, 1 / root(v, correction, self.eps, self.eps_root), 0.0)
+
+        inverse_root = tree.unflatten(exchange.layout.alike().map(inverse, v))
         m = state.momentum.m_then_compensated.value
         return state._replace(
             variance_at=state.progress.count + 1,
             v_then_inverse_root=inverse_root,
-            momentum=moments.activate(self._bound(state), state.momentum, m, inverse_root),
+            momentum=moments.activate(exchange, state.momentum, m, inverse_root),
         )
 
     def compressed_step(self, state: State, update: Update) -> State:
         """``m <- EC1(b1 m + (1 - b1) g_i)``."""
         exchange = self._bound(state)
         m, g = moments.last(exchange, state.momentum), exchange.node_mean(update.grads)
-        return self._with_momentum(state, m, g, update)
+        return self._with_momentum(exchange, state, m, g, update)
 
-    def _with_momentum(self, state: State, m: Arrays, g: Arrays, update: Update) -> State:
+    def _with_momentum(
+        self, exchange: BoundExchange, state: State, m: Arrays, g: Arrays, update: Update
+    ) -> State:
         m_i = [jnp.multiply(self.b1, x) + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         first = state.progress.count == state.progress.frozen_at
-        exchange = self._bound(state)
         return state._replace(
             momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
         )
@@ -243,8 +246,8 @@ class OnebitAdam(PhasedAlgorithm):
             gradients=gradients,
         )
         # The residuals are written here before they are read, and so anew in any case.
-        waiting = update._replace(beside=None)
-        return self._with_momentum(state, m, exchange.node_mean(update.grads), waiting)
+        waiting, g = update._replace(beside=None), exchange.node_mean(update.grads)
+        return self._with_momentum(exchange, state, m, g, waiting)
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""
@@ -261,7 +264,8 @@ class OnebitAdam(PhasedAlgorithm):
                 return m * y
             return jnp.where(frozen, m * y, m / root(y, of_v, self.eps, self.eps_root))
 
-        return jax.tree.leaves(jax.tree.map(over_root, m, state.v_then_inverse_root))
+        arrays = map(jax.tree.leaves, (m, state.v_then_inverse_root))
+        return exchange.layout.alike().map(over_root, *arrays)
 
     def carry(self, state: State, like: Any) -> Any:
         """Momentum and residuals."""

@@ -15,8 +15,8 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
+from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
-from onebit_jax.collectives.layout import end_to_end
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import momentum as moments
@@ -30,7 +30,13 @@ from onebit_jax.transforms.algorithm import (
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.lamb_coefficients import Bounds, Tensor, decayed, frozen_update
+from onebit_jax.transforms.lamb_coefficients import (
+    Bounds,
+    Tensor,
+    decayed,
+    frozen_update,
+    tensors_of,
+)
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
@@ -154,26 +160,19 @@ class OnebitLamb(PhasedAlgorithm):
     def _bound(self, state: State) -> BoundExchange:
         return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
-    def _dense_momenta(self, state: State) -> Arrays:
-        """``m_l`` from the dense form of the momentum, which holds ``k_l m_l`` once v is frozen."""
-        exchange, inverse_k = self._bound(state), 1 / state.momentum_scales
-        k_m = _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
-        return [inverse_k[i] * x for i, x in enumerate(k_m)]
-
-    def _momentum_sizes(self, state: State) -> Arrays:
+    def _momentum_sizes(self, exchange: BoundExchange, state: State) -> Arrays:
         """``|k_l m_l|`` in compression; behind servers constant within a chunk."""
-        exchange = self._bound(state)
         if not exchange.compresses or exchange.one_stage:
             F = _fused(exchange, moments.compressed(exchange, state.momentum))
-            return [jnp.abs(x) for x in _cut(exchange, F)]
+            return _cut(exchange, jnp.abs(F))
         scales = exchange.layout.scales(state.momentum.received).reshape(-1)
         return _spread(exchange, scales)
 
     def dense_step(self, state: State, update: Update) -> State:
         """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
+        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
         momentum, gradients, v = moments.update_moments(
-            self._bound(state),
+            exchange,
             self.gradient_mean,
             (self.b1, self.b2),
             (state.momentum, state.gradients, v),
@@ -190,13 +189,9 @@ class OnebitLamb(PhasedAlgorithm):
         def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
             return decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
 
-        tensors = [
-            Tensor((rate,), (m, v, p))
-            for rate, m, v, p in zip(
-                rates, self._dense_momenta(state), v, update.params, strict=True
-            )
-        ]
-        c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, tensors)
+        alike, m = exchange.layout.alike(), _dense_momenta(exchange, state)
+        tensors = tensors_of(alike, (rates,), (m, v, update.params))
+        c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, alike, tensors)
         running = lamb_coefficients.running_coefficients(self.bounds, state.coefficients, c)
         # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
         norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
@@ -209,13 +204,15 @@ class OnebitLamb(PhasedAlgorithm):
     def freeze(self, state: State, params: Any) -> State:
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
         del params
-        exchange, m = self._bound(state), self._dense_momenta(state)
-        inverse_root = jax.tree.map(
-            lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0),
-            state.v_then_inverse_root,
-        )
-        k = lamb_coefficients.momentum_scales(m, jax.tree.leaves(inverse_root))
-        scaled = [k[i] * x for i, x in enumerate(m)]
+        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+        alike, m = exchange.layout.alike(), _dense_momenta(exchange, state)
+
+        def inverse(v: jax.Array) -> jax.Array:
+            return jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0)
+
+        roots = alike.map(inverse, v)
+        k = lamb_coefficients.momentum_scales(alike, m, roots)
+        inverse_root, scaled = tree.unflatten(roots), _scaled(alike, k, m)
         k_m = _joined(exchange, scaled, onto=state.fresh_variance)
         held = state.momentum.m_then_compensated.value
         arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
@@ -228,18 +225,23 @@ class OnebitLamb(PhasedAlgorithm):
 
     def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
         """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
-        exchange, k = self._bound(state), state.momentum_scales
-        roots = jax.tree.leaves(state.v_then_inverse_root)
-        v = [jnp.where(x > 0, k[i] * (1 / x - self.eps), 0.0) ** 2 for i, x in enumerate(roots)]
+        exchange, roots = self._bound(state), jax.tree.leaves(state.v_then_inverse_root)
+        alike = exchange.layout.alike()
+
+        def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
+            return jnp.where(root > 0, k * (1 / root - self.eps), 0.0) ** 2
+
+        tensors = tensors_of(alike, (state.momentum_scales,), (roots,))
+        v = alike.unstack([x.map(v_of) for x in tensors])
         F = _fused(exchange, moments.compressed(exchange, state.momentum))
         joined = _joined(exchange, v)
         return lamb_coefficients.fresh_variance(self.b1, self.b2, joined, F, k_m)
 
     def compressed_step(self, state: State, update: Update) -> State:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
-        exchange, k = self._bound(state), state.momentum_scales
-        first = state.progress.count == state.progress.frozen_at
-        g = exchange.node_mean([k[i] * x.astype(jnp.float32) for i, x in enumerate(update.grads)])
+        exchange, first = self._bound(state), state.progress.count == state.progress.frozen_at
+        alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
+        g = exchange.node_mean(_scaled(alike, state.momentum_scales, grads))
         m = moments.last(exchange, state.momentum)
         last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
         m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
@@ -259,44 +261,48 @@ class OnebitLamb(PhasedAlgorithm):
         later = lamb_coefficients.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
         fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
         state = state._replace(fresh_variance=fresh)
-        tensors = self._compressed_tensors(state, update.params, state.progress.count)
-        r = lamb_coefficients.ratios(self.bounds, self.eps, state.ratios, tensors)
+        tensors = self._compressed_tensors(exchange, state, update.params, state.progress.count)
+        r = lamb_coefficients.ratios(self.bounds, self.eps, state.ratios, alike, tensors)
         r = keep(update.when, r, state.ratios)
         factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
         return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
 
-    def _compressed_tensors(self, state: State, params: Arrays, count: jax.Array) -> list[Tensor]:
+    def _compressed_tensors(
+        self, exchange: BoundExchange, state: State, params: Arrays, count: jax.Array
+    ) -> list[Tensor]:
         """The arguments of :func:`~.lamb_coefficients.frozen_update`."""
-        inverse_k = 1 / state.momentum_scales
         y, tree = jax.tree.flatten(state.v_then_inverse_root)
         rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), count)
-        fresh = _cut(self._bound(state), state.fresh_variance)
-        sizes = self._momentum_sizes(state)
-        return [
-            Tensor((rates[i], inverse_k[i]), (fresh[i], y[i], inverse_k[i] * sizes[i], params[i]))
-            for i in range(len(params))
-        ]
+        arrays = (_cut(exchange, state.fresh_variance), y, self._momentum_sizes(exchange, state))
+        return tensors_of(
+            exchange.layout.alike(), (rates, 1 / state.momentum_scales), (*arrays, params)
+        )
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ r u`` in compression."""
         del received
         last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
         compressed = state.progress.phase == PHASES.index("compression")
-        u = []
+        exchange, (y, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+        alike, u = exchange.layout.alike(), []
         if update.phase != "warmup":
-            tensors = self._compressed_tensors(state, update.params, last)
+            tensors = self._compressed_tensors(exchange, state, update.params, last)
             u = [x.map(frozen_update) for x in tensors]
         if update.phase != "compression":
-            v, tree = jax.tree.flatten(state.v_then_inverse_root)
             rates = lamb_coefficients.decay_rates(self, tree.unflatten(update.params), last)
-            dense = [
-                decayed(m * jnp.where(frozen, y, 1 / (jnp.sqrt(y) + self.eps)), p, rate)
-                for m, y, p, rate in zip(
-                    self._dense_momenta(state), v, update.params, rates, strict=True
-                )
-            ]
+
+            def dense_update(
+                rate: Any, inverse_k: jax.Array, k_m: jax.Array, y: jax.Array, p: jax.Array
+            ) -> jax.Array:
+                inverse_root = jnp.where(frozen, y, 1 / (jnp.sqrt(y) + self.eps))
+                return decayed(inverse_k * k_m * inverse_root, p, rate)
+
+            k_m = _dense_momenta(exchange, state)
+            tensors = tensors_of(alike, (rates, 1 / state.momentum_scales), (k_m, y, update.params))
+            dense = [x.map(dense_update) for x in tensors]
             u = [jnp.where(compressed, x, y) for x, y in zip(u, dense)] if u else dense  # noqa: B905
-        return [state.factors[i] * x for i, x in enumerate(u)]
+        factors = alike.numbers(state.factors)
+        return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
 
     def carry(self, state: State, like: Any) -> Any:
         """Momentum, residuals and the fresh variance of each tensor."""
@@ -329,6 +335,17 @@ def _fused(exchange: BoundExchange, pieces: Arrays) -> jax.Array:
     return pieces[0].reshape(shape) if pieces else jnp.zeros(shape, jnp.float32)
 
 
+def _dense_momenta(exchange: BoundExchange, state: State) -> Arrays:
+    """``m_l`` from the dense form of the momentum; ``k_l m_l`` once v is frozen."""
+    return _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
+
+
+def _scaled(alike: Alike, numbers: jax.Array, tensors: Arrays) -> Arrays:
+    """Each tensor times its number."""
+    stacked = zip(alike.numbers(numbers), alike.stack(tensors), strict=True)
+    return alike.unstack([k * x for k, x in stacked])
+
+
 def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
     """Splits ``[n, 8, B]`` into its tensors."""
     return exchange.layout.cut(fused, range(len(exchange.layout.shapes)))
@@ -338,7 +355,8 @@ def _joined(exchange: BoundExchange, tensors: Arrays, onto: jax.Array | None = N
     """Concatenates tensors to ``[n, 8, B]``, with the padding of ``onto`` or of zeros."""
     shape = _shape(exchange)
     onto = jnp.zeros(shape, jnp.float32) if onto is None else onto
-    return end_to_end(tensors, onto.reshape(-1)).reshape(shape)
+    layout = exchange.layout
+    return layout.join(range(len(layout.shapes)), tensors, onto.reshape(-1)).reshape(shape)
 
 
 def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
@@ -349,11 +367,10 @@ def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
         # One comparison for each chunk boundary inside the tensor: an index into the chunks would
         # take a division for each element.
         bounds = [j for j in range(len(of_chunks)) if start < j * chunk < start + size]
-        position = lax.iota(jnp.uint32, size)
         values = jnp.full((size,), of_chunks[start // chunk if size else 0])
         for j in bounds:
             boundary = np.uint32(j * chunk - start)
-            values = jnp.where(position >= boundary, of_chunks[j], values)
+            values = jnp.where(lax.iota(jnp.uint32, size) >= boundary, of_chunks[j], values)
         tensors.append(values.reshape(shape))
         start += size
     return tensors

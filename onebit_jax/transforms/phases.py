@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Phase = Literal["warmup", "compression", "local", "sync", "refresh"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -48,4 +49,5 @@ def begin(upcoming: Any = ()) -> Progress:
 
 def keep(when: jax.Array, new: Any, old: Any) -> Any:
     """The new tree where ``when``, else the old one, as after a refused update."""
-    return jax.tree.map(lambda x, y: jnp.where(when, x, y), new, old)
+    # Not jnp.where, which takes three times as many instructions for each tensor.
+    return jax.tree.map(lambda x, y: lax.select(when, x, y), new, old)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
@@ -188,22 +189,25 @@ class ZeroOneAdam(PhasedAlgorithm):
     def adam_update(self, state: State, params: Arrays, count: jax.Array) -> Arrays:
         """``- lr (m / (sqrt(v) + eps) + wd p)``."""
         lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
-        roots = jax.tree.leaves(state.inverse_root)
-        shared = equal_on_all_workers(jax.tree.leaves(state.m))
-        u = [-lr * (m[0] * root) for m, root in zip(shared, roots, strict=True)]
+        shared = [lax.squeeze(m, (0,)) for m in equal_on_all_workers(jax.tree.leaves(state.m))]
+        alike, roots = self._bound(state).layout.alike(), jax.tree.leaves(state.inverse_root)
+        u = alike.map(lambda m, root: -lr * (m * root), shared, roots)
         return self.decayed(state, u, p, count)
 
     def dense_step(self, state: State, update: Update) -> State:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
         g, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
-        old = jax.tree.leaves(state.v_then_y)
-        v = [self.b2 * x + (1 - self.b2) * y**2 for x, y in zip(old, g, strict=True)]
-        roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in v]
+        exchange = self._bound(state)
+        alike = exchange.layout.alike()
+        old, g_stacked = alike.stack(jax.tree.leaves(state.v_then_y)), alike.stack(g)
+        new_v = [self.b2 * x + (1 - self.b2) * y**2 for x, y in zip(old, g_stacked, strict=True)]
+        new_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in new_v]
+        v, roots = alike.unstack(new_v), alike.unstack(new_roots)
         new = state._replace(
             m=PerWorker(_like(state, momentum(self.b1, state, g))),
             inverse_root=_like(state, roots),
             v_then_y=_like(state, v),
-            exchange=self._bound(state).activate(state.exchange, v),
+            exchange=exchange.activate(state.exchange, v),
             gradients=gradients,
         )
         return keep(update.when, new, state)
@@ -280,12 +284,14 @@ class ZeroOneAdam(PhasedAlgorithm):
         if update.phase not in ("local", "sync"):
             before = self.adam_update(state, update.params, state.progress.count - 1)
         if update.phase not in ("warmup", "compression"):
-            begun = state.local_steps > 0
-            trees = (state.v_then_y, state.accumulated, state.inverse_root)
-            after = [
-                (y - jnp.where(begun, B[0], 0.0) * root) - p.astype(jnp.float32)
-                for y, B, root, p in zip(*map(jax.tree.leaves, trees), update.params, strict=True)
-            ]
+            begun, trees = state.local_steps > 0, (state.v_then_y, state.inverse_root)
+            B = [lax.squeeze(x, (0,)) for x in jax.tree.leaves(state.accumulated)]
+
+            def moved(y: jax.Array, root: jax.Array, B: jax.Array, p: jax.Array) -> jax.Array:
+                return (y - jnp.where(begun, B, 0.0) * root) - p.astype(jnp.float32)
+
+            alike = self._bound(state).layout.alike()
+            after = alike.map(moved, *map(jax.tree.leaves, trees), B, update.params)
         if before is None or after is None:
             return before or after or []
         return keep(state.progress.phase >= PHASES.index("local"), after, before)

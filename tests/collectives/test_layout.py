@@ -65,7 +65,7 @@ def test_pieces_and_trees(monkeypatch, sizes, grouping, planes, small):
         whole, own = pieces, layout.shard(pieces)
         if layout.shards:
             whole = [jax.lax.all_gather(x, PAIR[1]) for x in own]
-        return pieces, parts, whole, layout.scatter(pieces), layout.sums(tree)
+        return pieces, parts, whole, layout.scatter(pieces), layout.alike().sums(tree)
 
     results = laid_out(ways, form, tree)
     assert_workers_agree(results)
