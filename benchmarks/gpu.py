@@ -96,7 +96,8 @@ def encode(
       The new compensated value, its scale and its packed signs.
     """
     takes_part = unpack_flags(active, axis=1).reshape(value.shape)
-    c = one_bit.compensate(value, compensated, scale, takes_part, residual_decay=1.0, when=True)
+    always = jnp.bool(True)
+    c = one_bit.compensate(value, compensated, scale, takes_part, residual_decay=1.0, when=always)
     [scale] = one_bit.scale(one_bit.power_sum(c, "rms"), jnp.float32(value.size), "rms")
     return c, scale, pack(c.reshape(1, 8, *active.shape[1:]) >= 0, 1, axis=1)
 

@@ -6,23 +6,50 @@
 them with every worker on a single device, (data 2).
 """
 
-import argparse
+import dataclasses
+import pathlib
 import statistics
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tyro
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from train import record
 from train.lm import data
 from train.lm.model import LMConfig, init_params, next_token_loss
 
 SLOW, FAST = "data", "fsdp"
+
+Way = Literal["whole", "shard", "tensor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to train."""
+
+    size: str = "nano"
+    """Size of the model."""
+    steps: int = 300
+    """Updates of a run, of which a fifth are warm-up."""
+    batch_size: int = 16
+    """Sequences in a step, of all workers."""
+    sequence_length: int = 64
+    """Tokens of a sequence."""
+    learning_rate: float = 4e-3
+    """The peak of the schedule."""
+    seed: int = 0
+    """Of the parameters."""
+    only: tuple[Way, ...] = ("whole", "shard", "tensor")
+    """Every worker on one device, one scale for each shard, one scale for each tensor."""
+    json: pathlib.Path = pathlib.Path("runs/benchmarks/shard_scales.json")
+    """File to write the figures to."""
 
 
 def split_rows(params: Any) -> Any:
@@ -37,25 +64,26 @@ def draw(text: np.ndarray, count: int, length: int, seed: int) -> dict[str, np.n
     return {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
 
 
-def train(arguments: argparse.Namespace, texts: data.Texts, fsdp: int, scale_per: Any) -> None:
-    """Trains one model and prints how it went."""
+def train(options: Options, texts: data.Texts, way: Way) -> dict[str, float]:
+    """Trains one model, and says how it went."""
+    fsdp, scale_per = (1, "shard") if way == "whole" else (4, way)
     mesh = jax.make_mesh(
         (2, fsdp),
         (SLOW, FAST),
         devices=jax.devices()[: 2 * fsdp],
         axis_types=(AxisType.Auto,) * 2,
     )
-    config = LMConfig.of_size(arguments.size)
-    params = init_params(config, arguments.seed)
+    config = LMConfig.of_size(options.size)
+    params = init_params(config, options.seed)
     specs = split_rows(params)
     params = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, arguments.learning_rate, arguments.steps // 20, arguments.steps
+        0.0, options.learning_rate, options.steps // 20, options.steps
     )
     tx = onebit_jax.on_mesh(
         onebit_jax.onebit_adam(
             rate,
-            warmup=arguments.steps // 5,
+            warmup=options.steps // 5,
             axis_name=SLOW,
             exchange=onebit_jax.ExchangeOptions(scale_per=scale_per),
         ),
@@ -74,9 +102,9 @@ def train(arguments: argparse.Namespace, texts: data.Texts, fsdp: int, scale_per
     step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=SLOW), donate_argnums=0)
     rows = NamedSharding(mesh, P((SLOW, FAST)))
     losses, seconds = [], []
-    for i in range(arguments.steps):
+    for i in range(options.steps):
         batch = jax.device_put(
-            draw(texts.train, arguments.batch_size, arguments.sequence_length, i), rows
+            draw(texts.train, options.batch_size, options.sequence_length, i), rows
         )
         start = time.perf_counter()
         state, metrics = step(state, batch)
@@ -84,36 +112,25 @@ def train(arguments: argparse.Namespace, texts: data.Texts, fsdp: int, scale_per
         seconds.append(time.perf_counter() - start)
     trained = jax.device_get(onebit_jax.worker_copy(state[0]))
     judge = jax.jit(lambda batch: loss_fn(trained, batch)[0])
-    heldout = [
-        judge(draw(texts.heldout, 32, arguments.sequence_length, 10**6 + i)) for i in range(8)
-    ]
-    compressed = seconds[arguments.steps // 5 + 2 :]
-    print(
-        f"(data 2, fsdp {fsdp}), one scale per {scale_per}: "
-        f"training loss of the last tenth {np.mean(losses[-arguments.steps // 10 :]):.4f}, "
-        f"held out {float(jnp.mean(jnp.stack(heldout))):.4f}, "
-        f"median compressed step {1000 * statistics.median(compressed):.1f} ms",
-        flush=True,
-    )
+    heldout = [judge(draw(texts.heldout, 32, options.sequence_length, 10**6 + i)) for i in range(8)]
+    figures = {
+        "training loss of the last tenth": float(np.mean(losses[-options.steps // 10 :])),
+        "held-out loss": float(jnp.mean(jnp.stack(heldout))),
+        "compressed step, ms": 1000 * statistics.median(seconds[options.steps // 5 + 2 :]),
+    }
+    told = ", ".join(f"{name} {figure:.4f}" for name, figure in figures.items())
+    print(f"(data 2, fsdp {fsdp}), one scale per {scale_per}: {told}", flush=True)
+    return figures
 
 
-def main() -> None:
+def main(options: Options) -> None:
     """Trains what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="nano")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--sequence-length", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", default=["whole", "shard", "tensor"])
-    arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     texts = data.load(None, None)
-    for name in arguments.only:
-        fsdp, scale_per = (1, "shard") if name == "whole" else (4, name)
-        train(arguments, texts, fsdp, scale_per)
+    figures = {way: train(options, texts, way) for way in options.only}
+    record.write(options.json, options, figures)
+    print(f"wrote {options.json}")
 
 
 if __name__ == "__main__":
-    main()
+    main(tyro.cli(Options))
