@@ -290,23 +290,18 @@ class Layout:
     def join(
         self, group: Sequence[int], leaves: Sequence[jax.Array], onto: jax.Array | None = None
     ) -> jax.Array:
-        """Lays leaves of one dtype end to end.
+        """Lays leaves end to end: all of one of ``tensors``, or of a fused layout.
 
         Args:
-          group: their places, in ascending order: one of ``tensors``, or all of a fused layout.
-          leaves: arrays of their shapes.
-          onto: a flat array to write them over, which may be longer; by default one that just fits.
+          group: their places, in ascending order.
+          leaves: arrays of their shapes, of one dtype.
+          onto: as for :func:`end_to_end`.
         """
-        if onto is None:
-            if len(leaves) == 1:
-                return leaves[0]
-            onto = jnp.zeros(sum(x.size for x in leaves), leaves[0].dtype)
-        # One after the other into one array: XLA for CPUs (JAX 0.10.2, not reported) writes out
-        # each tensor that goes into a concatenation, and then all of them once more.
-        for start, x in zip(self._starts(group), leaves, strict=True):
-            if x.size:
-                onto = lax.dynamic_update_slice(onto, x.reshape(-1), (self.at[start],))
-        return onto
+        if onto is None and len(leaves) == 1:
+            return leaves[0]
+        placed = zip(self._starts(group), leaves, strict=True)
+        filled = [(self.at[start], x) for start, x in placed if x.size]
+        return end_to_end([x for _, x in filled], [start for start, _ in filled], onto)
 
     def gather_pieces(self, places: Sequence[int], leaves: Mapping[int, jax.Array]) -> list[Any]:
         """Some pieces, of all shards, from the leaves that they are made of."""
@@ -437,6 +432,33 @@ def scale_bytes(scales: jax.Array) -> jax.Array:
 def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
     part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
     return part.reshape(*rows.shape[:-1], count, *plane)
+
+
+def end_to_end(
+    tensors: Sequence[jax.Array],
+    starts: Sequence[Any] | None = None,
+    onto: jax.Array | None = None,
+) -> jax.Array:
+    """Lays tensors end to end in one array.
+
+    Args:
+      tensors: arrays of one dtype.
+      starts: where each begins, if XLA should not know it (:func:`hide_constants`).
+      onto: a flat array to write them over, which may be longer; by default one that just fits.
+
+    >>> end_to_end([jnp.ones(3), jnp.full((2, 1), 2.0)])
+    Array([1., 1., 1., 2., 2.], dtype=float32)
+    """
+    sizes = [x.size for x in tensors]
+    if starts is None:
+        starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    if onto is None:
+        onto = jnp.zeros(sum(sizes), tensors[0].dtype)
+    # One after the other into one array: XLA for CPUs (JAX 0.10.2, not reported) writes out each
+    # tensor that goes into a concatenation, and then all of them once more.
+    for x, start in zip(tensors, starts, strict=True):
+        onto = lax.dynamic_update_slice(onto, x.reshape(-1), (start,))
+    return onto
 
 
 def padded(x: jax.Array, shape: Shape) -> jax.Array:

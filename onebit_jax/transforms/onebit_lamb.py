@@ -17,7 +17,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
@@ -164,7 +164,8 @@ class OnebitLamb(PhasedAlgorithm):
         """``|k_l m_l|`` in compression; behind servers constant within a chunk."""
         if not exchange.compresses or exchange.one_stage:
             F = _fused(exchange, moments.compressed(exchange, state.momentum))
-            return _cut(exchange, jnp.abs(F))
+            # Written first: to decode a part of it anew for each tensor takes divisions.
+            return _cut(exchange, materialize(jnp.abs(F), exchange.axes.node))
         scales = exchange.layout.scales(state.momentum.received).reshape(-1)
         return _spread(exchange, scales)
 
