@@ -1,5 +1,6 @@
 """Buckets that leave during the backward pass: the same steps, and the order in the program."""
 
+import itertools
 import re
 from typing import Any
 
@@ -112,18 +113,18 @@ def test_steps_are_those_of_one_message(name, workers):
     assert np.any(cut[-1][0]["0"]["kernel"] != cut[_BAD[1]][0]["0"]["kernel"])
 
 
-def _compiled(bucket_bytes: int | None, workers: int = 2, **options: Any) -> jax.stages.Compiled:
+def _lowered(bucket_bytes: int | None, workers: int = 2, **options: Any) -> jax.stages.Lowered:
     mesh, tx = _mesh(workers), _make("onebit_adam", ExchangeOptions(bucket_bytes=bucket_bytes))
     params = jax.eval_shape(lambda: _params(_LARGE))
     step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
     state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
     batch = _batch(workers, 0, _LARGE)
-    return step.lower(params, state, batch, phase="compression").compile()
+    return step.lower(params, state, batch, phase="compression")
 
 
 def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
     """A letter for each matmul that makes a gradient, and for each collective of bytes."""
-    text = _compiled(bucket_bytes, workers, **options).as_text()
+    text = _lowered(bucket_bytes, workers, **options).compile().as_text()
     assert text is not None
     assert "is_scheduled=true" in text
     found = re.findall(
@@ -145,6 +146,28 @@ def test_buckets_leave_before_the_last_gradient_is_there(workers):
     assert "x" not in order[: order.rindex("g")], order
 
 
+def test_buckets_leave_one_after_the_other():
+    """As the program asks, which XLA for GPUs keeps to: benchmarks/schedules.py."""
+    text = _lowered(2**12, workers=4).as_text("hlo")
+    bodies = hlo.Module(text).computations.values()
+    [body] = [body for body in bodies if any(x.op == "all-to-all" for x in body.values())]
+    sent = [name for name, x in body.items() if x.op == "all-to-all"]
+    assert len(sent) == LAYERS
+    for earlier, later in itertools.pairwise(sent):
+        assert earlier in _ancestors(body, later)
+    matmuls = {name for name, x in body.items() if x.op == "dot"}
+    assert matmuls - _ancestors(body, sent[0])
+
+
+def _ancestors(body: dict[str, hlo.Instruction], name: str) -> set[str]:
+    found, left = set(), [name]
+    while left:
+        fresh = set(body[left.pop()].operands).intersection(body) - found
+        found |= fresh
+        left += fresh
+    return found
+
+
 def test_clipping_waits_for_the_norm_of_all_gradients():
     order = _order(2**12, max_grad_norm=1.0)
     assert "x" not in order[: order.rindex("g")], order
@@ -153,7 +176,7 @@ def test_clipping_waits_for_the_norm_of_all_gradients():
 @pytest.mark.parametrize("bucket_bytes", [2**12, None])
 def test_a_step_writes_new_residuals_beside_the_old_and_copies_neither(bucket_bytes):
     """But in the loop that a step enters which is left out; gradients' memory is taken for them."""
-    compiled = _compiled(bucket_bytes)
+    compiled = _lowered(bucket_bytes).compile()
     text, sizes = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert sizes is not None

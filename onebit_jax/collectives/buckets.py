@@ -6,12 +6,13 @@ the other, each bucket travels while the rest of the gradients are computed.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from onebit_jax.collectives.packing import join_sections
+from onebit_jax.collectives.xla_workarounds import separate
 
 # What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
 _CPU_BUCKET_BYTES = 2**18
@@ -80,16 +81,20 @@ def in_buckets(
     flat = [x.reshape(*leading, -1) for x in sections]
     if limit is None or sum(x.shape[-1] for x in flat) <= limit:
         return collective(join_sections(flat, leading))
+    in_order = bool(order)
     order = [*order, *(i for i in range(len(flat)) if i not in set(order))]
     received: list[list[jax.Array]] = [[] for _ in flat]
+    rows: Any = ()
     for bucket in buckets_of([flat[i].shape[-1] for i in order], limit):
         parts = [part._replace(section=order[part.section]) for part in bucket]
         sent = [flat[part.section][..., part.start : part.end] for part in parts]
-        rows = collective(jnp.concatenate(sent, -1))
+        together = jnp.concatenate(sent, -1)
+        # One after the other: XLA for GPUs would merge them, or start the last one first.
+        rows = collective(separate(together, rows) if in_order else together)
         start = 0
         for part in parts:
             end = start + part.end - part.start
             received[part.section].append(rows[..., start:end])
             start = end
-    rows = [part for parts in received for part in parts]
-    return join_sections(rows, rows[0].shape[:-1])
+    in_sections = [part for parts in received for part in parts]
+    return join_sections(in_sections, in_sections[0].shape[:-1])

@@ -35,6 +35,7 @@ from onebit_jax.collectives.error_feedback import (
 )
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack
+from onebit_jax.collectives.xla_workarounds import separate
 from onebit_jax.markers import PerWorker
 
 # 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
@@ -141,18 +142,13 @@ class KBits:
         """The worker's stage: sections of rows to send, ``[chunks, bytes]``; the next state."""
         if not self.keeps_residuals:
             return self._rounded(layout, values), ()
-        held, last_scales = state.worker.value
-        compensated, scales, sections = [], [], []
+        compensated = self._compensated(layout, values, state, call)
+        scales, sections = [], []
         squared = jnp.float32(0)
-        for piece, z, last in zip(layout.pieces, values, held, strict=True):
-            last_s = piece.scales_of(last_scales, layout.at)
-            e = residual(last, last_s, self.bits)
-            c = jnp.where(call.when, z[None] + call.residual_decay * e, last)
-            # Materialized once; the scales and the levels read it.
-            c = lax.optimization_barrier(c)
+        for piece, c in zip(layout.pieces, compensated, strict=True):
             # The last scales may exceed those of the last c: see `with_residual`.
+            last_s = piece.scales_of(state.worker.value.scales, layout.at)
             s = jnp.where(call.when, block_scales(c), last_s)
-            compensated.append(c)
             scales.append(s)
             sections.append(piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits))
             sample, times = _sampled_rows(c.shape[-2], c.size)
@@ -163,6 +159,22 @@ class KBits:
             worker=PerWorker(Compensated(compensated, s)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
+
+    def _compensated(
+        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
+    ) -> list[jax.Array]:
+        """``c_i`` in pieces; each after those that leave before it, if they leave early."""
+        held, last_scales = state.worker.value
+        made: dict[int, jax.Array] = {}
+        c: Any = ()
+        for place in layout.backward_order():
+            scales = layout.pieces[place].scales_of(last_scales, layout.at)
+            scales = scales if call.late is None else separate(scales, c)
+            e = residual(held[place], scales, self.bits)
+            c = jnp.where(call.when, values[place][None] + call.residual_decay * e, held[place])
+            # Materialized once; the scales and the levels read it.
+            c = made[place] = lax.optimization_barrier(c)
+        return [made[place] for place in range(len(held))]
 
     def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> list[jax.Array]:
         """The sections to send without error feedback."""

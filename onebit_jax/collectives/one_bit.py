@@ -47,6 +47,7 @@ from onebit_jax.collectives.error_feedback import (
 )
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
+from onebit_jax.collectives.xla_workarounds import separate
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
@@ -267,37 +268,47 @@ class OneBit:
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
     ) -> tuple[list[jax.Array], ExchangeState]:
         """The worker's stage: ``c_i``, ``s_i``, and what to send, sections ``[chunks, bytes]``."""
-        kind, nodes, at = self.scale, layout.axes.nodes, layout.at
+        kind, nodes = self.scale, layout.axes.nodes
         other: Scale = "mean_abs" if kind == "rms" else "rms"
-        held, last_scales = state.worker.value
-        active = layout.shard(state.active)
-        when = jnp.asarray(call.when)
-        compensated, sums, others, sections = [], [], [], []
-        for piece, z, last in zip(layout.pieces, values, held, strict=True):
-            c = compensate(
-                z,
-                last,
-                piece.spread(piece.scales_of(last_scales[0], at)),
-                piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2)),
-                call.residual_decay,
-                when,
-            )
-            compensated.append(c)
+        compensated = self._compensated(layout, values, state, call)
+        sums, others, sections = [], [], []
+        for piece, c in zip(layout.pieces, compensated, strict=True):
             blocks = c[0] if piece.joined else c
             sums.append(power_sum(blocks, kind))
             others.append(estimated_sum(blocks, other))
             sections.append(piece.pack(c[0] >= 0, 1))
-        counts = jnp.sum(active.counts, 0)
+        counts = jnp.sum(layout.shard(state.active).counts, 0)
         own_sums = jnp.concatenate(sums), jnp.concatenate(others)
         s = self._scales(own_sums[0], counts)
         squares, magnitudes = own_sums if kind == "rms" else own_sums[::-1]
         squared = jnp.sum(squared_residual(s, counts, squares, magnitudes))
         sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
-        kept = jnp.where(call.when, s[None], last_scales)
+        kept = jnp.where(call.when, s[None], state.worker.value.scales)
         return sections, state._replace(
             worker=PerWorker(Compensated(compensated, kept)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
+
+    def _compensated(
+        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
+    ) -> list[jax.Array]:
+        """``c_i`` in pieces; each after those that leave before it, if they leave early."""
+        held, last_scales = state.worker.value
+        active, at, when = layout.shard(state.active), layout.at, jnp.asarray(call.when)
+        made: dict[int, jax.Array] = {}
+        c: Any = ()
+        for place in layout.backward_order():
+            piece = layout.pieces[place]
+            scales = piece.scales_of(last_scales[0], at)
+            c = made[place] = compensate(
+                values[place],
+                held[place],
+                piece.spread(scales if call.late is None else separate(scales, c)),
+                piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2)),
+                call.residual_decay,
+                when,
+            )
+        return [made[place] for place in range(len(held))]
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call

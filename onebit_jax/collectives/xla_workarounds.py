@@ -96,6 +96,20 @@ def materialize(arrays: Arrays, axis_name: str) -> Arrays:
     )
 
 
+def separate(arrays: Arrays, before: Any) -> Arrays:
+    """``arrays``, whose readers XLA computes after ``before``, and in kernels of their own.
+
+    XLA for GPUs makes one kernel of what reads the same array for several tensors, so that the
+    first tensor's result has to wait for the last one's gradient. It cannot where one depends on
+    the other. XLA for CPUs and TPUs drops the barrier before it fuses.
+
+    Args:
+      arrays: a tree of arrays, small ones: they are written to memory.
+      before: a tree of arrays that are in memory anyway.
+    """
+    return lax.optimization_barrier((arrays, before))[0]
+
+
 def hide_constants(values: Iterable[int], axis_name: str) -> dict[int, jax.Array]:
     """Integers of which XLA for CPUs does not know that they are constants; uint32 ``[]``.
 

@@ -41,7 +41,6 @@ class Update(NamedTuple):
       grads: the worker's own gradients.
       params: the parameters, or None.
       when: where false, the state stays as it is; the same on all workers.
-      accepted: what of ``when`` is known before the gradients: whether the phase can follow.
       phase: the phase of the update; None for the upcoming phase in the state's ``progress``.
       extra_args: the other arguments of ``tx.update``.
       tree: the gradients in their original tree.
@@ -51,7 +50,6 @@ class Update(NamedTuple):
     grads: Arrays
     params: Any
     when: jax.Array
-    accepted: jax.Array
     phase: Phase | None
     extra_args: Mapping[str, Any]
     tree: Any
@@ -61,7 +59,7 @@ class Update(NamedTuple):
         """The options of an exchange; nothing that is sent waits for ``when`` if it need not."""
         if self.beside is None:
             return Call(self.when, residual_decay, server_decay)
-        return Call(self.accepted, residual_decay, server_decay, Late(self.when, self.beside))
+        return Call(True, residual_decay, server_decay, Late(self.when, self.beside))
 
 
 # Computes the state after an update in one phase.
@@ -177,7 +175,7 @@ class PhasedAlgorithm(Algorithm):
             chosen = update.when & (index == PHASES.index(phase))
 
             def make(state: Any, grads: Any, params: Any, when: Any, phase: Phase = phase) -> Any:
-                return self._make(phase, state, Update(grads, params, when, when, phase, {}, ()))
+                return self._make(phase, state, Update(grads, params, when, phase, {}, ()))
 
             reads = (update.grads, update.params, chosen)
             state = overwrite_if(chosen, make, state, *reads, axis_names=names)
@@ -249,7 +247,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         follows = jnp.bool(True) if phase is None else jnp.bool(algorithm.accepts(was, phase))
         accepted = follows if when is None else when.made & follows
         beside = None if when is None else when.beside
-        update = Update(grads, leaves, accepted, follows, phase, extra_args, updates, beside)
+        update = Update(grads, leaves, accepted, phase, extra_args, updates, beside)
         new, received = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(
