@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import onebit_jax
 from onebit_jax import ExchangeOptions
-from onebit_jax.collectives import layout
+from onebit_jax.collectives import alike, layout
 from onebit_jax.programs import hlo
 from tests.workers import AXIS
 
@@ -24,6 +24,7 @@ LAYERS, WIDTH = 4, 32
 def each_kernel_by_itself(monkeypatch):
     """As if it were large: small tensors travel together."""
     monkeypatch.setattr(layout, "SMALL", WIDTH)
+    monkeypatch.setattr(alike, "SMALL", WIDTH)
 
 
 _STEPS, _BAD, _LARGE = 9, (4, 7), 256
