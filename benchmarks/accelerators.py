@@ -103,6 +103,13 @@ def targets(options: Options) -> list[Target]:
     return ["h100", "v5e"] if options.target == "both" else [options.target]
 
 
+def look_for_no_device() -> None:
+    """Keeps JAX from looking for accelerators here; to be called before anything else."""
+    jax.config.update("jax_platforms", "cpu")
+    # Else libtpu asks a cloud's metadata server what machine this is, and waits for it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+
 def check(options: Options) -> str:
     """Checks options and plug-ins before anything is compiled.
 
@@ -304,9 +311,7 @@ def print_launches(found: dict[str, dict[str, Any]]) -> None:
 
 def main(options: Options) -> None:
     """Runs the checks; ends with exit status 1 where a program is not as it should be."""
-    jax.config.update("jax_platforms", "cpu")
-    # Else libtpu asks a cloud's metadata server what machine this is, and waits for it.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    look_for_no_device()
     config = check(options)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for target in targets(options):

@@ -1,42 +1,49 @@
-"""Steps of a model that is split over fast axes: their time here, their bytes on 8 x H100.
+"""Steps of a model that is split over fast axes: their time here, their bytes on GPUs and TPUs.
 
     python -m benchmarks.sharded
-    python -m benchmarks.sharded --target-config h100.txtpb
+    python -m benchmarks.sharded --target h100 --target-config h100.txtpb
+    python -m benchmarks.sharded --target v5e-slices
 
 The first command times 1-bit Adam's compressed step on (data 2, fsdp 2), four simulated devices,
 beside dense Adam split in the same way: 16 matrices whose rows lie over "fsdp", and whose gradients
 are matmuls. The dense step is a plain `jax.jit`, as without this library.
 
-The second compiles `train/lm` on (data 2, fsdp 2, tensor 2) ahead of time and says what each phase
-sends over which axis. It needs the plug-ins that `benchmarks.accelerators` names.
+The others compile `train/lm` on (data 2, fsdp 2, tensor 2) ahead of time and say what each phase
+sends over which axis: for 8 x H100; for a TPU v5e slice of 2x4 (`v5e`); or for two slices of 2x2,
+with "data" between them (`v5e-slices`). They need the plug-ins that `benchmarks.accelerators`
+names.
 """
 
 import dataclasses
 import functools
 import pathlib
+import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from benchmarks import tasks
-from benchmarks.accelerators import HARDWARE, missing_plugins
+from benchmarks import accelerators, tasks
+from benchmarks.accelerators import HARDWARE, Target
 from onebit_jax import wire
+from onebit_jax.programs import hlo
 from onebit_jax.training.sharded_model import ShardedModel
 from onebit_jax.transforms.phases import Phase
 from train import record
 from train.lm.model import LMConfig, init_params, next_token_loss
 from train.lm.sharding import FAST_AXES, FSDP, gathered, param_specs
+
+Machine = Literal["h100", "v5e", "v5e-slices"]
 
 SLOW = "data"
 _RATE = 1e-4
@@ -50,8 +57,10 @@ class Options:
     """Rows and columns of the matrices that are timed."""
     rounds: int = 7
     """How often the kinds take turns."""
+    target: Machine | None = None
+    """Eight devices to compile for; without it steps are timed here."""
     target_config: pathlib.Path | None = None
-    """XLA's description of the GPU, to compile for eight of them instead."""
+    """As for `benchmarks.accelerators`."""
     size: str = "medium"
     """Size of the language model that is compiled."""
     json: pathlib.Path = pathlib.Path("runs/benchmarks/sharded.json")
@@ -120,11 +129,19 @@ def measure(options: Options) -> dict[str, Any]:
     return {"elements": tasks.size(task.shapes), "mesh": dict(mesh.shape), "milliseconds": times}
 
 
-def compiled(options: Options, config: str) -> dict[str, Any]:
-    """Bytes that a device sends in each phase, by the axes they cross, on 8 x H100."""
-    devices = np.array(HARDWARE["h100"].topology(config).devices).reshape(2, 2, 2)
+def compiled(target: Machine, size: str, config: str) -> dict[str, Any]:
+    """Bytes that a device sends in each phase, by the axes they cross."""
+    if target == "v5e-slices":
+        topology = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2)
+    else:
+        topology = HARDWARE[target].topology(config)
+    # The devices of a slice come one after the other, and so lie along the fast axes.
+    devices = np.array(topology.devices).reshape(2, 2, 2)
     mesh = Mesh(devices, (SLOW, *FAST_AXES), axis_types=(AxisType.Auto,) * 3)
-    model = LMConfig.of_size(options.size, bfloat16=True)
+    # The program of two slices names the devices of one.
+    one = Mesh(devices[0], FAST_AXES, axis_types=(AxisType.Auto,) * 2)
+    named = one if target == "v5e-slices" else mesh
+    model = LMConfig.of_size(size, bfloat16=True)
     params = jax.eval_shape(functools.partial(init_params, model, 0))
     specs = functools.partial(param_specs, FAST_AXES)
     loss_fn = gathered(next_token_loss(model), FAST_AXES)
@@ -143,7 +160,9 @@ def compiled(options: Options, config: str) -> dict[str, Any]:
         step = onebit_jax.train_step(loss_fn, tx, mesh, axis_name=SLOW, param_specs=specs)
         for phase in phases:
             lowered = step.lower(params, state, batch, phase=phase)
-            sent = wire.collectives(lowered.compile(), mesh)
+            program = lowered.compile()
+            sent = wire.collectives(program, named)
+            sent += between_slices(program.as_text() or "")
             label = name if phase is None else f"{name}, {phase}"
             print(f"{label}\n{wire.table(sent)}\n")
             axes = dict.fromkeys(x.axis for x in sent)
@@ -153,15 +172,38 @@ def compiled(options: Options, config: str) -> dict[str, Any]:
     return found
 
 
+def between_slices(text: str) -> list[wire.Collective]:
+    """What a TPU program sends to the other one of two slices, by way of the hosts.
+
+    XLA for TPUs writes a collective between slices as a `send` and a `recv` that name it.
+
+    Args:
+      text: of `jax.stages.Compiled.as_text`.
+    """
+    module, found = hlo.Module(text), []
+    for computation, instructions in module.computations.items():
+        for instruction in instructions.values():
+            named = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+            if instruction.op == "send" and named:
+                op = named[1].lower().replace("_", "-")
+                sizes = module.operand_bytes(computation, instruction)
+                sizes.pop("token")
+                [(dtype, size)] = sizes.items()
+                sent = hlo.bytes_sent(op, size, 2)
+                found.append(wire.Collective(op, dtype, size, 2, SLOW, "", 1, sent))
+    return found
+
+
 def main(options: Options) -> None:
     """Times or compiles, and writes the figures."""
-    if options.target_config is None:
+    if options.target is None:
         jax.config.update("jax_num_cpu_devices", 4)
         figures = measure(options)
-    elif missing := missing_plugins("h100"):
-        sys.exit(f"error: {missing}")
     else:
-        figures = compiled(options, options.target_config.read_text(encoding="utf-8"))
+        accelerators.look_for_no_device()
+        hardware: Target = "h100" if options.target == "h100" else "v5e"
+        asked = accelerators.Options(target=hardware, target_config=options.target_config)
+        figures = compiled(options.target, options.size, accelerators.check(asked))
     record.write(options.json, options, figures)
     print(f"wrote {options.json}")
 

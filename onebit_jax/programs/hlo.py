@@ -129,6 +129,36 @@ def _array_bytes(array: re.Match[str]) -> int:
     return -(-elements * bits // 8)
 
 
+def bytes_sent(op: str, operand_bytes: int, group_size: int) -> int:
+    """What a device sends by bandwidth-optimal algorithms; see :func:`..wire.collectives`.
+
+    Args:
+        op: the collective, without "-start".
+        operand_bytes: size of one device's operand.
+        group_size: how many devices take part together.
+
+    Raises:
+        ValueError: for a collective whose bytes depend on its data.
+
+    >>> bytes_sent("all-reduce", 800, 8)
+    1400
+    """
+    others = group_size - 1
+    match op:
+        case "all-to-all" | "reduce-scatter":
+            return -(-others * operand_bytes // group_size)
+        case "all-gather":
+            return others * operand_bytes
+        case "all-reduce":
+            return -(-2 * others * operand_bytes // group_size)
+        case "collective-permute" | "collective-broadcast":
+            return operand_bytes if others else 0
+    raise ValueError(
+        f"the program holds a {op}, whose bytes depend on its data; expected collectives whose "
+        "shapes say what they send"
+    )
+
+
 def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
     """The groups of devices that exchange, by position in the program's device assignment.
 

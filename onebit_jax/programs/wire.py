@@ -280,7 +280,7 @@ class _Walk:
         group_size = max(map(len, groups), default=1)
         axis = _axis(op, groups, self._mesh)
         for dtype, size in self._module.operand_bytes(computation, instruction).items():
-            sent = _sent(op, size, group_size) * (1 if executions is None else executions)
+            sent = hlo.bytes_sent(op, size, group_size) * (1 if executions is None else executions)
             yield Collective(op, dtype, size, group_size, axis, "", executions, sent)
 
 
@@ -311,20 +311,3 @@ def _within(frame: str, inside: Iterable[Collective]) -> Iterator[Collective]:
             continue
         where = f"{frame} / {collective.where}" if collective.where else frame
         yield collective._replace(where=where)
-
-
-def _sent(op: str, operand_bytes: int, group_size: int) -> int:
-    others = group_size - 1
-    match op:
-        case "all-to-all" | "reduce-scatter":
-            return -(-others * operand_bytes // group_size)
-        case "all-gather":
-            return others * operand_bytes
-        case "all-reduce":
-            return -(-2 * others * operand_bytes // group_size)
-        case "collective-permute" | "collective-broadcast":
-            return operand_bytes if others else 0
-    raise ValueError(
-        f"the program holds a {op}, whose bytes depend on its data; expected collectives whose "
-        "shapes say what they send"
-    )
