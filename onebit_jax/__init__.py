@@ -28,7 +28,8 @@ from onebit_jax.transforms.distributed_lion import (
 )
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState, ef_signsgd
 from onebit_jax.transforms.fetch_sgd import FetchSgdState, fetch_sgd
-from onebit_jax.transforms.local_steps import LocalStepsState, local_steps
+from onebit_jax.transforms.local_steps import local_steps
+from onebit_jax.transforms.local_steps_state import LocalStepsState
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.nonfinite import NonFiniteError
 from onebit_jax.transforms.onebit_adam import (

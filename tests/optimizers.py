@@ -50,10 +50,11 @@ def _compressed_sgd(**how: Any) -> Callable[..., optax.GradientTransformation]:
     )
 
 
-def _local_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
+def _local_adam(**how: Any) -> Callable[..., optax.GradientTransformation]:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    inner = optax.adam(rate, eps=EPS)
-    return onebit_jax.local_steps(inner, outer, every=4, axis_name=axis_name, bits=4, fragments=2)
+    return lambda axis_name, rate=RATE: onebit_jax.local_steps(
+        optax.adam(rate, eps=EPS), outer, axis_name=axis_name, bits=4, fragments=2, **how
+    )
 
 
 def _cada_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
@@ -123,7 +124,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "compressed_mean": Optimizer(_compressed_sgd(bits=1), needs_params=False),
     "compressed_mean, 4 bits": Optimizer(_compressed_sgd(bits=4), needs_params=False),
-    "local_steps": Optimizer(_local_adam, is_local=True),
+    "local_steps": Optimizer(_local_adam(every=4), is_local=True),
+    "local_steps, streaming": Optimizer(_local_adam(every=2, delay=1), is_local=True),
     "compressed_mean, drive": Optimizer(
         _compressed_sgd(compressor=onebit_jax.Drive()), has_residuals=False, needs_params=False
     ),

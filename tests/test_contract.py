@@ -25,7 +25,7 @@ SIZES = {("data",): (WORKERS,), PAIR: small_task.NODES}
 OTHER_SIZES = {("data",): (3,), PAIR: (4, 2)}
 
 # These show each way that a state takes; the others are among the slow tests.
-FAST = ("mean_gradients", "onebit_adam", "signum", "local_steps")
+FAST = ("mean_gradients", "onebit_adam", "signum", "local_steps", "local_steps, streaming")
 
 
 def of_every(names: Any, fast: Any = FAST) -> Any:

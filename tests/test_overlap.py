@@ -169,6 +169,28 @@ def _ancestors(body: dict[str, hlo.Instruction], name: str) -> set[str]:
     return found
 
 
+@pytest.mark.parametrize(("workers", "fragments", "delay"), [(2, 1, 0), (2, 1, 1), (4, LAYERS, 1)])
+def test_a_late_message_of_local_steps_waits_for_no_gradient(workers, fragments, delay):
+    """All at once or in turns, of which one is sent; the look for NaNs reads all gradients."""
+    mesh, params = _mesh(workers), jax.eval_shape(lambda: _params(_LARGE))
+    how: Any = {"bits": 4, "every": LAYERS, "fragments": fragments, "delay": delay}
+    tx = onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), axis_name=AXIS, **how)
+    state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
+    step = onebit_jax.train_step(_loss_fn, tx, mesh)
+    lowered = step.lower(params, state, _batch(workers, 0, _LARGE), phase="sync")
+    module = hlo.Module(lowered.compile().as_text() or "")
+    entry = module.computations[module.entry]
+    sent = [
+        name for name, x in entry.items() if x.op in ("all-gather", "all-to-all") and "u8" in x.type
+    ]
+    assert len(sent) == workers // 2
+    needed = set().union(*(_ancestors(entry, name) for name in sent))
+    gradient = re.compile(rf"f32\[{_LARGE},{_LARGE}\]")
+    matmuls = [name for name, x in entry.items() if x.op == "dot" and gradient.match(x.type)]
+    assert len(matmuls) == LAYERS
+    assert bool(needed & set(matmuls)) == (delay == 0)
+
+
 def test_clipping_waits_for_the_norm_of_all_gradients():
     order = _order(2**12, max_grad_norm=1.0)
     assert "x" not in order[: order.rindex("g")], order

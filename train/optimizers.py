@@ -66,6 +66,13 @@ def _local(bits: int) -> Entry:
     return registry.local(f"Local steps, {bits} {plural}", bits)._replace(rate_of="local_steps")
 
 
+def _streaming(bits: int) -> Entry:
+    """In every update a group of tensors is exchanged, beside the gradients of the next one."""
+    label, fragments = f"Local steps, {bits} bits, streaming", registry.LOCAL_STEPS
+    made = registry.local(label, bits, fragments=fragments, delay=1)
+    return made._replace(rate_of="local_steps", rounds=1.0)
+
+
 _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "adam": dense("Adam", 2e-3, _adamw),
     "adam_bfloat16": Entry("Adam, gradients in bfloat16", 2e-3, _adamw_in_bfloat16, rate_of="adam"),
@@ -98,6 +105,7 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "onebit_muon_2": registry.muon("Muon, 2 bits", 2, 8)._replace(rate_of="muon"),
     "onebit_muon_4": registry.muon("Muon, 4 bits", 4, 8)._replace(rate_of="muon"),
     **{f"local_steps_{bits}": _local(bits) for bits in (4, 2, 1)},
+    "local_steps_4_streaming": _streaming(4),
     "compressed_mean_adam": registry.on_compressed_mean("Adam, compressed mean", 2e-3, _adamw),
     "compressed_mean_lion": registry.on_compressed_mean("Lion, compressed mean", 3e-4, _lion),
 }

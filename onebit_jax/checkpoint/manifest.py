@@ -17,7 +17,7 @@ from onebit_jax.sharded.specs import names_in
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
-FORMAT = 4
+FORMAT = 5
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -160,8 +160,7 @@ def plans(tree: Any) -> dict[str, dict[str, int]]:
     """When states exchange, for those that say so, as of :func:`onebit_jax.local_steps`."""
     return {
         _name(path): {
-            "every": int(node.plan.every),
-            "fragments": int(node.plan.fragments),
+            **{field: int(x) for field, x in node.plan._asdict().items()},
             "since_sync": int(node.since_sync),
         }
         for path, node in nodes(tree)
@@ -249,9 +248,9 @@ def check(manifest: Any, tree: Any, where: str) -> None:
     for path, node in nodes(tree):
         plan = manifest["plans"].get(_name(path))
         if plan and not isinstance(node.since_sync, jax.ShapeDtypeStruct):
-            every, fragments = jnp.int32(plan["every"]), jnp.int32(plan["fragments"])
+            saved = {field: jnp.int32(plan[field]) for field in node.plan._fields}
             node._replace(
-                plan=type(node.plan)(every, fragments), since_sync=jnp.int32(plan["since_sync"])
+                plan=type(node.plan)(**saved), since_sync=jnp.int32(plan["since_sync"])
             ).check_plan(node.plan)
 
 

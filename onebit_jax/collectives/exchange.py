@@ -36,7 +36,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
-from onebit_jax.collectives.buckets import bucket_limit, in_buckets
+from onebit_jax.collectives.buckets import bucket_limit
 from onebit_jax.collectives.error_feedback import (
     Active,
     Call,
@@ -52,6 +52,7 @@ from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale, ScalePer
 from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
+from onebit_jax.collectives.stages import Message, Stages, carry_out
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 
@@ -348,12 +349,17 @@ class BoundExchange:
           in one stage ``[n, n, bytes]`` or ``[L, N, N, bytes]``, each worker's row for each chunk;
           the same on all workers, bit for bit; and the next state.
         """
+        return carry_out(self._stages(values, state, call))
+
+    def _stages(
+        self, values: Sequence[Any], state: Any, call: Any
+    ) -> Stages[tuple[jax.Array, Any]]:
         late = call.late if isinstance(call, Call) else None
         if late is not None and not (isinstance(state, ExchangeState) and self._leaves_early(late)):
             call = call._replace(when=call.when & late.fit, late=None)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
-        received, new = self.all_reduce_shard(values, state, call)
+        received, new = yield from self._stages_of_shard(values, state, call)
         return hierarchical.all_gather(received, self.axes), new
 
     def _leaves_early(self, late: Late) -> bool:
@@ -369,6 +375,11 @@ class BoundExchange:
         self, values: Sequence[Any], state: Any, call: Any
     ) -> tuple[jax.Array, Any]:
         """As :meth:`all_reduce`, but only this device's shard: without the axis ``L``."""
+        return carry_out(self._stages_of_shard(values, state, call))
+
+    def _stages_of_shard(
+        self, values: Sequence[Any], state: Any, call: Any
+    ) -> Stages[tuple[jax.Array, Any]]:
         layout, node = self.layout, self.axes.node
         sent, new = self.compressor.compress(layout, values, state, call)
         if isinstance(self.compressor, RandomSigns) and self.compressor.transport == "votes":
@@ -376,16 +387,16 @@ class BoundExchange:
         order = layout.backward_order()
         if self.one_stage:
             # A row for each server, all of which go to all workers.
-            received = self._travel(self._to_all, sent, order, rows=len(sent[0]))
+            received = yield self._message(self._to_all, sent, order, rows=len(sent[0]))
         else:
 
             def to_servers(rows: jax.Array) -> jax.Array:
                 padded_rows = join_sections([rows], rows.shape[:1])
                 return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
 
-            to_serve = self._travel(to_servers, sent, order)
+            to_serve = yield self._message(to_servers, sent, order)
             answer, new = self.compressor.serve(layout, to_serve, new, call)
-            received = self._travel(self._to_all, answer)
+            received = yield self._message(self._to_all, answer)
         if isinstance(new, ExchangeState):
             new = self._measured(received, new, state, call)
             if call.late is not None:
@@ -397,15 +408,15 @@ class BoundExchange:
         flat = lax.all_gather(join_sections([rows], ()), self.axes.node)
         return flat[:, : rows.size].reshape(-1, *rows.shape)
 
-    def _travel(
+    def _message(
         self,
         collective: Callable[[jax.Array], jax.Array],
         sections: Sequence[jax.Array],
         order: Sequence[int] = (),
         rows: int = 1,
-    ) -> jax.Array:
+    ) -> Message:
         limit = self._limit
-        return in_buckets(collective, sections, limit and max(limit // rows, 1), order)
+        return Message(collective, sections, limit and max(limit // rows, 1), order)
 
     def _all_reduce_dense(
         self, values: Sequence[Any], state: Any, call: Any
@@ -441,10 +452,14 @@ class BoundExchange:
 
     def average(self, tree: Any, state: Any, call: Call = Call()) -> tuple[Any, Any]:
         """Averages the workers' trees: the mean, float32, the same on all; and the next state."""
+        return carry_out(self.average_in_stages(tree, state, call))
+
+    def average_in_stages(self, tree: Any, state: Any, call: Call) -> Stages[tuple[Any, Any]]:
+        """The stages of :meth:`average`."""
         if not self.compresses and not isinstance(state, ExchangeState):
             # A single node has nowhere to keep the mean, and no other use for it.
             return self.node_mean_tree(tree), state
-        received, state = self.all_reduce(self.node_mean(tree), state, call)
+        received, state = yield from self._stages(self.node_mean(tree), state, call)
         return self.mean(received, state), state
 
     def mean(self, received: jax.Array, state: Any) -> Any:

@@ -7,7 +7,11 @@ import optax
 
 
 class Fragments:
-    """Groups of the tensors of a tree, of about the same size."""
+    """Groups of the tensors of a tree, none of more than twice their mean size.
+
+    Raises:
+      ValueError: the tensors cannot be divided into so many.
+    """
 
     def __init__(self, tree: Any, count: int):
         leaves, self._structure = jax.tree.flatten(tree)
@@ -16,10 +20,12 @@ class Fragments:
                 f"fragments={count} must be at most {len(leaves)}, the number of parameter "
                 f"tensors: a tensor is exchanged whole."
             )
+        _check_largest(tree, count)
         sizes, self.count = [0] * count, count
         of_leaf = {}
-        # Assigns the largest first, each to the smallest group so far: sizes of groups differ by
-        # at most one tensor.
+        # Assigns the largest first, each to the smallest group so far. A group of several tensors
+        # had at most the mean before its last one, which is no larger than its first: so it has at
+        # most twice the mean.
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             of_leaf[i] = sizes.index(min(sizes))
             sizes[of_leaf[i]] += leaves[i].size
@@ -44,3 +50,16 @@ class Fragments:
     def numbers(self) -> Any:
         """A tree of group numbers, one for each tensor."""
         return self._structure.unflatten(self.of_leaf)
+
+
+def _check_largest(tree: Any, count: int) -> None:
+    """Raises ``ValueError`` if a single tensor has more than two of so many equal parts."""
+    tensors = jax.tree_util.tree_leaves_with_path(tree)
+    total = sum(x.size for _, x in tensors)
+    path, largest = max(tensors, key=lambda tensor: tensor[1].size, default=((), None))
+    if largest is not None and count * largest.size > 2 * total:
+        raise ValueError(
+            f"fragments={count} cannot be of about the same size: {jax.tree_util.keystr(path)} "
+            f"alone has {largest.size} of {total} elements, and a tensor is exchanged whole. Give "
+            f"at most {2 * total // largest.size}."
+        )

@@ -2,16 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, use_abstract_mesh
-from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
@@ -24,103 +20,20 @@ from onebit_jax.collectives.exchange import (
     check_options,
     dense_mean,
 )
+from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import PerWorker, own
-from onebit_jax.programs.collective_check import collectives
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.fragments import Fragments
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, Progress, begin, keep
+from onebit_jax.transforms.local_steps_checks import (
+    check_exchanges_nothing,
+    check_moves,
+    check_schedule,
+)
+from onebit_jax.transforms.local_steps_state import LocalStepsState, Plan
+from onebit_jax.transforms.phases import OUTLOOK, PHASES, begin, keep
 
 _LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
-
-
-class Plan(NamedTuple):
-    """The schedule of exchanges for which a state was made.
-
-    Attributes:
-      every: the number of updates between two exchanges of a tensor, 0 if a function gives it;
-        int32 ``[]``.
-      fragments: the number of groups of tensors that take turns; int32 ``[]``.
-    """
-
-    every: jax.Array
-    fragments: jax.Array
-
-
-class LocalStepsState(NamedTuple):
-    """State of :func:`local_steps`, equal on all workers except inside a ``PerWorker``.
-
-    Attributes:
-      progress: updates made, and the phase; ``"local"`` or ``"sync"``.
-      plan: the schedule of exchanges.
-      since_sync: number of updates since the last exchange; int32 ``[]``.
-      fragment: the group of tensors whose turn is next; int32 ``[]``.
-      inner: each worker's state of the inner optimizer; leaves ``[1, *shape]``.
-      outer: the states of the outer optimizer, one for each group of tensors.
-      shared: the parameters ``x`` that all workers share, each as of its last exchange; float32, a
-        tree like the parameters.
-      own: the worker's parameters ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      exchange: the residuals, for each group of tensors.
-    """
-
-    progress: Progress
-    plan: Plan
-    since_sync: jax.Array
-    fragment: jax.Array
-    inner: PerWorker
-    outer: tuple[Any, ...]
-    shared: Any
-    own: PerWorker
-    exchange: tuple[Any, ...]
-
-    def synced_parameters(self, params: optax.Params) -> optax.Params:
-        """``x``, in the dtypes of ``params``: the parameters to evaluate and to publish."""
-        return jax.tree.map(lambda x, p: x.astype(p.dtype), self.shared, params)
-
-    def worker_parameters(self, params: optax.Params) -> optax.Params:
-        """``x_i``, in the dtypes of ``params``, in the worker view: the parameters in training."""
-        return jax.tree.map(lambda x, p: x[0].astype(p.dtype), self.own.value, params)
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          ``phase`` of the last update, by its place in
-          :data:`~onebit_jax.transforms.phases.PHASES`; with error feedback ``residual_ratio`` of
-          the last exchange.
-        """
-        of_groups = [kept.metrics() for kept in self.exchange if kept]
-        return {
-            "phase": self.progress.phase,
-            **{
-                name: jnp.stack([metrics[name] for metrics in of_groups])[self.fragment - 1]
-                for name in (of_groups[0] if of_groups else ())
-            },
-        }
-
-    def own_parameters(self) -> Any:
-        """A tree of booleans that marks parameters which may differ between workers: all."""
-        return jax.tree.map(lambda _: True, self.shared)
-
-    def check_plan(self, expected: Plan) -> None:
-        """Raises ``ValueError`` for a state that another schedule cannot continue.
-
-        Args:
-          expected: the plan of this optimizer.
-        """
-        saved, wanted = ((int(x.every), int(x.fragments)) for x in (self.plan, expected))
-        meets = saved[1] == wanted[1] == 1 and int(self.since_sync) == 0
-        if saved != wanted and not meets:
-            raise ValueError(
-                f"opt_state is one of local_steps with {_in_words(*saved)}, saved "
-                f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
-                f"{_in_words(*wanted)}. Go on with what it was made with. Another every can be "
-                f"given, of a state with fragments=1, right after an exchange."
-            )
-
-
-def _in_words(every: int, fragments: int) -> str:
-    return f"every={every or 'a function'}, fragments={fragments}"
 
 
 State = LocalStepsState
@@ -134,6 +47,7 @@ class LocalSteps(Algorithm):
     outer: optax.GradientTransformation
     every: int | Callable[[jax.Array], jax.Array]
     fragments: int
+    delay: int
     error_decay: float
     compresses: bool
     exchange: Exchange
@@ -144,7 +58,7 @@ class LocalSteps(Algorithm):
     def plan(self) -> Plan:
         """The schedule of exchanges, equal in all states."""
         every = 0 if callable(self.every) else self.every
-        return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments))
+        return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments), jnp.int32(self.delay))
 
     def tree(self, state: State) -> Any:
         """The shared parameters."""
@@ -153,8 +67,8 @@ class LocalSteps(Algorithm):
     def init(self, params: optax.Params) -> State:
         """Sets ``x`` and all ``x_i`` to the parameters."""
         state = self.inner.init(params)
-        _check_exchanges_nothing(self.inner, params, state)
-        _check_moves(self.outer, params)
+        check_exchanges_nothing(self.inner, params, state)
+        check_moves(self.outer, params)
         shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         groups = Fragments(shared, self.fragments).split(shared)
         zero = jnp.zeros([], jnp.int32)
@@ -185,24 +99,23 @@ class LocalSteps(Algorithm):
         for i in range(OUTLOOK):
             every = self.every
             gap = every(count + i) if callable(every) else every // self.fragments
-            syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32)
+            syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32) + self.delay
             found.append(jnp.where(syncs, _SYNC, _LOCAL))
-            since_sync = jnp.where(syncs, 0, since_sync + 1)
+            since_sync = jnp.where(syncs, self.delay, since_sync + 1)
         return jnp.stack(found).astype(jnp.int32)
 
     def outer_step(
-        self, when: jax.Array, weight: ArrayLike, kept: tuple[Any, Any, Any], moved: Any
-    ) -> tuple[Any, Any, Any]:
-        """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both."""
+        self, when: jax.Array, call: Call, kept: tuple[Any, Any, Any], own: Any
+    ) -> Stages[tuple[Any, Any, Any]]:
+        """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both; in stages."""
         shared, of_outer, of_exchange = kept
-        gradient = jax.tree.map(lambda x, y: x - y, shared, moved)
+        gradient = jax.tree.map(lambda x, y: x - y, shared, own)
         if not self.compresses:
             D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
         else:
-            call = Call(when, self.error_decay, self.error_decay, weight=weight)
             exchange = self.exchange.over(shared)
             fits(exchange, of_exchange)
-            D, of_exchange = exchange.average(gradient, of_exchange, call)
+            D, of_exchange = yield from exchange.average_in_stages(gradient, of_exchange, call)
         moves, new_outer = self.outer.update(D, of_outer, shared)
         new = optax.apply_updates(shared, moves), new_outer
         return *keep(when, new, (shared, of_outer)), of_exchange
@@ -214,35 +127,31 @@ class LocalSteps(Algorithm):
         steps, inner_state = self.inner.update(
             tree.unflatten(update.grads), inner, tree.unflatten(update.params), **update.extra_args
         )
-        moved = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), x, steps)
+        steps = jax.tree.map(lambda u: u.astype(jnp.float32), steps)
+        moved = jax.tree.map(jnp.add, x, steps)
         inner_state, moved = keep(update.when, (inner_state, moved), (inner, x))
+        # With a delay nothing that is sent waits for this update's gradients.
+        sent = x if self.delay else moved
         index = (
             jnp.int32(PHASES.index(update.phase)) if update.phase else state.progress.upcoming[0]
         )
         syncs = update.when & (index == _SYNC)
         fragments = Fragments(state.shared, self.fragments)
         kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
-        shared, weight = state.shared, update.extra_args.get("vote_weight", 1.0)
+        shared = state.shared
         # The group to exchange; -1 in a local step.
         turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
-        if update.phase == "sync" and self.fragments == 1:
-            kept = [self.outer_step(update.when, weight, kept[0], moved)]
-        elif update.phase != "local":
-            one = functools.partial(self.outer_step, jnp.bool(True), weight)
-            names = bound_axes(self.exchange.axis_name).names
-            kept = overwrite_one(turn, one, kept, fragments.split(moved), axis_names=names)
         if update.phase != "local":
+            kept = self._outer_steps(turn, state.fragment, update, kept, fragments.split(sent))
             shared = fragments.join([x for x, *_ in kept])
+            met = jax.tree.map(jnp.add, shared, steps) if self.delay else shared
             moved = jax.tree.map(
-                lambda x, y, group: jnp.where(turn == group, x, y),
-                shared,
-                moved,
-                fragments.numbers(),
+                lambda x, y, group: jnp.where(turn == group, x, y), met, moved, fragments.numbers()
             )
         fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
         return state._replace(
             plan=self.plan,
-            since_sync=jnp.where(syncs, 0, state.since_sync + update.when),
+            since_sync=jnp.where(syncs, self.delay, state.since_sync + update.when),
             fragment=fragment,
             inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
             outer=tuple(of_outer for _, of_outer, _ in kept),
@@ -250,6 +159,29 @@ class LocalSteps(Algorithm):
             own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
             exchange=tuple(of_exchange for *_, of_exchange in kept),
         ), None
+
+    def _outer_steps(
+        self, turn: jax.Array, upcoming: jax.Array, update: Update, kept: list[Any], own: list[Any]
+    ) -> list[Any]:
+        """The outer step of the group ``turn``; in a sync that counts it is the upcoming one."""
+        decays, axes = (self.error_decay, self.error_decay), bound_axes(self.exchange.axis_name)
+        call = Call(True, *decays, weight=update.extra_args.get("vote_weight", 1.0))
+        one = functools.partial(self.outer_step, jnp.bool(True), call)
+        received = []
+        # The group is known before the gradients, unlike whether its turn counts.
+        if self.delay and update.phase == "sync" and self.compresses and axes.local is None:
+            pairs = list(zip(kept, own, strict=True))
+            received = send_in_turns(upcoming, lambda x: one(*x), pairs, axis_names=axes.names)
+        if update.phase == "sync" and self.fragments == 1:
+            call = call._replace(when=update.when)
+            return [carry_out(self.outer_step(update.when, call, kept[0], own[0]), received)]
+        return overwrite_one(
+            turn,
+            lambda kept, reads: carry_out(one(kept, reads[0]), reads[1]),
+            kept,
+            [(x, received) for x in own],
+            axis_names=axes.names,
+        )
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """The new ``x_i`` minus the present parameters."""
@@ -282,49 +214,6 @@ class LocalSteps(Algorithm):
         return {"exchange": tuple(resumed)}
 
 
-def _check_exchanges_nothing(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
-) -> None:
-    """Raises ``ValueError`` for an inner optimizer that calls a collective."""
-    program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
-    found: Iterator[Any] = collectives([cast(Jaxpr, program.jaxpr)])
-    for eqn in found:
-        raise ValueError(
-            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
-            f"every step what local steps are there to save. Give one without an exchange, such as "
-            f"optax.adamw(1e-3)."
-        )
-
-
-# The update counts at which an outer optimizer is tested: a schedule may begin at 0.
-_TRIED = (*range(10), *(10**k for k in range(1, 7)))
-
-
-def _check_moves(outer: optax.GradientTransformation, params: Any) -> None:
-    """Raises ``ValueError`` for an outer optimizer whose steps are always 0.
-
-    Tests it on small tensors in a tree like the parameters, while the program is traced.
-    """
-    rng = np.random.default_rng(0)
-    # Beside a mesh that a user has set arrays would be placed on it, which a program's map cannot.
-    with jax.ensure_compile_time_eval(), use_abstract_mesh(AbstractMesh((), ())):
-        tried = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(2,) * p.ndim), "f4"), params)
-        state = outer.init(tried)
-        for count in _TRIED:
-            at = jax.tree.map(
-                lambda x, n=count: jnp.full_like(x, n) if x.dtype == jnp.int32 else x, state
-            )
-            updates, _ = outer.update(tried, at, tried)
-            moves = jax.tree.leaves(updates)
-            if not moves or any(np.any(np.asarray(x) != 0) for x in moves):
-                return
-    raise ValueError(
-        "the outer optimizer of local_steps leaves parameters as they are, whatever the workers "
-        "learned: its learning rate is 0. Give one that moves, such as optax.sgd(0.7, "
-        "momentum=0.9, nesterov=True)."
-    )
-
-
 def local_steps(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation,
@@ -334,6 +223,7 @@ def local_steps(
     bits: int = 32,
     compressor: Compressor | None = None,
     fragments: int = 1,
+    delay: int = 0,
     error_decay: float = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -368,16 +258,39 @@ def local_steps(
     :math:`f H / F` modulo :math:`H`. Each exchange carries about :math:`1 / F` of the bytes, and
     there are :math:`F` times as many. Each group has its own residuals and outer state, and its
     turn sets :math:`x_i` of its tensors to :math:`x`, bit for bit; after no update all are equal.
-    The outer optimizer sees one group, and :class:`optax.MaskedNode` for the other tensors.
+    The outer optimizer sees one group, and :class:`optax.MaskedNode` for the other tensors. Tensors
+    stay whole: no group has more than twice the mean, or ``init`` refuses.
+
+    **Delay.** With ``delay=1`` the distances after an update are exchanged in the *next* one, which
+    applies the result:
+
+    .. math::
+
+        D = \mathrm{EC}(x - x_1, \dots, x - x_n), \quad x \leftarrow x + \mathrm{outer}(D), \quad
+            x_i \leftarrow x + \mathrm{inner}(g_i)
+
+    where :math:`D` and :math:`g_i` are of the :math:`x_i` that this update began with. The step
+    taken meanwhile is added to the new :math:`x`, so that nothing is lost: with ``optax.sgd(1.0)``
+    at 32 bits the mean of the :math:`x_i` moves as if workers had waited. The message follows from
+    :math:`x` and :math:`x_i`: a checkpoint holds it, :func:`onebit_jax.resize` keeps its mean, a
+    skipped update leaves it to the next one. ``every=F, fragments=F, delay=1`` exchanges a group in
+    every update but the first.
+
+    Nothing that is sent or received then depends on this update's gradients. In the programs of
+    :func:`onebit_jax.train_step`, and with a static ``phase``, XLA can therefore run encoding and
+    collectives beside the forward and the backward pass; only the outer step waits for the check
+    for NaNs, and encodes once more. Every group then sends as many bytes as the largest. Between
+    nodes of several devices an exchange waits nevertheless; at 32 bits with several groups, and
+    without a phase, it stands in a loop, beside which accelerators run nothing else.
 
     The extra argument ``phase`` overrides ``every``: ``"local"`` compiles a program that sends
     nothing, ``"sync"`` one that exchanges the group whose turn is next. With
     :class:`onebit_jax.MajorityVote` the extra argument ``vote_weight`` is a worker's weight, such
     as the number of tokens of its updates since the last exchange; without it all weigh the same.
 
-    A state belongs to its ``every`` and ``fragments``: :func:`onebit_jax.train_step` refuses, in
-    its first call and for states that come from the host, a state that was saved between two
-    exchanges with other values.
+    A state belongs to its ``every``, ``fragments`` and ``delay``: :func:`onebit_jax.train_step`
+    refuses, in its first call and for states that come from the host, a state that was saved
+    between two exchanges with other values.
 
     When to choose it: between data centres, where even one bit per step is too much. Four bits cost
     no loss in our runs. One bit needs many exchanges, since rounding errors are corrected by
@@ -398,6 +311,7 @@ def local_steps(
         :class:`onebit_jax.LargestValues`.
       fragments: the number of groups of tensors that take turns; values above 1 need a number for
         ``every``.
+      delay: 1 for an exchange beside the gradients of the update after; 0 for one that waits.
       error_decay: the factor of residuals when they are added; 1 corrects rounding errors in
         full.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
@@ -410,8 +324,9 @@ def local_steps(
     Raises:
       ValueError: for an invalid option; from ``init`` for an inner optimizer that exchanges
         over an axis, an outer one that never moves, as with a learning rate of 0, more fragments
-        than tensors, parameters that are not real floating-point arrays, or an axis that is not
-        bound; from ``update`` without parameters, or for an unknown phase.
+        than there are tensors or than the largest allows, parameters that are not real
+        floating-point arrays, or an axis that is not bound; from ``update`` without parameters, or
+        for an unknown phase.
 
     Example:
       Four workers, simulated on one device:
@@ -442,21 +357,13 @@ def local_steps(
       MuLoCo gathers the compressed values of all workers, so that bytes grow with the number of
       workers, and its residuals decay. Here servers average the values and compress the mean too,
       with their own residuals: ``2 (n-1)/n`` times ``bits`` per parameter for any number of
-      workers. Streaming DiLoCo divides a model by layers, overlaps an exchange with the following
-      steps and then mixes ``x`` and ``x_i``; here groups are balanced by size, and ``x_i`` becomes
-      ``x`` in the update of the exchange.
+      workers. Streaming DiLoCo divides a model by layers, and after a delay of any number of steps
+      mixes: ``x_i <- a x_i + (1 - a) x``, with ``a`` one half, which drops half of the steps taken
+      meanwhile. Here groups are balanced by size, the delay is one step, and it is kept.
     """
     validation.check_transformation("inner", inner)
     validation.check_transformation("outer", outer)
-    validation.check_static("fragments", fragments)
-    validation.check_step_count("fragments", fragments, 1, "1 exchanges all tensors at once.")
-    if not callable(every):
-        validation.check_step_count("every", every, 1, "Give the updates per exchange.")
-    if fragments > 1 and (not isinstance(every, int) or every % fragments):
-        raise ValueError(
-            f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
-            f"tensors take turns every / fragments updates apart."
-        )
+    check_schedule(every, fragments, delay)
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("error_decay", error_decay)
     check_options(exchange)
@@ -468,4 +375,6 @@ def local_steps(
         how = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
     compresses = bits < 32 or compressor is not None
     inner = optax.with_extra_args_support(inner)
-    return transformation(LocalSteps(inner, outer, every, fragments, error_decay, compresses, how))
+    return transformation(
+        LocalSteps(inner, outer, every, fragments, delay, error_decay, compresses, how)
+    )

@@ -18,11 +18,10 @@ from tests.sharded.updates import assert_as_shards, assert_as_whole_tensors
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def diloco(bits: int, every: int = 4, fragments: int = 1) -> Any:
+def diloco(bits: int, every: int = 4, **how: Any) -> Any:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    inner = optax.adam(1e-2)
     return onebit_jax.local_steps(
-        inner, outer, every=every, axis_name=SLOW, bits=bits, fragments=fragments
+        optax.adam(1e-2), outer, every=every, axis_name=SLOW, bits=bits, **how
     )
 
 
@@ -86,16 +85,18 @@ def test_at_full_precision_shards_are_as_whole_tensors():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kind", "bits", "fragments"),
+    ("mesh", "kind", "bits", "fragments", "delay"),
     [
-        ("fsdp, tensor", "Auto", 4, 2),
-        pytest.param("fsdp, tensor", "Explicit", 1, 1, marks=pytest.mark.slow),
-        pytest.param("four workers", "Auto", 1, 2, marks=pytest.mark.slow),
-        pytest.param("model", "Explicit", 4, 1, marks=pytest.mark.slow),
+        ("fsdp, tensor", "Auto", 4, 2, 0),
+        pytest.param("fsdp, tensor", "Auto", 4, 2, 1, marks=pytest.mark.slow),
+        pytest.param("fsdp, tensor", "Explicit", 1, 1, 0, marks=pytest.mark.slow),
+        pytest.param("four workers", "Auto", 1, 2, 0, marks=pytest.mark.slow),
+        pytest.param("model", "Explicit", 4, 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_bits_of_shards_are_those_of_the_worker_view(mesh, kind, bits, fragments):
-    assert_as_shards(meshes.task(mesh, kind), diloco(bits, fragments=fragments), 22)
+def test_bits_of_shards_are_those_of_the_worker_view(mesh, kind, bits, fragments, delay):
+    tx = diloco(bits, fragments=fragments, delay=delay)
+    assert_as_shards(meshes.task(mesh, kind), tx, 22)
 
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])

@@ -101,6 +101,9 @@ OPTIMIZERS = {
     "local_steps": lambda: onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(0.5), every=3, axis_name=SLOW, bits=1
     ),
+    "local_steps, streaming": lambda: onebit_jax.local_steps(
+        optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=4, fragments=2, delay=1
+    ),
 }
 
 

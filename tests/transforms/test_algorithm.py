@@ -295,7 +295,7 @@ def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
 # What is so for every optimizer.
 
 
-@pytest.mark.parametrize("name", [x for x in OPTIMIZERS if x not in ("local_steps", "geomesh")])
+@pytest.mark.parametrize("name", [x for x in OPTIMIZERS if not OPTIMIZERS[x].is_local])
 def test_init_takes_shapes_in_place_of_parameters(name):
     init = OPTIMIZERS[name].make(AXIS).init
     params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})

@@ -10,12 +10,26 @@ import optax
 import pytest
 
 import onebit_jax
+from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.states import placement
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.residuals import total_residual
 from tests.runs import Sizes, axis_of
-from tests.small_task import MESH, make_batches, make_params, start, train
+from tests.small_task import (
+    MESH,
+    assert_close,
+    assert_equal,
+    faulty_loss,
+    loss_fn,
+    make_batches,
+    make_mesh,
+    make_params,
+    replicated,
+    start,
+    train,
+    with_fault,
+)
 from tests.workers import AXIS, draw, on_workers
 
 WORKERS, SYNC = 4, PHASES.index("sync")
@@ -31,10 +45,16 @@ SGD, ADAM = optax.sgd(INNER_RATE), optax.adam(INNER_RATE)
 
 
 def make_tx(
-    fragments=1, bits=4, outer=NESTEROV, inner=SGD, axis_name: Any = AXIS, every: Any = EVERY
+    fragments=1,
+    bits=4,
+    outer=NESTEROV,
+    inner=SGD,
+    axis_name: Any = AXIS,
+    every: Any = EVERY,
+    delay=0,
 ):
     return onebit_jax.local_steps(
-        inner, outer, every=every, axis_name=axis_name, bits=bits, fragments=fragments
+        inner, outer, every=every, axis_name=axis_name, bits=bits, fragments=fragments, delay=delay
     )
 
 
@@ -48,31 +68,47 @@ def zeros(*leading) -> dict[str, Any]:
     return {name: np.zeros((*leading, *shape), np.float32) for name, shape in SHAPES.items()}
 
 
-def turn_of(t, fragments):
+def turn_of(t, fragments, delay=0, every=EVERY):
     """The group that is exchanged in update `t`, counted from 1; None in a local step."""
-    turn, rest = divmod(t * fragments, EVERY)
+    turn, rest = divmod((t - delay) * fragments, every)
     # A single group has a turn every time; several begin with the second.
-    return None if rest else turn % fragments
+    return None if rest or not turn else turn % fragments
 
 
 @functools.cache
-def run(fragments, bits, sizes: Sizes = WORKERS, binding="vmap", outer=NESTEROV, inner=SGD):
-    """The states after each update, with one row per worker."""
-    tx = make_tx(fragments, bits, outer, inner, axis_of(sizes))
+def run(
+    fragments,
+    bits,
+    sizes: Sizes = WORKERS,
+    binding="vmap",
+    outer=NESTEROV,
+    inner=SGD,
+    delay=0,
+    every=EVERY,
+    phased=False,
+):
+    """The states after each update, with one row per worker; of programs of one phase or of all."""
+    tx = make_tx(fragments, bits, outer, inner, axis_of(sizes), every, delay)
     state = on_workers(tx.init, sizes)(zeros(WORKERS))
-    update = on_workers(tx.update, sizes, cast(Any, binding))
+    phases = ("local", "sync") if phased else (None,)
+    programs = [
+        on_workers(functools.partial(tx.update, phase=phase), sizes, cast(Any, binding))
+        for phase in phases
+    ]
     params, states = zeros(WORKERS), []
     for t in range(UPDATES):
+        update = programs[phased and turn_of(t + 1, fragments, delay, every) is not None]
         updates, state = update({name: g[t] for name, g in gradients().items()}, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         states.append(jax.device_get(state))
     return states
 
 
-def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
+def by_hand(fragments, bits, inner, delay=0, every=EVERY) -> list[tuple[Any, Any]]:
     """``x`` and ``x_i`` after each update, with Nesterov's momentum and NumPy's exchange: DiLoCo.
 
-    What inner optimizers do is elementwise, so that one does it for all workers.
+    With a delay the distances are those from before the update, and its steps begin at ``x``. What
+    inner optimizers do is elementwise, so that one does it for all workers.
     """
     x, own, u, history = zeros(), zeros(WORKERS), zeros(), []
     of_inner = inner.init(own)
@@ -80,10 +116,10 @@ def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
     for t in range(UPDATES):
         grads = {name: g[t] for name, g in gradients().items()}
         steps, of_inner = inner.update(grads, of_inner, own)
-        own = jax.device_get(optax.apply_updates(own, steps))
-        if (f := turn_of(t + 1, fragments)) is not None:
-            names = GROUPS[fragments][f]
-            moved = [(x[name] - own[name]).reshape(WORKERS, -1) for name in names]
+        before, own = own, jax.device_get(optax.apply_updates(own, steps))
+        if (f := turn_of(t + 1, fragments, delay, every)) is not None:
+            names, at = GROUPS[fragments][f], before if delay else own
+            moved = [(x[name] - at[name]).reshape(WORKERS, -1) for name in names]
             sent[f].append(np.concatenate(moved, 1))
             calls = np.stack(sent[f])
             D = calls[-1].mean(0) if bits == 32 else reference.quantized_means(calls, bits)[0][-1]
@@ -93,24 +129,46 @@ def by_hand(fragments, bits, inner) -> list[tuple[Any, Any]]:
                 u[name] = part + np.float32(0.9) * u[name]
                 x[name] = x[name] - np.float32(0.7) * (part + np.float32(0.9) * u[name])
                 own[name] = np.broadcast_to(x[name], own[name].shape)
+                if delay:
+                    own[name] = own[name] + np.asarray(steps[name])
         history.append((dict(x), own))
     return history
 
 
 @pytest.mark.parametrize(
-    ("fragments", "bits", "sizes", "binding", "inner"),
+    ("fragments", "bits", "sizes", "binding", "inner", "delay", "every"),
     [
-        (1, 32, 4, "shard_map", ADAM),
-        (1, 32, (2, 2), "vmap", ADAM),
-        (2, 32, 4, "vmap", SGD),
-        (3, 4, 4, "vmap", SGD),
-        (3, 4, 4, "shard_map", SGD),
+        (1, 32, 4, "shard_map", ADAM, 0, EVERY),
+        (1, 32, (2, 2), "vmap", ADAM, 0, EVERY),
+        (2, 32, 4, "vmap", SGD, 0, EVERY),
+        (3, 4, 4, "vmap", SGD, 0, EVERY),
+        (3, 4, 4, "shard_map", SGD, 0, EVERY),
+        (1, 32, (2, 2), "vmap", ADAM, 1, EVERY),
+        (1, 4, 4, "vmap", SGD, 1, 1),
+        (3, 4, 4, "shard_map", SGD, 1, EVERY),
+        # A group in every update.
+        (3, 4, 4, "vmap", SGD, 1, 3),
     ],
 )
-def test_groups_follow_numpy(fragments, bits, sizes, binding, inner):
+def test_groups_follow_numpy(fragments, bits, sizes, binding, inner, delay, every):
     """With an inner optimizer that has a state, and between nodes too."""
-    states = run(fragments, bits, sizes, binding, inner=inner)
-    for state, (x, own) in zip(states, by_hand(fragments, bits, inner), strict=True):
+    hold_numpy(fragments, bits, sizes, binding, inner=inner, delay=delay, every=every)
+
+
+@pytest.mark.parametrize(
+    ("bits", "sizes", "binding", "every"),
+    [(4, 4, "shard_map", 3), (4, 4, "vmap", EVERY), (32, 4, "vmap", 3), (32, (2, 2), "vmap", 3)],
+)
+def test_groups_whose_messages_travel_outside_of_their_loops_do_too(bits, sizes, binding, every):
+    hold_numpy(3, bits, sizes, binding, delay=1, every=every, phased=True)
+
+
+def hold_numpy(fragments, bits, sizes, binding, inner=SGD, delay=0, every=EVERY, phased=False):
+    states = run(
+        fragments, bits, sizes, binding, inner=inner, delay=delay, every=every, phased=phased
+    )
+    expected = by_hand(fragments, bits, inner, delay, every)
+    for state, (x, own) in zip(states, expected, strict=True):
         for name in SHAPES:
             for row in state.shared[name]:
                 np.testing.assert_allclose(row, x[name], atol=5e-6, err_msg=name)
@@ -190,7 +248,7 @@ def test_a_state_saved_between_exchanges_belongs_to_its_plan(every, fragments, f
     if fine:
         return placement.check_plans(tx, params, opt_state, MESH)
     other = onebit_jax.train_step(lambda p, b: jnp.sum(p["layer"]["bias"] * b["y"]), tx, MESH)
-    message = r"^opt_state is one of local_steps with every=4, fragments=2, saved 1 updates after"
+    message = "^opt_state is one of local_steps with every=4, fragments=2, delay=0, saved 1 updates"
     with pytest.raises(ValueError, match=message):
         other(params, jax.device_get(opt_state), make_batches(1)[0])
 
@@ -203,6 +261,58 @@ def test_right_after_an_exchange_another_every_may_be_given():
     placement.check_plans(other, params, state._replace(since_sync=jnp.int32(0)), MESH)
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_message_in_flight_needs_a_delay_and_the_reverse(delay, tmp_path):
+    own, other = (make_tx(axis_name="data", every=2, delay=x) for x in (delay, 1 - delay))
+    step, state = start(own)
+    params, state = train(step, *state, make_batches(2))
+    # With a delay the next update sends what these two did.
+    assert int(state.since_sync) == 2 * delay
+    message = rf"every=2, fragments=1, delay={delay}, saved .* optimizer has .* delay={1 - delay}"
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, params, state)
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(params, onebit_jax.init(other, params, MESH))
+    step = onebit_jax.train_step(loss_fn, other, MESH)
+    with pytest.raises(ValueError, match=message):
+        step(params, jax.device_get(state), make_batches(1)[0])
+
+
+# One update late.
+
+
+def test_a_skipped_update_leaves_its_message_to_the_next():
+    """Its program sends before it knows that a worker's gradient is not finite."""
+    late = make_tx(axis_name="data", every=2, delay=1)
+    batches = [with_fault(batch) for batch in make_batches(3)]
+    step, state = start(late, loss_fn=faulty_loss)
+    params, state = jax.device_get(state)
+    expected = jax.device_get(train(step, params, state, batches))
+    assert expected[1].progress.phase == SYNC
+    params, state = train(step, params, state, batches[:2])
+    before = jax.device_get((params, state))
+    params, state, metrics = step(params, state, with_fault(batches[2], 1, np.nan))
+    assert metrics["skipped"] == 1
+    assert_equal(jax.device_get((params, state)), before)
+    params, state, _ = step(params, state, batches[2])
+    assert_equal(jax.device_get((params, state)), expected)
+
+
+def test_another_number_of_workers_gets_the_mean_of_a_message_in_flight():
+    tx = make_tx(bits=32, outer=optax.sgd(1.0), axis_name="data", every=2, delay=1)
+    step, state = start(tx)
+    params, state = train(step, *state, make_batches(2))
+    moved = jax.tree.map(lambda own: np.mean(own, 0), jax.device_get(state.own.value))
+    assert np.abs(moved["layer"]["kernel"] - state.shared["layer"]["kernel"]).max() > 1e-3
+    fewer = make_mesh((2,))
+    params = replicated(jax.device_get(params), fewer)
+    state = onebit_jax.resize(state, tx, params, fewer, from_axes=MESH)
+    step = onebit_jax.train_step(loss_fn, tx, fewer)
+    _, state = train(step, params, state, make_batches(1))
+    assert state.progress.phase == SYNC
+    assert_close(jax.device_get(state.shared), moved)
+
+
 # Bad input.
 
 
@@ -211,6 +321,14 @@ def test_an_inner_optimizer_that_exchanges_is_refused():
     tx = onebit_jax.local_steps(inner, optax.sgd(1.0), every=2, axis_name="data")
     with pytest.raises(ValueError, match="the inner optimizer of local_steps calls psum"):
         onebit_jax.init(tx, make_params(), MESH)
+
+
+def test_fragments_of_which_a_tensor_has_more_than_two_are_refused():
+    params = {name: np.zeros((WORKERS, size)) for name, size in (("a", 3), ("b", 3), ("c", 90))}
+    message = r"^fragments=3 cannot be .*: \['c'\] alone has 90 of 96 .* Give at most 2\."
+    with pytest.raises(ValueError, match=message):
+        on_workers(make_tx(3).init, WORKERS)(params)
+    on_workers(make_tx(2).init, WORKERS)(params)
 
 
 def test_more_fragments_than_tensors_are_refused():

@@ -164,11 +164,12 @@ def test_birders_first_update_alone_sends_more_than_signs_where_the_host_does_no
     assert once == wire.bytes_sent(sent_by(MAKE["birder"](axis_name=AXIS), FLAT, "compression"))
 
 
-def test_a_turn_of_local_steps_sends_its_share():
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_turn_of_local_steps_sends_its_share(delay):
     shapes = {str(i): (256, 256) for i in range(4)}
 
     def sent(fragments, phase):
-        tx = MAKE["local_steps"](axis_name=AXIS, bits=1, fragments=fragments)
+        tx = MAKE["local_steps"](axis_name=AXIS, bits=1, fragments=fragments, delay=delay)
         return wire.bytes_sent(wire.collectives(update_of(tx, FLAT, phase, shapes), mesh_of(FLAT)))
 
     assert sent(4, "sync") == pytest.approx(sent(1, "sync") / 4, rel=0.05)

@@ -75,7 +75,10 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.ef_signsgd: (RATED, {}),
     onebit_jax.onebit_muon: (RATED, {"adam_bits": (1,), "ns_steps": (0,)}),
     onebit_jax.compressed_mean: ({"axis_name": AXIS}, {}),
-    onebit_jax.local_steps: (LOCAL, {"every": (0, 2.5), "fragments": (0, 1.5)}),
+    onebit_jax.local_steps: (
+        LOCAL,
+        {"every": (0, 2.5), "fragments": (0, 1.5), "delay": (-1, 2, 1.0, True, None)},
+    ),
     onebit_jax.clip_by_common_norm: (
         {"max_norm": 1.0, "axis_name": AXIS},
         {"max_norm": (0, -1.0, INF, None)},
