@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,8 @@ def test_arguments_out_of_range_are_refused(arguments, named):
 
 @pytest.mark.parametrize("name", ["timeout", "stall_timeout"])
 def test_a_limit_of_no_time_is_refused(name):
-    with pytest.raises(ValueError, match=name), onebit_jax.process_group(**{name: 0}):
+    limit: Any = {name: 0}
+    with pytest.raises(ValueError, match=name), onebit_jax.process_group(**limit):
         pass
 
 
