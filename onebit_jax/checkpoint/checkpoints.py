@@ -38,6 +38,10 @@ _TEMPORARY = ".orbax-checkpoint-tmp"
 # What a complete one holds, and an incomplete one or another program's has something of.
 _CONTENTS = {"_CHECKPOINT_METADATA", "commit_success.txt", "manifest", "orbax.checkpoint", "state"}
 
+# After an exception in one of several processes: another one may have failed to write its part,
+# which Orbax's barrier takes five minutes to find out.
+_PATIENCE_SECONDS = 30.0
+
 # Those whose last save may still be under way.
 _saving: set["Checkpoints"] = set()
 
@@ -79,7 +83,9 @@ class Checkpoints:
     is checked afterwards. Nothing in it is executed, and its contents name no file.
 
     Only whole checkpoints are ever deleted. Other files and folders stay as they are, and so do
-    links. A save that is under way when Python ends is finished first.
+    links. A save that is under way when Python ends is finished first. Where there are several
+    processes, an exception in the block waits for it for 30 s at most: another process may have
+    failed to write its part.
 
     Args:
       folder: the folder of the checkpoints; all processes must reach it.
@@ -135,7 +141,7 @@ class Checkpoints:
             return
         # Other processes may not have failed: to meet them would be to wait for ever.
         try:
-            self._finish()
+            self._finish(None if jax.process_count() == 1 else _PATIENCE_SECONDS)
         except OSError as failed:
             error.add_note(str(failed))
 
@@ -183,7 +189,8 @@ class Checkpoints:
           ValueError: for a step that is not after all checkpoints that are there, or whose name
             another folder or file has; for an ``extra`` that JSON cannot hold as it is, with keys
             that are no strings among it; for ``others`` that are no arrays or numbers, and a
-            ``metric`` that is no number.
+            ``metric`` that is no number; for arrays on the devices of one process, if there are
+            several.
           OSError: the folder is gone or cannot be written, or the save before this one failed.
         """
         validation.check_step_count("step", step, 1, "Give the number of updates made.")
@@ -192,6 +199,7 @@ class Checkpoints:
         step, metric = int(step), None if metric is None else float(metric)
         tree = {"params": params, "opt_state": opt_state, "others": others}
         manifest.check_leaves(tree)
+        manifest.check_places(tree)
         self._wait()
         self._tidy_up()
         steps, path = self.steps(), self.folder / str(step)
@@ -315,14 +323,17 @@ class Checkpoints:
                 shutil.rmtree(path)
         _meet("superfluous checkpoints are gone")
 
-    def _finish(self) -> bool:
-        """Waits for the save that is under way; whether there was one."""
+    def _finish(self, timeout: float | None = None) -> bool:
+        """Waits so many seconds for the save that is under way; whether there was one."""
         saving, self._saving = self._saving, None
         _saving.discard(self)
         if saving is None:
             return False
         with self._failing_as_os_error():
-            saving.result()
+            try:
+                saving.result(timeout)
+            except TimeoutError as error:
+                raise TimeoutError(str(error) or f"not complete after {timeout} s") from error
         return True
 
     @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint, which is checked before anything is restored."""
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -76,6 +77,24 @@ def check_leaves(tree: Any) -> None:
                 f"{name} is {x!r:.60}, of type {type(x).__name__}, but only arrays and numbers are "
                 f"saved as such: give it as extra."
             ) from None
+
+
+def check_places(tree: Any) -> None:
+    """Raises ``ValueError`` for an array that is on the devices of one of several processes."""
+    for name, x in leaves(tree):
+        if isinstance(x, jax.Array) and jax.process_count() > 1 and not _on_all_processes(x):
+            raise ValueError(
+                f"{name} is not on a mesh of all processes, which save it together: place it there "
+                f"by jax.device_put(numpy.asarray(x), jax.NamedSharding(mesh, jax.P()))."
+            )
+
+
+def _on_all_processes(x: jax.Array) -> bool:
+    # JAX 0.10.2 makes an array without addressable shards where it moves one of this process's
+    # devices to such a mesh.
+    with contextlib.suppress(ValueError):
+        return bool(x.addressable_shards) and not x.is_fully_addressable
+    return False
 
 
 def describe(step: int, tree: Any) -> dict[str, Any]:
