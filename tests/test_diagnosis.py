@@ -289,6 +289,23 @@ def test_a_tensor_without_any_gradient_to_speak_of_is_told_of():
     assert mean().diagnose(gradients).warnings == ()
 
 
+@pytest.mark.parametrize("bits", [1, 4])
+def test_gradients_that_were_averaged_already_are_told_of(bits):
+    tx = optax.chain(onebit_jax.compressed_mean("data", bits), optax.sgd(1e-3))
+    given = Given(tx, w=64)
+    averaged = [{"w": np.repeat(np.mean(g, 0, keepdims=True), 4, 0)} for g in draws(5)]
+    assert "averaged before the optimizer" in only(given.diagnose(averaged), "workers_alike")
+    own = given.diagnose({"w": g} for g in draws(5))
+    assert own.warnings == ()
+    assert own.figures["workers_alike"] == 0
+
+
+def test_in_a_warm_up_nothing_is_said_of_what_workers_send():
+    averaged = [{"w": np.repeat(np.mean(g + 1, 0, keepdims=True), 4, 0)} for g in draws(30)]
+    assert adam().diagnose(averaged[:10]).figures["workers_alike"] == 0
+    only(adam().diagnose(averaged), "workers_alike")
+
+
 def test_what_is_not_finite_is_told_of():
     gradients = [
         {"v": np.where(np.arange(64), v, np.nan), "w": draws(1, WIDE)[0]} for v in draws(2)

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import nodes_with
+from onebit_jax.collectives.error_feedback import ExchangeState
+from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
 from onebit_jax.sharded.state_layout import without_places
 from onebit_jax.states import placement
@@ -23,6 +24,9 @@ from onebit_jax.watching.replica_checksums import (
     find_divergences,
     holders,
 )
+
+# Scales begin at 0, or at 2**-117 where there are several bits.
+_NOTHING_SENT = 1e-30
 
 
 class Diagnosis(NamedTuple):
@@ -110,7 +114,7 @@ def diagnose(
             tuple(own),
             tuple(shared.values()),
         )
-        checksums, figures = jax.device_get(program(state))
+        checksums, figures, sent = jax.device_get(program(state))
     held = {
         name: [(devices, checksums[devices, i]) for devices in holders(mesh, specs[place])]
         for i, (name, place) in enumerate(shared.items())
@@ -119,6 +123,8 @@ def diagnose(
         whole = not axes.fast_names
         raise ReplicaDivergenceError(divergences, held, mesh, "worker" if whole else "device")
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
+    if sent and mesh.shape[axes.slow_names[0]] > 1:
+        values["workers_alike"] = float(any(_are_alike(x, mesh, axes) for x in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
 
 
@@ -177,6 +183,19 @@ def _differing_parameters(opt_state: optax.OptState) -> set[str]:
     return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 
+def _are_alike(scales: np.ndarray, mesh: Mesh, axes: MeshAxes) -> bool:
+    """Whether workers have scaled what they sent last alike, as those with equal gradients do.
+
+    Args:
+      scales: of each device, ``[devices, ...]``.
+      mesh: the mesh.
+      axes: its axes; the first of the slow ones is that along which bits are exchanged.
+    """
+    others = [name for name in mesh.axis_names if name != axes.slow_names[0]]
+    of_places = [scales[devices] for devices in holders(mesh, P(*others))]
+    return bool(np.any(scales > _NOTHING_SENT)) and all(bool(np.all(x == x[0])) for x in of_places)
+
+
 @functools.lru_cache(maxsize=16)
 def _program(
     mesh: Mesh,
@@ -186,7 +205,7 @@ def _program(
     own: tuple[bool, ...],
     shared: tuple[int, ...],
 ) -> Any:
-    """The jitted program: of each device checksums of shared leaves ``[leaves]``, and figures."""
+    """The jitted program: of each device checksums of shared leaves, figures, and scales."""
     axes = MeshAxes(mesh, slow)
 
     def on_device(leaves: list[jax.Array]) -> Any:
@@ -199,7 +218,9 @@ def _program(
         figures = metrics.of_optimizers(opt_state, diagnostics=True)
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
-        return lax.all_gather((row, figures), mesh.axis_names)
+        exchanges = [x for _, x in nodes(opt_state) if isinstance(x, ExchangeState)]
+        sent = [x.worker.value.scales for x in exchanges]
+        return lax.all_gather((row, figures, sent), mesh.axis_names)
 
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False

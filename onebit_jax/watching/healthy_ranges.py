@@ -60,6 +60,16 @@ RANGES = (
         "of them; else take a lower learning rate, larger batches, more bits, or the scale 'rms'.",
     ),
     Range(
+        "workers_alike",
+        lambda alike, workers: alike == 0,
+        _always,
+        "all workers have sent the same numbers: their gradients were averaged before the "
+        "optimizer was given them, so that averaging them again at few bits only adds errors, or "
+        "all workers have the same batch. Give it each worker's own gradients, which "
+        "onebit_jax.train_step does, and onebit_jax.worker_step where a model is sharded; and "
+        "each worker batches of its own.",
+    ),
+    Range(
         "scale_spread",
         lambda spread, workers: spread <= 1e15,
         _always,

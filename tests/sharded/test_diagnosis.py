@@ -43,6 +43,22 @@ def test_figures_are_the_greatest_over_all_devices(run):
     scales = np.asarray(exchange.worker.value.scales)
     spreads = scales.max(-1) / scales.min(-1)
     assert found.figures["scale_spread"] == pytest.approx(spreads.max())
+    assert found.figures["workers_alike"] == 0
+
+
+def test_workers_that_sent_the_same_are_told_of(run):
+    """The scales of each place, which differ from those of other places."""
+    task, params, opt_state = run
+
+    def as_of_the_first(path, x):
+        if not jax.tree_util.keystr(path).endswith("exchange.worker.value.scales"):
+            return x
+        return jax.device_put(np.repeat(np.asarray(x)[:1], 2, 0), x.sharding)
+
+    alike = jax.tree_util.tree_map_with_path(as_of_the_first, opt_state)
+    found = onebit_jax.diagnose(params, alike, task.mesh, axis_name=SLOW)
+    assert found.figures["workers_alike"] == 1
+    assert any("averaged before the optimizer" in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(("tensor", "copies"), [("up", 2), ("square", 4), ("bias", 8)])
