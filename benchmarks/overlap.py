@@ -12,13 +12,19 @@ iproute2. Each trains a chain of layers by 1-bit Adam in its compression phase, 
 - *waiting*: the step with a norm to clip at that is never reached, so that no bucket leaves before
   the last gradient is there;
 - *overlapped*: the step with default arguments;
-- *float32*: Adam on float32 means, one step at each bandwidth.
+- *float32*: Adam on float32 means, one step at each bandwidth;
+- *DDP*: the same chain in PyTorch, with Adam. Its DistributedDataParallel sends buckets during the
+  backward pass too, in float32 or in float16; beside it PyTorch's compute alone. It needs
+
+      pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 
 Waiting and overlapped make the same steps: the benchmark compares their parameters bit for bit.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import pathlib
 import statistics
 import time
@@ -34,6 +40,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from benchmarks import torch_overlap
 from benchmarks.kinds import AXIS
 from benchmarks.network.hosts import bits_per_second, network, why_unavailable
 from benchmarks.network.jax_kinds import mesh_of_hosts
@@ -195,37 +202,52 @@ def _bytes_alone(mesh: jax.sharding.Mesh, elements: int) -> Any:
     return lambda params, state, batch: (params, state, mapped(own))
 
 
-def measure(options: Options) -> dict[str, dict[str, Any]]:
+def measure(options: Options, in_torch: bool) -> dict[str, dict[str, Any]]:
     """Seconds and megabytes of each kind at each bandwidth; the kinds take turns.
+
+    Args:
+      options: what to time.
+      in_torch: whether to time PyTorch too.
 
     Raises:
       RuntimeError: the overlapped step did not make the parameters of the one that waits.
     """
+    torch_kinds = {
+        name: Kind(None, exchanges=name != torch_overlap.KINDS[0], steps=1)
+        for name in torch_overlap.KINDS
+        if in_torch
+    }
     sizes = options.layers, options.width, options.rows
-    figures: dict[str, dict[str, Any]] = {name: {} for name in KINDS}
-    with network(options.hosts) as net:
-        processes = Processes(net, "benchmarks.overlap", 29500, [], options.limit)
-        try:
-            for _ in range(options.rounds):
-                digests = {}
-                for name, kind in KINDS.items():
+    figures: dict[str, dict[str, Any]] = {name: {} for name in (*KINDS, *torch_kinds)}
+    with network(options.hosts) as net, contextlib.ExitStack() as started:
+
+        def processes(module: str, port: int) -> Processes:
+            made = Processes(net, module, port, [], options.limit)
+            started.callback(made.close)
+            return made
+
+        groups = [(KINDS, processes("benchmarks.overlap", 29500))]
+        if torch_kinds:
+            groups.append((torch_kinds, processes("benchmarks.torch_overlap", 29600)))
+        for _ in range(options.rounds):
+            digests = {}
+            for kinds, hosts in groups:
+                for name, kind in kinds.items():
                     net.shape("unshaped")
-                    processes.ask("prepare", name, *sizes)
+                    hosts.ask("prepare", name, *sizes)
                     for bandwidth in options.bandwidths if kind.exchanges else ("any",):
                         net.shape("unshaped" if bandwidth == "any" else bandwidth)
-                        before = processes.ask("sent")[0][0]
+                        before = hosts.ask("sent")[0][0]
                         # A step has ended when the last host's has.
                         steps = kind.steps or options.steps
-                        seconds = [max(processes.ask("step")) for _ in range(steps)]
-                        sent = processes.ask("sent")[0][0] - before
+                        seconds = [max(hosts.ask("step")) for _ in range(steps)]
+                        sent = hosts.ask("sent")[0][0] - before
                         figure = figures[name].setdefault(bandwidth, {"seconds": []})
                         figure["seconds"] += seconds
                         figure["megabytes"] = sent / steps / 1e6
-                    digests[name] = processes.ask("release")[0]
-                if digests["waiting"] != digests["overlapped"]:
-                    raise RuntimeError("the overlapped step made other parameters than the other")
-        finally:
-            processes.close()
+                    digests[name] = hosts.ask("release")[0]
+            if digests["waiting"] != digests["overlapped"]:
+                raise RuntimeError("the overlapped step made other parameters than the other")
     return figures
 
 
@@ -235,11 +257,13 @@ def print_table(figures: dict[str, dict[str, Any]], bandwidths: tuple[str, ...])
         name: {x: 1e3 * statistics.median(figure["seconds"]) for x, figure in by.items()}
         for name, by in figures.items()
     }
-    columns = [name for name in KINDS if name != "compute"]
-    print(f"compute alone {medians['compute']['any']:.0f} ms; milliseconds per step, medians:")
-    print(f"{'':10}" + "".join(f"{name:>12}" for name in columns))
+    alone = {name: by["any"] for name, by in medians.items() if "any" in by}
+    listed = ", ".join(f"{name} {ms:.0f} ms" for name, ms in alone.items())
+    print(f"alone: {listed}; milliseconds per step, medians:")
+    columns = [name for name in medians if name not in alone]
+    print(f"{'':10}" + "".join(f"{name:>14}" for name in columns))
     for bandwidth in bandwidths:
-        row = "".join(f"{medians[name][bandwidth]:12.0f}" for name in columns)
+        row = "".join(f"{medians[name][bandwidth]:14.0f}" for name in columns)
         print(f"{bandwidth:10}{row}")
 
 
@@ -249,7 +273,10 @@ def main(options: Options) -> None:
         bits_per_second(bandwidth)
     if reason := why_unavailable():
         raise SystemExit(reason)
-    figures = measure(options)
+    in_torch = importlib.util.find_spec("torch") is not None
+    if not in_torch:
+        print("left out: DDP, which needs torch")
+    figures = measure(options, in_torch)
     print_table(figures, options.bandwidths)
     record.write(options.json, options, {"kinds": figures})
     print(f"wrote {options.json}")
