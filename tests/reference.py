@@ -20,6 +20,15 @@ def scale(z, kind="rms"):
     return np.float32(np.sqrt(np.mean(z**2)) if kind == "rms" else np.mean(np.abs(z)))
 
 
+def chunk_size(shape, workers):
+    """Elements of a chunk: whole bytes, and whole rows if these are at most 1 in 32 more."""
+    parts = 8 * workers
+    padding = -shape[0] % parts
+    if len(shape) > 1 and 32 * padding <= shape[0]:
+        return (shape[0] + padding) // workers * int(np.prod(shape[1:]))
+    return 8 * -(-int(np.prod(shape)) // parts)
+
+
 def chunk_bounds(size, workers, chunk=None):
     """Where each worker's chunk begins and ends: whole bytes but for the last elements."""
     chunk = 8 * -(-size // (8 * workers)) if chunk is None else chunk
@@ -71,9 +80,9 @@ def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
 class Hierarchy:
     """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
 
-    def __init__(self, size, nodes, per_node, one_stage=None):
+    def __init__(self, size, nodes, per_node, one_stage=None, shape=None):
         self.nodes, self.per_node, self.one_stage = nodes, per_node, one_stage
-        self.chunk = 8 * -(-size // (8 * nodes * per_node))
+        self.chunk = chunk_size(shape or (size,), nodes * per_node)
         self.shards = chunk_bounds(size, per_node, nodes * self.chunk)
         self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
 

@@ -11,8 +11,8 @@ Tensors are laid out one by one (*separate*), end to end as one (*fused*), or in
 values, small ones end to end (*blocks*). Those whose chunks have one shape are neighbours in the
 row and make a ``Stack``, which a server treats at once. A worker treats small ones at once,
 too (``Piece``): a program's size and the time to compile it grow with the number of pieces. A state
-holds a tensor in its own shape if chunks and planes divide its first axis, else as ``[n, k, L]``:
-another view of it would cost divisions per element.
+holds a tensor in its own shape if chunks and planes divide its first axis, or would with a few rows
+more, at most 1 in 32; else as ``[n, k, L]``: another view of it would cost divisions per element.
 
 In one stage no worker is a server: each sends its rows of all chunks to all others.
 
@@ -46,6 +46,10 @@ BLOCK = 256
 # with other small ones.
 _PADDING = 16
 
+# A tensor is padded by whole rows of its first axis unless that makes it longer by more than 1 in
+# so many.
+_ROWS_PADDING = 32
+
 
 class Piece(NamedTuple):
     """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
@@ -71,6 +75,12 @@ class Piece(NamedTuple):
     start: int
     first: int
     scales: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the chunks have whole rows that the array lacks."""
+        in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
+        return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
 
     def scales_of(self, scales: jax.Array, at: Places) -> jax.Array:
         """This piece's part of all scales, by their last axis."""
@@ -241,24 +251,30 @@ class Layout:
     def _plane(self, leaves: tuple[int, ...]) -> Shape:
         """The shape in which a chunk's bytes are computed: ``(L,)``, or better.
 
-        Where the first axis can be cut into ``k n`` pieces the others are left alone. The order is
-        the same, but on TPUs, where arrays are tiled, only then is a view free.
+        Where the first axis is cut into ``k n`` pieces the others are left alone. The order is the
+        same, but on TPUs, where arrays are tiled, only then is a view free; and XLA for CPUs reads
+        a padded array in rows as it reads another.
         """
-        shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
-        if self._is_even(leaves):
-            return (shape[0] // parts, *shape[1:])
+        parts = self.planes * self.axes.workers
+        if self._is_cut_in_rows(leaves):
+            shape = self.shapes[leaves[0]]
+            return (-(-shape[0] // parts), *shape[1:])
         return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
 
-    def _is_even(self, leaves: tuple[int, ...]) -> bool:
-        """Whether chunks and planes cut a tensor along its first axis alone."""
+    def _is_cut_in_rows(self, leaves: tuple[int, ...]) -> bool:
+        """Whether chunks and planes cut a tensor along its first axis, perhaps padded, alone."""
         shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
-        return self._separate and bool(shape) and shape[0] % parts == 0
+        if not (self._separate and shape):
+            return False
+        padding = -shape[0] % parts
+        return padding == 0 or (len(shape) > 1 and padding * _ROWS_PADDING <= shape[0])
 
     def _held_shape(self, leaves: tuple[int, ...], plane: Shape) -> Shape:
         # A view as chunks and planes of an array of another shape would cost divisions for each
         # element: XLA for CPUs does not vectorize them.
-        if not self._is_even(leaves):
+        if not self._is_cut_in_rows(leaves):
             return (self.axes.nodes, self.planes, *plane)
+        # Without padding, so that it can take a gradient's memory.
         if self.axes.local is None:
             return self.shapes[leaves[0]]
         return (self.planes * self.axes.nodes * plane[0], *plane[1:])
@@ -465,13 +481,22 @@ def padded(x: jax.Array, shape: Shape) -> jax.Array:
     """Gives an array a shape of as many elements or more; those behind its own are zero."""
     padding = math.prod(shape) - x.size
     if padding:
-        x = jnp.pad(x.reshape(-1), (0, padding))
+        if not _has_rows_of(x.shape, shape):
+            x = x.reshape(-1)
+        ends = [(0, padding // math.prod(x.shape[1:]))] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, ends)
     return x.reshape(shape)
 
 
 def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
     """Gives an array a shape of as many elements or fewer; it loses those at its end."""
-    size = math.prod(shape)
-    if x.size > size:
-        x = x.reshape(-1)[:size]
+    if x.size > math.prod(shape):
+        if _has_rows_of(shape, x.shape):
+            return x.reshape(-1, *shape[1:])[: shape[0]]
+        x = x.reshape(-1)[: math.prod(shape)]
     return x.reshape(shape)
+
+
+def _has_rows_of(shape: Shape, longer: Shape) -> bool:
+    """Whether two shapes differ in their first axes alone, and both have others."""
+    return len(shape) > 1 and longer[1 - len(shape) :] == shape[1:]

@@ -47,7 +47,7 @@ from onebit_jax.collectives.error_feedback import (
 )
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
-from onebit_jax.collectives.xla_workarounds import separate
+from onebit_jax.collectives.xla_workarounds import materialize, separate
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
@@ -276,7 +276,12 @@ class OneBit:
             blocks = c[0] if piece.joined else c
             sums.append(power_sum(blocks, kind))
             others.append(estimated_sum(blocks, other))
-            sections.append(piece.pack(c[0] >= 0, 1))
+            packed = pack(piece.chunks_of(c[0] >= 0), 1, 2)
+            if piece.is_padded:
+                # Written as planes first: as a part of a row it would take a division for each byte
+                # to find its place, before or behind the padding.
+                packed = materialize(packed, layout.axes.node)
+            sections.append(piece.section(packed))
         counts = jnp.sum(layout.shard(state.active).counts, 0)
         own_sums = jnp.concatenate(sums), jnp.concatenate(others)
         s = self._scales(own_sums[0], counts)

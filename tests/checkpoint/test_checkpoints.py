@@ -350,7 +350,7 @@ def test_an_error_in_the_loop_waits_for_no_other_process(tmp_path, monkeypatch):
 
 def test_an_error_in_the_loop_names_what_could_not_be_saved(tmp_path, monkeypatch):
     class Failing:
-        def result(self):
+        def result(self, timeout=None):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints_module.ocp, "save_checkpointables_async", lambda *_: Failing())
