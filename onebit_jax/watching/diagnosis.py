@@ -124,7 +124,7 @@ def diagnose(
         raise ReplicaDivergenceError(divergences, held, mesh, "worker" if whole else "device")
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
     if sent and mesh.shape[axes.slow_names[0]] > 1:
-        values["workers_alike"] = float(any(_are_alike(x, mesh, axes) for x in sent))
+        values["workers_alike"] = float(any(_are_alike(x, y, mesh, axes) for x, y in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
 
 
@@ -183,17 +183,19 @@ def _differing_parameters(opt_state: optax.OptState) -> set[str]:
     return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 
-def _are_alike(scales: np.ndarray, mesh: Mesh, axes: MeshAxes) -> bool:
+def _are_alike(greatest: np.ndarray, digests: np.ndarray, mesh: Mesh, axes: MeshAxes) -> bool:
     """Whether workers have scaled what they sent last alike, as those with equal gradients do.
 
     Args:
-      scales: of each device, ``[devices, ...]``.
+      greatest: each device's greatest scale, ``[devices]``.
+      digests: checksums of all its scales, ``[devices]``.
       mesh: the mesh.
       axes: its axes; the first of the slow ones is that along which bits are exchanged.
     """
     others = [name for name in mesh.axis_names if name != axes.slow_names[0]]
-    of_places = [scales[devices] for devices in holders(mesh, P(*others))]
-    return bool(np.any(scales > _NOTHING_SENT)) and all(bool(np.all(x == x[0])) for x in of_places)
+    of_places = [digests[devices] for devices in holders(mesh, P(*others))]
+    alike = all(bool(np.all(x == x[0])) for x in of_places)
+    return alike and bool(np.max(greatest) > _NOTHING_SENT)
 
 
 @functools.lru_cache(maxsize=16)
@@ -205,7 +207,7 @@ def _program(
     own: tuple[bool, ...],
     shared: tuple[int, ...],
 ) -> Any:
-    """The jitted program: of each device checksums of shared leaves, figures, and scales."""
+    """The jitted program: of each device checksums of shared leaves, figures, and of scales."""
     axes = MeshAxes(mesh, slow)
 
     def on_device(leaves: list[jax.Array]) -> Any:
@@ -219,7 +221,8 @@ def _program(
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
         exchanges = [x for _, x in nodes(opt_state) if isinstance(x, ExchangeState)]
-        sent = [x.worker.value.scales for x in exchanges]
+        scales = [x.worker.value.scales for x in exchanges]
+        sent = [(jnp.max(x), checksum(x)) for x in scales]
         return lax.all_gather((row, figures, sent), mesh.axis_names)
 
     mapped = jax.shard_map(
