@@ -1,5 +1,6 @@
 """What `train_step` does where one worker's gradient is not fit: all leave the step out."""
 
+import functools
 from typing import Any, cast
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.transforms.nonfinite import LARGEST_SQUARED_NORM, examine
+from onebit_jax.transforms.nonfinite import LARGEST_SQUARED_NORM, examine, squared_norms
 from tests import small_task
 from tests.small_task import (
     MESH,
@@ -159,3 +160,21 @@ def test_a_dynamic_loss_scale_finds_its_level():
     assert metrics["skipped"] >= 4
     assert np.isfinite(params["w"]).all()
     assert params["w"].min() > 2.0**-7
+
+
+def test_norms_of_tensors_that_the_compiler_splits_gather_nothing():
+    """Beside the workers' axis there may be one that XLA splits tensors over."""
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=kinds)
+    columns = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
+
+    @functools.partial(jax.jit, in_shardings=columns)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, axis_names={"data"}, in_specs=jax.P(), out_specs=jax.P()
+    )
+    def norm(g):
+        return squared_norms(g)
+
+    g = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    assert "all-gather" not in str(norm.lower(g).compile().as_text())
+    np.testing.assert_allclose(norm(jax.device_put(g, columns)), [np.sum(g**2)], rtol=1e-6)

@@ -45,12 +45,18 @@ def squared_norms(grads: optax.Updates, copies: Sequence[int] | None = None) -> 
       grads: the tensors, or shards of them.
       copies: how many places hold the same shard of each tensor; None for one.
     """
-    # As rows of one: XLA for CPUs (JAX 0.10.2, not reported) sums a matrix in squares of 32 x 32,
-    # and takes six times as long where these do not divide it.
-    rows = [g.astype(jnp.float32).reshape(1, -1) for g in jax.tree.leaves(grads)]
-    leaves = [jnp.sum(jnp.square(row), 1) for row in rows]
-    sums = jnp.concatenate(leaves) if leaves else jnp.zeros((0,), jnp.float32)
+    leaves = [_squared_norm(g.astype(jnp.float32)) for g in jax.tree.leaves(grads)]
+    sums = jnp.stack(leaves) if leaves else jnp.zeros((0,), jnp.float32)
     return sums if copies is None else sums / np.asarray(copies, np.float32)
+
+
+def _squared_norm(g: jax.Array) -> jax.Array:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not all(name in mesh.manual_axes or size == 1 for name, size in mesh.shape.items()):
+        return jnp.sum(jnp.square(g))  # as a row it might have to be gathered
+    # XLA for CPUs (JAX 0.10.2, not reported) sums a matrix in squares of 32 x 32, and takes six
+    # times as long where these do not divide it.
+    return jnp.sum(jnp.square(g.reshape(1, -1)), 1)[0]
 
 
 def examine(
