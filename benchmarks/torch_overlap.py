@@ -1,12 +1,10 @@
 """The steps of `benchmarks.overlap` in PyTorch, whose DDP overlaps its buckets too."""
 
-import datetime
-import importlib
 import os
 import time
-from typing import Any
 
 from benchmarks.network.processes import Place
+from benchmarks.network.torch_kinds import hooks, joined
 
 KINDS = ("PyTorch compute", "DDP, float32", "DDP, float16")
 _HOOKS = {"DDP, float32": "allreduce_hook", "DDP, float16": "fp16_compress_hook"}
@@ -17,18 +15,9 @@ class Worker:
     """Makes the steps on one host, together with those on the others."""
 
     def __init__(self, place: Place):
-        self._torch: Any = importlib.import_module("torch")
-        importlib.import_module("torch.nn.parallel")
+        self._torch = joined(place)
         # The hosts share the cores, and threads that wait for one another would keep them busy.
         self._torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.hosts))
-        address, port = place.meeting_point
-        self._torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=place.rank,
-            world_size=place.hosts,
-            timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
-        )
 
     def prepare(self, name: str, layers: int, width: int, rows: int) -> None:
         """Makes the model, the optimizer and the batch, and makes some steps."""
@@ -44,14 +33,11 @@ class Worker:
             for weight in self._model.parameters():
                 weight.normal_(std=width**-0.5)
         if name in _HOOKS:
-            hooks = importlib.import_module(
-                "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-            )
             # Buckets of the default size, 25 MB.
             self._model = torch.nn.parallel.DistributedDataParallel(
                 self._model, gradient_as_bucket_view=True
             )
-            self._model.register_comm_hook(None, getattr(hooks, _HOOKS[name]))
+            self._model.register_comm_hook(None, getattr(hooks("default_hooks"), _HOOKS[name]))
         self._adam = torch.optim.Adam(self._model.parameters(), lr=_RATE, fused=True)
         self._batch = torch.randn(rows, width)
         for _ in range(3):  # DDP makes its buckets anew after the first

@@ -36,21 +36,31 @@ class Kind(NamedTuple):
     warmup: int = 1
 
 
+def joined(place: Place) -> Any:
+    """PyTorch, once this process and those on the other hosts are a group."""
+    torch: Any = importlib.import_module("torch")
+    importlib.import_module("torch.nn.parallel")
+    address, port = place.meeting_point
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{address}:{port}",
+        rank=place.rank,
+        world_size=place.hosts,
+        timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
+    )
+    return torch
+
+
+def hooks(name: str) -> Any:
+    """A module of DDP's hooks."""
+    return importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{name}")
+
+
 class Worker:
     """Times the kinds on one host, together with those on the others."""
 
     def __init__(self, place: Place):
-        self.torch: Any = importlib.import_module("torch")
-        importlib.import_module("torch.nn.parallel")
-        address, port = place.meeting_point
-        self.hosts = place.hosts
-        self.torch.distributed.init_process_group(
-            "gloo",
-            init_method=f"tcp://{address}:{port}",
-            rank=place.rank,
-            world_size=place.hosts,
-            timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
-        )
+        self.torch, self.hosts = joined(place), place.hosts
         rng = np.random.default_rng(place.rank)
         self.grads = [
             self.torch.from_numpy(np.float32(1e-3) * rng.standard_normal(shape, np.float32))
@@ -127,25 +137,19 @@ def _ddp(worker: Worker, hook: Callable[[Any, Any], Any], state: Any) -> Callabl
 
 
 def _plain(worker: Worker) -> Callable[[], float]:
-    hooks = _hooks("default_hooks")
-    return _ddp(worker, hooks.allreduce_hook, None)
+    return _ddp(worker, hooks("default_hooks").allreduce_hook, None)
 
 
 def _float16(worker: Worker) -> Callable[[], float]:
-    hooks = _hooks("default_hooks")
-    return _ddp(worker, hooks.fp16_compress_hook, None)
+    return _ddp(worker, hooks("default_hooks").fp16_compress_hook, None)
 
 
 def _power_sgd(worker: Worker) -> Callable[[], float]:
-    hooks = _hooks("powerSGD_hook")
-    state = hooks.PowerSGDState(
+    power_sgd = hooks("powerSGD_hook")
+    state = power_sgd.PowerSGDState(
         None, matrix_approximation_rank=_POWER_SGD_RANK, start_powerSGD_iter=2
     )
-    return _ddp(worker, hooks.powerSGD_hook, state)
-
-
-def _hooks(name: str) -> Any:
-    return importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{name}")
+    return _ddp(worker, power_sgd.powerSGD_hook, state)
 
 
 def _deepspeed(worker: Worker) -> Callable[[], float]:
