@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import pathlib
@@ -65,6 +66,8 @@ class Program(Generic[AnyConfig]):
         # Orbax reports every step of a save through it, and what fails with a traceback, before it
         # is raised.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        tell = sys.unraisablehook
+        sys.unraisablehook = functools.partial(_tell_unless_late, tell)
         try:
             config = tyro.cli(self.config, args=arguments, prog=f"python -m {self.name}")
             config.check_processes()
@@ -74,6 +77,8 @@ class Program(Generic[AnyConfig]):
             code, text = _outcome(error)
             print(text, file=sys.stderr)
             return code
+        finally:
+            sys.unraisablehook = tell
         return 0
 
     def _run(self, config: AnyConfig, group: onebit_jax.ProcessGroup) -> None:
@@ -115,6 +120,15 @@ _CODES: dict[type[BaseException], int] = {
     Stopped: 128,
     KeyboardInterrupt: 128 + signal.SIGINT,
 }
+
+
+def _tell_unless_late(tell: Callable[[Any], object], unraisable: Any) -> None:
+    """Tells of an exception that nobody can catch, unless it is a write of a save that has failed.
+
+    Orbax then closes the event loop that its other writes, in threads of TensorStore's, still call.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        tell(unraisable)
 
 
 def _outcome(error: BaseException) -> tuple[int, str]:
