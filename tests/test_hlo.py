@@ -29,6 +29,8 @@ def mesh():
         ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", "local"),
         ("mesh['a'=2,'b'=2,'c'=2] {'b','c'}", "local"),
         ("mesh['a'=8] {'a'}", "node,local"),
+        ("mesh['a'=2,'b'=4], device_ids=([8]) {'b'}", "local"),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", "node"),
         ("{{0,7},{1,6},{2,5},{3,4}}", "?"),
     ],
 )

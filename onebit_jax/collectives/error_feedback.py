@@ -103,6 +103,10 @@ class Beside(NamedTuple):
     old: list[jax.Array]
     one_message: bool
 
+    def stays(self, state: Any) -> list[jax.Array | None]:
+        """The leaves of the old state, None for those that new ones may be written over."""
+        return [x if any(x is y for y in self.old) else None for x in jax.tree.leaves(state)]
+
 
 class Late(NamedTuple):
     """Whether a call counts, where values leave before that is known.

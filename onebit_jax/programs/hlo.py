@@ -159,6 +159,10 @@ def bytes_sent(op: str, operand_bytes: int, group_size: int) -> int:
     )
 
 
+# Positions 0, 1, ... in this shape, and the order in which its axes are then transposed.
+_TILES = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+
+
 def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
     """The groups of devices that exchange, by position in the program's device assignment.
 
@@ -188,19 +192,29 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
         return [list(range(devices))]
     if text.startswith("{{"):
         return _lists(text)
-    if match := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, tiles, order = ([int(i) for i in (g or "").split(",") if i] for g in match.groups())
-        positions = np.arange(math.prod(tiles)).reshape(tiles)
-        return positions.transpose(order or None).reshape(shape).tolist()
-    if match := re.match(r"mesh\[([^\]]*)\] \{((?:'[^']*',?)*)\}", text):
+    if match := re.match(rf"\[([\d,]+)\]<={_TILES}", text):
+        return _positions(*match.groups()[1:]).reshape(_integers(match[1])).tolist()
+    if match := re.match(
+        rf"mesh\[([^\]]*)\](?:, device_ids=\({_TILES}\))? \{{((?:'[^']*',?)*)\}}", text
+    ):
         sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
         names = list(sizes)
-        axes = [names.index(name) for name in match[2].split(",") if name]
-        return groups_along(tuple(sizes.values()), axes)
+        axes = [names.index(name) for name in match[4].split(",") if name]
+        found = np.asarray(groups_along(tuple(sizes.values()), axes))
+        return (_positions(match[2], match[3]).reshape(-1)[found] if match[2] else found).tolist()
     raise ValueError(
         f"replica_groups={text:.60} of the {op} is in no form that is known here; "
         "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
     )
+
+
+def _integers(text: str | None) -> list[int]:
+    return [int(i) for i in (text or "").split(",") if i]
+
+
+def _positions(tiles: str, order: str | None) -> np.ndarray:
+    shape = _integers(tiles)
+    return np.arange(math.prod(shape)).reshape(shape).transpose(_integers(order) or None)
 
 
 def groups_along(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
+from onebit_jax.collectives.error_feedback import Beside
+from onebit_jax.markers import nodes_with
 from onebit_jax.sharded.on_mesh import OnMesh
 from onebit_jax.sharded.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
 from onebit_jax.sharded.state_layout import is_placed
@@ -79,7 +81,7 @@ class ShardedModel:
     def copies(self, params: Any) -> list[int]:
         """How many devices of a worker hold the same shard of each tensor."""
         places = math.prod(self.axes.mesh.shape[name] for name in self.axes.fast_names)
-        specs = jax.tree.leaves(self.specs(params), is_leaf=lambda x: isinstance(x, P))
+        specs = _leaves(self.specs(params))
         split = [math.prod(self.axes.mesh.shape[name] for name in names_of(x)) for x in specs]
         return [places // parts for parts in split]
 
@@ -126,7 +128,7 @@ class ShardedModel:
         """
         mesh = self.axes.mesh
         placement.check_state(opt_state, self.state_shapes(params), mesh)
-        expected = jax.tree.leaves(self.state_specs(params), is_leaf=lambda x: isinstance(x, P))
+        expected = _leaves(self.state_specs(params))
         leaves = jax.tree_util.tree_leaves_with_path(opt_state)
         for (path, x), spec in zip(leaves, expected, strict=True):
             known = getattr(x, "sharding", None)
@@ -138,26 +140,32 @@ class ShardedModel:
                     f"made for, or call onebit_jax.init again."
                 )
 
-    def own_parameters(self, params: Any, opt_state: Any) -> Any:
-        """The parameters that each worker trains, ``[workers, ...]``."""
+    def own_parameters(self, params: Any, opt_state: Any) -> tuple[Any, int | None]:
+        """The parameters that each worker trains, and their axis of workers, 0 or None.
+
+        None where all train the same: of rows for each worker XLA (JAX 0.10.2) would make copies.
+        """
+        if not nodes_with("worker_parameters", opt_state):
+            return params, None
         axes, specs, placed = self.axes, self.specs(params), self.placed(params)
 
         def row(params: Any, opt_state: Any) -> Any:
             own = worker_parameters(_to_worker_view(placed, opt_state), params)
             return jax.tree.map(lambda x: x[None], own)
 
-        return jax.shard_map(
+        rows = jax.shard_map(
             row,
             mesh=axes.mesh,
             in_specs=(specs, self.state_specs(params)),
             out_specs=_rows(axes, specs),
             check_vma=False,
-        )(params, opt_state)
+        )
+        return rows(params, opt_state), 0
 
     def by_worker(
         self,
         f: Callable[[Any, Any, jax.Array], Any],
-        params: Any,
+        params: tuple[Any, int | None],
         batch: Any,
         out_axes: Any,
     ) -> Any:
@@ -179,9 +187,10 @@ class ShardedModel:
         if self.axes.spmd_axis_name is None:
             index = jax.reshard(index, NamedSharding(self.axes.mesh, P(self.axes.slow)))
         spmd_axis_name = cast(Any, self.axes.spmd_axis_name)
-        mapped = jax.vmap(f, out_axes=out_axes, spmd_axis_name=spmd_axis_name)
+        own, axis = params
+        mapped = jax.vmap(f, in_axes=(axis, 0, 0), out_axes=out_axes, spmd_axis_name=spmd_axis_name)
         try:
-            return mapped(params, shares, index)
+            return mapped(own, shares, index)
         except ValueError as error:
             if "axis spec None" not in str(error):
                 raise
@@ -192,17 +201,29 @@ class ShardedModel:
             ) from error
 
     def on_shards(
-        self, f: Callable[..., Any], params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any
+        self,
+        f: Callable[..., Any],
+        beside: Beside,
+        params: Any,
+        opt_state: Any,
+        grads: Any,
+        rows: Any,
+        shared: Any,
     ) -> Any:
         """``f(params, opt_state, grads, rows, shared)`` on every device, of its shards.
 
         Args:
           f: in the worker view; returns new parameters, the state, and what is equal on all.
+          beside: the permission that ``f`` gives to the update.
           params: the parameters.
           opt_state: the state, in the mesh view.
           grads: the workers' gradients, ``[workers, ...]``.
           rows: other arrays ``[workers, ...]``, whole on all devices of a worker.
           shared: what all have.
+
+        Returns:
+          The leaves of ``opt_state`` that new ones are written beside, None for the others; then
+          what ``f`` returns.
         """
         axes, specs, placed = self.axes, self.specs(params), self.placed(params)
         of_state, of_grads = self.state_specs(params), _rows(axes, specs)
@@ -213,16 +234,20 @@ class ShardedModel:
 
         def of_shards(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
             grads, rows = jax.tree.map(lambda x: x[0], (grads, rows))
-            opt_state = _to_worker_view(placed, opt_state)
+            own = _to_worker_view(placed, opt_state)
             with tensors_split_along(axes.fast_names, specs):
-                params, opt_state, others = f(params, opt_state, grads, rows, shared)
-            return params, _from_worker_view(placed, opt_state), others
+                params, new, others = f(params, own, grads, rows, shared)
+            stays = [
+                x if is_beside is not None else None
+                for x, is_beside in zip(jax.tree.leaves(opt_state), beside.stays(own), strict=True)
+            ]
+            return stays, params, _from_worker_view(placed, new), others
 
         return jax.shard_map(
             of_shards,
             mesh=axes.mesh,
             in_specs=(specs, of_state, of_grads, P(axes.slow), P()),
-            out_specs=(specs, of_state, P()),
+            out_specs=(_leaves(of_state), specs, of_state, P()),
             check_vma=False,
         )(params, opt_state, grads, rows, shared)
 
@@ -231,6 +256,10 @@ def _shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
     )
+
+
+def _leaves(specs: Any) -> list[P]:
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _rows(axes: MeshAxes, specs: Any) -> Any:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Beside
+from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.sharded.specs import Specs
@@ -293,10 +294,10 @@ class TrainStep:
         if key not in self._programs:
             replicated = self._replicated
             inputs = (*_by_donation(self._placement(placed)), replicated, replicated)
-            per_worker = NamedSharding(self._mesh, P(self._mesh.axis_names))
             # What stays of the state comes first: JAX gives the memory of an argument to the first
             # result of its shape.
-            outputs = per_worker, inputs[0], replicated, replicated, replicated
+            stays = jax.tree.leaves(inputs[0][1])
+            outputs = stays, inputs[0], replicated, replicated, replicated
 
             def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
                 return self._worker(_Arguments(*donated, *others), measured, skips, phase)
@@ -350,17 +351,16 @@ class TrainStep:
 
     def _worker(
         self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[list[jax.Array], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+    ) -> tuple[list[jax.Array | None], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
         """One worker's step, in the worker view, with the upcoming phases and skipped steps.
 
-        First come the arrays of the old state that new ones are written beside.
+        First come the state's old arrays that new ones are written beside, None for the others.
         """
         given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
         computed = self._gradients(given, lax.axis_index(self._axes))
         beside = Beside([], one_message=self._on_cpus)
         made = self._update(given, computed, measured, skips, phase, beside=beside)
-        old = [x for x in jax.tree.leaves(given.opt_state) if any(x is y for y in beside.old)]
-        return old, *made
+        return beside.stays(given.opt_state), *made
 
     def _gradients(self, given: _Arguments, worker: jax.Array) -> LossAndGradients:
         """What one worker computes of its share of the batch."""
@@ -380,9 +380,10 @@ class TrainStep:
 
     def _of_shards(
         self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[list[jax.Array], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """All workers' step where each is several devices, none of whose state stays."""
+    ) -> tuple[list[jax.Array | None], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
+        """All workers' step where each is several devices; results as for :meth:`_worker`."""
         sharded = cast(ShardedModel, self._sharded)
+        beside = Beside([], one_message=self._on_cpus)
         copies = sharded.copies(given.params)
         differs = model_states.by_worker(given.model_state)
         structure = jax.tree.structure(given.model_state)
@@ -398,10 +399,14 @@ class TrainStep:
                 model_state=model_state,
                 extra_args=extra_args,
             )
+            if self._on_cpus and self._options.max_skipped is not None:
+                # XLA for CPUs holds gradients transposed here; check and update would each
+                # transpose them.
+                grads = jax.tree.map(lambda g: materialize(g, self._axes[0]), grads)
             loss, metrics, leaves = rows
             leaves = [x if x is not None else y for x, y in zip(leaves, in_common, strict=True)]
             computed = LossAndGradients(loss, metrics, grads, structure.unflatten(leaves))
-            results, *others = self._update(own, computed, measured, skips, phase, copies)
+            results, *others = self._update(own, computed, measured, skips, phase, copies, beside)
             return *results[:2], (results[2], *others)
 
         own = sharded.own_parameters(given.params, given.opt_state)
@@ -411,8 +416,9 @@ class TrainStep:
         leaves = list(
             zip(jax.tree.leaves(computed.model_state), jax.tree.leaves(differs), strict=True)
         )
-        params, opt_state, (model_state, *others) = sharded.on_shards(
+        stays, params, opt_state, (model_state, *others) = sharded.on_shards(
             update,
+            beside,
             given.params,
             given.opt_state,
             computed.grads,
@@ -425,7 +431,7 @@ class TrainStep:
                 [None if own else x for x, own in leaves],
             ),
         )
-        return [], (params, opt_state, model_state), *others
+        return stays, (params, opt_state, model_state), *others
 
     def _update(
         self,

@@ -1,6 +1,7 @@
 """The training step of this library on a model that is split over the fast axes of a mesh."""
 
 import collections
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
+from onebit_jax.collectives import alike, layout
+from onebit_jax.programs import hlo
 from onebit_jax.transforms.phases import PHASES
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
@@ -117,6 +120,43 @@ def test_all_devices_skip_a_step_for_one_worker(run):
     *state, metrics = step(*jax.tree.map(jnp.copy, state), batch)
     assert (int(metrics["skipped"]), int(step.skips.worker)) == (1, 1)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
+
+
+def test_new_residuals_are_written_beside_the_old_and_gradients_are_transposed_once(monkeypatch):
+    """For both the check and the update; a step that is left out copies residuals."""
+    side, layers = 256, 3
+    for module in (layout, alike):  # as if each were large: small tensors travel together
+        monkeypatch.setattr(module, "SMALL", 32)
+    mesh = jax.make_mesh((2, 2), (SLOW, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    names = [f"kernel{i}" for i in range(layers)]
+    params: Any = {name: jax.ShapeDtypeStruct((side, side), jnp.float32) for name in names}
+    split = {"axis_name": SLOW, "param_specs": P("fsdp", None)}
+
+    def loss_fn(params, x):
+        for name in names:
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    tx = onebit_jax.onebit_adam(1e-2, warmup=2, variance_refreshes=None, axis_name=SLOW)
+    opt_state = jax.eval_shape(lambda x: onebit_jax.init(tx, x, mesh, **split), params)
+    step = onebit_jax.train_step(loss_fn, tx, mesh, **split)
+    batch = jax.ShapeDtypeStruct((8, side), jnp.float32)
+    compiled = step.lower(params, opt_state, batch, phase="compression").compile()
+    text, sizes = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None
+    assert sizes is not None
+    shard = 4 * side**2 // 2
+    beside = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    assert layers * shard <= beside <= 1.05 * layers * shard
+    program = hlo.Module(text)
+    copies = {
+        name: sum(x.op == "copy" and f"{side // 2},{side}]" in x.type for x in body.values())
+        for name, body in program.computations.items()
+    }
+    loops = [x for x in program.computations[program.entry].values() if x.op == "while"]
+    in_loops = sum(copies[body] for loop in loops for body in loop.callees("body"))
+    assert in_loops == layers
+    assert sum(copies.values()) - in_loops == layers
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """States of a split model taken to another number of workers.
 
 Every place along the fast axes holds shards, so what becomes of its state is what `resize` makes of
-an unsplit state of these shards, taken from the devices of the place by hand.
+an unsplit state of these shards, taken from the devices of the place by hand. At one bit: at more,
+an unsplit model's small tensors travel together, a split one's alone.
 """
 
 import jax
@@ -102,7 +103,7 @@ OPTIMIZERS = {
         optax.adam(1e-2), optax.sgd(0.5), every=3, axis_name=SLOW, bits=1
     ),
     "local_steps, streaming": lambda: onebit_jax.local_steps(
-        optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=4, fragments=2, delay=1
+        optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=1, fragments=2, delay=1
     ),
 }
 
