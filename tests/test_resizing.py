@@ -248,8 +248,9 @@ def test_what_was_left_out_is_neither_owed_nor_forgotten(before, after):
     assert (state.skips.steps, state.skips.skipped, state.skips.worker) == (2 * STEPS, 1, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["signum", "distributed_lion", "zero_one_adam"])
+@pytest.mark.parametrize(
+    "name", ["signum", "distributed_lion", pytest.param("zero_one_adam", marks=pytest.mark.slow)]
+)
 def test_momenta_are_averaged(name):
     make = OPTIMIZERS[name].make
     _, params, state = train(make, 4, draw(7, shapes=SHAPES), gradients(0, 4))

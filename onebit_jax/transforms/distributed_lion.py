@@ -92,7 +92,8 @@ class DistributedLion(Algorithm):
 
     def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
-        return self.exchange.over(like).whole_means(state.momentum.value)
+        exchange = self.exchange.over(like)
+        return exchange.whole_means(pieces_of(exchange, state.momentum.value))
 
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """Gives the mean momentum to every worker."""

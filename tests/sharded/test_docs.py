@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_the_page_runs():
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    first, *optimizers = blocks
+    first, own_step, *optimizers = blocks
     assert len(optimizers) == 2
     names: dict[str, Any] = {}
     exec(first, names)
@@ -27,6 +28,13 @@ def test_the_page_runs():
     assert_replicas_agree(names["state"][0])
     assert names["params"]["up"].shape == (16, 64)
     params = {name: np.asarray(x) / 2 for name, x in names["params"].items()}
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    own = names | {"params": jax.tree.map(jnp.copy, names["params"]), "loss_fn": loss_fn}
+    exec(own_step, own)
+    assert own["metrics"]["loss"] < 0.05
     for optimizer in optimizers:
         exec(optimizer, names)
         state = (params, names["tx"].init(params))
