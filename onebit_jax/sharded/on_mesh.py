@@ -117,8 +117,8 @@ class OnMesh:
         def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
             check_workers(axes, axis_size, in_batched[0], args[0])
             own_arguments = in_batched[3]
-            batched = _leaves(in_batched)
-            spec_leaves = _leaves(in_specs)
+            batched = jax.tree.leaves(in_batched)
+            spec_leaves = jax.tree.leaves(in_specs)
             arrays, structure = jax.tree.flatten(args)
             results = jax.tree.structure((updates, state))
 
@@ -136,7 +136,7 @@ class OnMesh:
                     P(axes.slow, *spec) if b else spec
                     for spec, b in zip(spec_leaves, batched, strict=True)
                 ),
-                out_specs=[P(axes.slow, *spec) for spec in _leaves(in_specs[:2])],
+                out_specs=[P(axes.slow, *spec) for spec in jax.tree.leaves(in_specs[:2])],
                 check_vma=False,
             )
             # Outside of jit a map runs operation by operation.
@@ -199,10 +199,6 @@ class OnMesh:
         if spec_in_type(x) is None and self._axes.spmd_axis_name is None:
             return jax.reshard(x, jax.sharding.NamedSharding(self._axes.mesh, spec))
         return x
-
-
-def _leaves(specs: Any) -> list[Any]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def on_mesh(

@@ -164,7 +164,7 @@ def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> N
             f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "
             f"parameters {shapes[1][:3]}...: give update the gradients of these parameters."
         )
-    specs = [jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, P)) for x in (of_grads, of_params)]
+    specs = [jax.tree.leaves(x) for x in (of_grads, of_params)]
     for (path, _), of_grad, of_param in zip(got, *specs, strict=True):
         if of_grad != of_param:
             raise ValueError(

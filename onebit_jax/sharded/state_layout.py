@@ -79,7 +79,7 @@ def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
     """
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     shapes = [x.shape for x in jax.tree.leaves(params)]
-    of_params = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    of_params = jax.tree.leaves(specs)
     parameters = {
         path: _Parameter(shape, spec, axes.shape_of_shard(shape, spec))
         for path, shape, spec in zip(paths, shapes, of_params, strict=True)

@@ -81,7 +81,7 @@ class ShardedModel:
     def copies(self, params: Any) -> list[int]:
         """How many devices of a worker hold the same shard of each tensor."""
         places = math.prod(self.axes.mesh.shape[name] for name in self.axes.fast_names)
-        specs = _leaves(self.specs(params))
+        specs = jax.tree.leaves(self.specs(params))
         split = [math.prod(self.axes.mesh.shape[name] for name in names_of(x)) for x in specs]
         return [places // parts for parts in split]
 
@@ -128,7 +128,7 @@ class ShardedModel:
         """
         mesh = self.axes.mesh
         placement.check_state(opt_state, self.state_shapes(params), mesh)
-        expected = _leaves(self.state_specs(params))
+        expected = jax.tree.leaves(self.state_specs(params))
         leaves = jax.tree_util.tree_leaves_with_path(opt_state)
         for (path, x), spec in zip(leaves, expected, strict=True):
             known = getattr(x, "sharding", None)
@@ -143,7 +143,7 @@ class ShardedModel:
     def own_parameters(self, params: Any, opt_state: Any) -> tuple[Any, int | None]:
         """The parameters that each worker trains, and their axis of workers, 0 or None.
 
-        None where all train the same: of rows for each worker XLA (JAX 0.10.2) would make copies.
+        None where all train the same ones: XLA (JAX 0.10.2) would copy a row for each worker.
         """
         if not nodes_with("worker_parameters", opt_state):
             return params, None
@@ -247,23 +247,17 @@ class ShardedModel:
             of_shards,
             mesh=axes.mesh,
             in_specs=(specs, of_state, of_grads, P(axes.slow), P()),
-            out_specs=(_leaves(of_state), specs, of_state, P()),
+            out_specs=(jax.tree.leaves(of_state), specs, of_state, P()),
             check_vma=False,
         )(params, opt_state, grads, rows, shared)
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
-    )
-
-
-def _leaves(specs: Any) -> list[P]:
-    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _rows(axes: MeshAxes, specs: Any) -> Any:
-    return jax.tree.map(lambda spec: P(axes.slow, *spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(lambda spec: P(axes.slow, *spec), specs)
 
 
 def _to_worker_view(placed: Any, state: Any) -> Any:
