@@ -183,6 +183,23 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
+def check_workers_mesh(mesh: Any) -> None:
+    """Raises ``ValueError`` unless ``mesh`` is one of devices, or of workers to simulate."""
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        check_mesh(mesh)
+    elif mesh.empty or mesh.manual_axes:
+        raise ValueError(
+            f"mesh={mesh!r} has no devices, so that its workers are simulated on one; it must then "
+            f"have axes, and none that is manual, as jax.sharding.AbstractMesh((8,), ('data',))."
+        )
+    elif jax.process_count() > 1:
+        raise ValueError(
+            f"mesh={mesh!r} has no devices, so that its workers are simulated on one, but there "
+            f"are {jax.process_count()} processes: give a mesh of their devices, such as "
+            f"jax.make_mesh((jax.device_count(),), ('data',)), or start one process."
+        )
+
+
 def check_scale(scale: Any) -> None:
     """Raises ``ValueError`` unless ``scale`` is one that the compressor has."""
     check_name("scale", scale, "rms", "mean_abs")

@@ -4,7 +4,7 @@
     python -m train.compare --optimizers adam signum --corpus TEXTS --steps 1000 --workers 8
     python -m train.compare --help
 
-The task is the pre-training of BERT, or, with `--task lm`, of a byte-level language model. The same
+The task is the pre-training of BERT, or, with `--task lm`, of a language model. The same
 command again, or one with other optimizers or learning rates, makes only the trainings that are not
 in the output folder yet.
 """
@@ -19,7 +19,7 @@ import time
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from train import record
 from train.bert import model as bert_model
@@ -47,9 +47,10 @@ class Config(TextConfig):
     enough for.
 
     Attributes:
-        task: What is pre-trained: BERT, or a byte-level language model.
+        task: What is pre-trained: BERT, or a language model.
         size: Size of the model; without it, the smallest: tiny, or a language model's nano.
-        vocab_size: Size of BERT's vocabulary.
+        vocab_size: Size of BERT's vocabulary, or tokens of bpe.
+        tokenizer: A language model's tokens: bytes, or byte pairs, which are trained on the corpus.
         learning_rates: Peak learning rates to try with every optimizer; without them, a sweep about
             its own.
         sweep: How many learning rates a sweep tries, each twice the one before.
@@ -79,6 +80,7 @@ class Config(TextConfig):
     widen: Annotated[int, Range("0 or more, below 2**31", lambda x: 0 <= x < 2**31)] = 0
     sweep_steps: int | None = None
     vocab_size: Count = 2048
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
     sequence_length: Count = 32
     steps: Count = 200
     schedule_warmup: int | float = 20
@@ -93,6 +95,11 @@ class Config(TextConfig):
         sizes = _SIZES[self.task]
         return [
             *super().requirements(),
+            (
+                "tokenizer",
+                self.task == "lm" or self.tokenizer == "bytes",
+                "nothing, since only --task lm has it",
+            ),
             (
                 "sweep_steps",
                 self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
@@ -169,11 +176,13 @@ class Comparison:
     Args:
         config: its options.
         tasks: by seed.
-        mesh: a device for each worker.
+        mesh: of the workers.
         stop: as for `Trainer.run`.
     """
 
-    def __init__(self, config: Config, tasks: dict[int, Task], mesh: Mesh, stop: StopRequest):
+    def __init__(
+        self, config: Config, tasks: dict[int, Task], mesh: Mesh | AbstractMesh, stop: StopRequest
+    ):
         self._config, self._tasks, self._mesh, self._stop = config, tasks, mesh, stop
         self._judged_by = _TASKS[config.task].WORDING.heldout_loss
         self._trainer = functools.cache(self._make_trainer)
@@ -239,7 +248,7 @@ def _curve(trained: Trained) -> Curve:
     )
 
 
-def train(config: Config, runs: Runs[Config], mesh: Mesh, stop: StopRequest) -> None:
+def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: StopRequest) -> None:
     """Makes all trainings, and writes the figures, the table and the picture of them."""
     first = jax.process_index() == 0
     tasks = {run.seed: task for run, task in runs}
@@ -272,7 +281,8 @@ def train(config: Config, runs: Runs[Config], mesh: Mesh, stop: StopRequest) -> 
 
 def _title(config: Config, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init)))
-    model, unit = ("BERT", "tokens") if config.task == "bert" else ("Language model", "bytes")
+    in_bytes = config.task == "lm" and config.tokenizer == "bytes"
+    model = "BERT" if config.task == "bert" else "Language model"
     auto = config.warmup == "auto"
     warmup = (
         "dense until the variance is stable" if auto else f"{config.warmup_steps:,} dense steps"
@@ -280,7 +290,7 @@ def _title(config: Config, task: Task) -> str:
     return (
         f"{model} {config.model.size}, {parameters:,} parameters; {config.worker_count} workers; "
         f"{config.steps:,} steps of {config.batch_size} sequences of {config.sequence_length} "
-        f"{unit}; {warmup} where there is a warm-up."
+        f"{'bytes' if in_bytes else 'tokens'}; {warmup} where there is a warm-up."
     )
 
 

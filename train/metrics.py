@@ -39,7 +39,8 @@ class MetricsLog:
         self._name = name
         self._config = config
         self._bytes_sent = bytes_sent
-        self._learning_rate = config.learning_rate_schedule()
+        # Of all steps at once: computed in each, they would wait for the step that is running.
+        self._learning_rates = np.asarray(config.learning_rate_schedule()(np.arange(config.steps)))
         self._begin = time.perf_counter() - progress.seconds
         self._in_flight: tuple[int, dict[str, jax.Array]] | None = None
         self._writes = jax.process_index() == 0
@@ -101,9 +102,7 @@ class MetricsLog:
         if self._writes:
             self._show(phase, values["loss"], sent)
             if self.progress.step % self._config.log_every == 0:
-                self._write(
-                    values | {"phase": phase, "lr": np.asarray(self._learning_rate(step)).item()}
-                )
+                self._write(values | {"phase": phase, "lr": self._learning_rates[step].item()})
         return self.progress
 
     def diagnosed(self, diagnosis: onebit_jax.Diagnosis) -> None:

@@ -9,11 +9,11 @@ import pathlib
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import tyro
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 import onebit_jax
 from onebit_jax.sharded.specs import MeshAxes, parameter_specs
@@ -27,7 +27,9 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 Runs = Sequence[tuple[AnyConfig, Task]]
 
 
-def train_all(config: RunConfig, runs: Runs[Any], mesh: Mesh, stop: StopRequest) -> None:
+def train_all(
+    config: RunConfig, runs: Runs[Any], mesh: Mesh | AbstractMesh, stop: StopRequest
+) -> None:
     """Trains with each optimizer of each run."""
     for run, task in runs:
         for name in config.optimizers:
@@ -51,7 +53,9 @@ class Program(Generic[AnyConfig]):
     config: type[AnyConfig]
     make_task: Callable[[AnyConfig], Task]
     report: Callable[[pathlib.Path], tuple[str, pathlib.Path]]
-    train: Callable[[AnyConfig, Runs[AnyConfig], Mesh, StopRequest], None] = train_all
+    train: Callable[[AnyConfig, Runs[AnyConfig], Mesh | AbstractMesh, StopRequest], None] = (
+        train_all
+    )
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Runs the program.
@@ -157,11 +161,11 @@ def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     return found
 
 
-def _check(config: RunConfig, task: Task, mesh: Mesh) -> None:
+def _check(config: RunConfig, task: Task, mesh: Mesh | AbstractMesh) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
     config.check()
     if task.param_specs is not None:
-        axes = MeshAxes(mesh, config.axis_name)
+        axes = MeshAxes(cast(Mesh, mesh), config.axis_name)
         parameter_specs(axes, task.param_specs, jax.eval_shape(task.init))
     for name in config.optimizers:
         make_optimizer(name, config, task.mask)
@@ -173,8 +177,10 @@ def _check(config: RunConfig, task: Task, mesh: Mesh) -> None:
     check_folder(config, task.identity)
 
 
-def _make_mesh(config: RunConfig, processes: int) -> Mesh:
+def _make_mesh(config: RunConfig, processes: int) -> Mesh | AbstractMesh:
     """Starts JAX on the devices that the mesh's axes ask for.
+
+    On fewer GPUs or TPU chips than workers, one simulates them all.
 
     Raises:
         ValueError: there are fewer, or they do not divide among the processes.
@@ -196,11 +202,16 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh:
             else f"--workers {count}: not divisible among {processes} processes; take a multiple "
             f"of {processes}"
         )
-    # A running JAX takes it no more: then the caller has chosen the devices. GPUs ignore it.
+    # A running JAX takes it no more: then the caller has chosen the devices. On GPUs the programs
+    # are for CPUs that say what simulated workers would send.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count // processes)
     devices = jax.devices()
     several = jax.process_count() > 1
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    if len(devices) < count and not (several or fast) and devices[0].platform != "cpu":
+        print(f"{count} workers, simulated on one {devices[0].device_kind}")
+        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
     if len(devices) < count or (several and len(devices) > count):
         raise ValueError(
             f"{given}, but the {jax.process_count()} processes have {len(devices)} "
@@ -212,7 +223,7 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh:
     mesh = jax.make_mesh(
         tuple(axes.values()),
         tuple(axes),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+        axis_types=types,
         devices=devices[:count],
     )
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs

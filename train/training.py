@@ -12,12 +12,14 @@ import grain
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
+from onebit_jax.markers import is_per_worker
+from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.registry import Setting
@@ -116,15 +118,22 @@ class Trainer:
         name: the optimizer's.
         config: options of the runs; those of one run may have another learning rate.
         task: what is trained, with any seed.
-        mesh: with the axes that the options ask for.
+        mesh: with the axes that the options ask for; one without devices simulates its workers.
         any_rate: whether the peak learning rate is a part of the optimizer's state, so that runs
             with another one compile nothing anew. Steps that are not finite are then made.
     """
 
     def __init__(
-        self, name: str, config: RunConfig, task: Task, mesh: Mesh, *, any_rate: bool = False
+        self,
+        name: str,
+        config: RunConfig,
+        task: Task,
+        mesh: Mesh | AbstractMesh,
+        *,
+        any_rate: bool = False,
     ):
         self._name, self._task, self._mesh, self._any_rate = name, task, mesh, any_rate
+        self._devices = mesh_of_arrays(mesh)
         self._batch_axes, self._slow_axes = config.batch_axes, config.slow_axes
         # The slow axis, where there are fast ones beside it.
         self._axis_name = None if task.param_specs is None else config.axis_name
@@ -138,16 +147,20 @@ class Trainer:
             )(peak=config.learning_rate)
         self._collectives: dict[Phase, list[wire.Collective]] = {}
         self._compiling: list[Callable[[Phase | None], None]] = []
-        loss_fn, optimizer = announced(task.loss_fn, self.optimizer, self._announce)
-        self.step = onebit_jax.train_step(
-            loss_fn,
-            optimizer,
-            mesh,
+        make_step = functools.partial(
+            onebit_jax.train_step,
             **self._split,
             accumulation=config.accumulation,
             max_grad_norm=config.max_grad_norm,
             max_skipped=None if any_rate else config.max_skipped,
         )
+        announcing = announced(task.loss_fn, self.optimizer, self._announce)
+        self.step = self._counted = make_step(*announcing, mesh)
+        self._counted_mesh = self._devices
+        if isinstance(mesh, AbstractMesh):
+            # Simulated workers send nothing: what they would is read from a program for CPUs.
+            self._counted_mesh = _mesh_of_cpus(mesh)
+            self._counted = make_step(task.loss_fn, self.optimizer, self._counted_mesh)
 
     def _announce(self, phase: Phase | None) -> None:
         for told in self._compiling:
@@ -155,11 +168,11 @@ class Trainer:
 
     def start(self, task: Task, learning_rate: float) -> State:
         """The state before the first step."""
-        replicated = NamedSharding(self._mesh, P())
+        replicated = NamedSharding(self._devices, P())
         placed: Any = replicated
         if task.param_specs is not None:
             specs = task.param_specs(jax.eval_shape(task.init))
-            placed = jax.tree.map(functools.partial(NamedSharding, self._mesh), specs)
+            placed = jax.tree.map(functools.partial(NamedSharding, self._devices), specs)
         params = jax.jit(task.init, out_shardings=placed)()
         model_state = jax.jit(task.init_model_state, out_shardings=replicated)()
         opt_state = onebit_jax.init(self.optimizer, params, self._mesh, **self._split)
@@ -249,7 +262,7 @@ class Trainer:
             **task.judge(state.params, self._placed(task.heldout_batches()), **own),
             "parameters": parameters,
             "devices": self._mesh.size,
-            "state_bytes": _bytes_on_a_device(state.opt_state) / parameters,
+            "state_bytes": self._bytes_of_a_worker(state.opt_state) / parameters,
             "frozen_at": progress.frozen_at,
             "seconds": progress.seconds,
             "bytes_sent": progress.bytes_sent,
@@ -264,10 +277,11 @@ class Trainer:
         if phase not in self._collectives:
             params, opt_state, model_state, batch = self._shapes
             phased = phase if progress_of(opt_state) else None
-            lowered = self.step.lower(
-                params, opt_state, batch, model_state=model_state, phase=phased
-            )
-            self._collectives[phase] = wire.collectives(lowered.compile(), self._mesh)
+            shapes = params, opt_state, batch, model_state
+            if self._counted is not self.step:
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+            lowered = self._counted.lower(*shapes[:3], model_state=shapes[3], phase=phased)
+            self._collectives[phase] = wire.collectives(lowered.compile(), self._counted_mesh)
         return self._collectives[phase]
 
     def _bytes_sent(self, phase: Phase) -> int:
@@ -275,6 +289,16 @@ class Trainer:
         slow = set(self._slow_axes)
         collectives = self.collectives(phase)
         return wire.bytes_sent(x for x in collectives if slow & set(x.axis.split(",")))
+
+    def _bytes_of_a_worker(self, opt_state: Any) -> float:
+        """What an optimizer's state takes of a device's memory, where workers are devices."""
+
+        def held(node: Any) -> float:
+            sizes = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(node))
+            simulated = isinstance(self._mesh, AbstractMesh) and is_per_worker(node)
+            return sizes / self._mesh.size if simulated else sizes
+
+        return sum(held(node) for node in jax.tree.leaves(opt_state, is_leaf=is_per_worker))
 
     def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
         """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
@@ -284,7 +308,7 @@ class Trainer:
         return {axis: wire.bytes_sent(along) for axis, along in by_axis.items()}
 
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
-        return (to_mesh(batch, self._mesh, self._batch_axes) for batch in batches)
+        return (to_mesh(batch, self._devices, self._batch_axes) for batch in batches)
 
     @contextlib.contextmanager
     def _giving_up(self, first: int) -> Iterator[None]:
@@ -313,9 +337,21 @@ def _synced(params: Any, opt_state: Any) -> Any:
     return next(filter(is_local, nodes)).synced_parameters(params)
 
 
-def _bytes_on_a_device(tree: Any) -> int:
-    shards = (x.addressable_shards[0].data for x in jax.tree.leaves(tree))
-    return sum(shard.nbytes for shard in shards)
+def _mesh_of_cpus(mesh: AbstractMesh) -> Mesh:
+    """The same mesh, of the host's simulated devices.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    cpus = jax.devices("cpu")
+    if len(cpus) < mesh.size:
+        raise ValueError(
+            f"what {mesh.size} workers send is counted in a program for as many CPU devices, but "
+            f"there are {len(cpus)}: set jax_num_cpu_devices={mesh.size} before JAX starts"
+        )
+    return jax.make_mesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, devices=cpus[: mesh.size]
+    )
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,7 @@ def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
     tx = optimizer.make(registry.Setting(1e-3, names if len(names) > 1 else names[0]))
     params: Any = {"w": jax.ShapeDtypeStruct((2**10, 2**10), jnp.float32)}
-    shapes = placement.state_shapes(tx, params, cast(Any, mesh))
+    shapes = placement.state_shapes(tx, params, mesh)
     own = jax.tree.map(lambda spec: len(spec) > 0, placement.state_specs(shapes, names))
     held = jax.tree.map(
         lambda x, is_own: x.size * x.dtype.itemsize // (workers if is_own else 1), shapes, own

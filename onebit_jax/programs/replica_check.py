@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
+from onebit_jax.programs.over_workers import traced_on_mesh
 from onebit_jax.transforms.phases import Phase
 
 # What to use instead of some wrappers of Optax, by the name of their state.
@@ -83,10 +84,15 @@ def check_replicas(
     update = _update_of_own_gradients(tx, axes, phase)
 
     def traced(extra_args: dict[str, Any]) -> Any:
+        in_specs, out_specs = (P(), specs, P()), (P(), specs)
+        given = params, opt_state, extra_args
+        if isinstance(mesh, AbstractMesh):
+            program = traced_on_mesh(update, mesh, in_specs, out_specs, given)
+            return program.jaxpr, program.out_info
         mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs), check_vma=False
+            update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-        return jax.make_jaxpr(mapped, return_shape=True)(params, opt_state, extra_args)
+        return jax.make_jaxpr(mapped, return_shape=True)(*given)
 
     guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
     for guess in guesses:

@@ -136,7 +136,7 @@ def to_adam(
       ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh.
     """
     shapes, axes = jax.eval_shape(lambda x: x, params), simulated.abstract_mesh(mesh)
-    placement.check_state(opt_state, placement.state_shapes(tx, shapes, cast(Any, axes)), mesh)
+    placement.check_state(opt_state, placement.state_shapes(tx, shapes, axes), mesh)
     workers = simulated.Workers(axes)
     node = _only(ScaleByOnebitAdamState, opt_state)
     noted = _noted(tx, opt_state, params, workers)

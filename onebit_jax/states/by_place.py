@@ -27,17 +27,17 @@ class WholeState:
     def __init__(self, tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh):
         self.tx, self.like, self._mesh = tx, jax.eval_shape(lambda x: x, params), mesh
         self.workers = simulated.Workers(mesh)
-        self.shapes = placement.state_shapes(tx, self.like, cast(Any, mesh))
+        self.shapes = placement.state_shapes(tx, self.like, mesh)
         self.specs = placement.state_specs(self.shapes, mesh.axis_names)
 
     def from_mesh_view(self, state: Any) -> Any:
         """The state by place, checked."""
-        placement.check_state(state, self.shapes, cast(Any, self._mesh))
+        placement.check_state(state, self.shapes, self._mesh)
         return state
 
     def to_mesh_view(self, state: Any) -> Any:
         """Undoes :meth:`from_mesh_view`."""
-        placement.check_state(state, self.shapes, cast(Any, self._mesh))
+        placement.check_state(state, self.shapes, self._mesh)
         return state
 
 
@@ -55,7 +55,7 @@ class SplitState(WholeState):
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         first, *others = slow
         axis_name: Any = slow if others else first
-        model = ShardedModel(tx, cast(Any, mesh), axis_name, specs)
+        model = ShardedModel(tx, cast(Mesh, mesh), axis_name, specs)
         specs, axes = model.specs(params), model.axes
         self.tx, self._mesh, self._axes = tx, mesh, axes
         self.like = jax.tree.map(

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
 from onebit_jax.markers import is_key, is_per_worker, nodes_with
 from onebit_jax.programs import replica_check
+from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 
 
 @contextlib.contextmanager
@@ -73,20 +73,21 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> Any:
+def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | AbstractMesh) -> Any:
     """Initialises an optimizer on a mesh, all of whose axes are the workers'.
 
     :func:`onebit_jax.init` without a slow axis, which documents arguments, result and errors.
     """
-    validation.check_mesh(mesh)
     check_whole(params)
-    replicated = NamedSharding(mesh, P())
-    with computing_on(mesh):
+    devices = mesh_of_arrays(mesh)
+    replicated = NamedSharding(devices, P())
+    with computing_on(devices):
         params = place(params, jax.tree.map(lambda _: replicated, params))
         shapes = state_shapes(tx, params, mesh)
+        check_simulated(shapes, mesh)
         specs = state_specs(shapes, mesh.axis_names)
         replica_check.check_replicas(tx, params, shapes, specs, mesh)
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        shardings = jax.tree.map(lambda spec: NamedSharding(devices, spec), specs)
         # For a state without arrays only the parameters tell jit its devices.
         program = jax.jit(
             _on_mesh(tx, mesh)(specs),
@@ -97,7 +98,9 @@ def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> 
         return program(params)
 
 
-def state_shapes(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh) -> Any:
+def state_shapes(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | AbstractMesh
+) -> Any:
     """The shapes of a state in the mesh view, a tree like it."""
     on_mesh = _on_mesh(tx, mesh)
     specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
@@ -105,15 +108,13 @@ def state_shapes(tx: optax.GradientTransformation, params: optax.Params, mesh: M
 
 
 def _on_mesh(
-    tx: optax.GradientTransformation, mesh: Mesh
+    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
     def initialise(params: optax.Params) -> optax.OptState:
         # Steps return no weak types: with them the second step would be compiled again.
         return jax.tree.map(strong, tx.init(params))
 
-    return lambda specs: jax.shard_map(
-        initialise, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
-    )
+    return lambda specs: over_workers(initialise, mesh, P(), specs)
 
 
 def strong(x: Any) -> Any:
@@ -225,7 +226,7 @@ def check_whole(params: optax.Params) -> None:
             )
 
 
-def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
+def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractMesh) -> None:
     """Checks a state that no step on this mesh has returned, such as a restored one.
 
     Args:
@@ -251,23 +252,40 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh) -> None:
                 f"onebit_jax.resize takes it to another number of workers; else go on with what it "
                 f"was made for, or call onebit_jax.init again, which begins with a new warm-up."
             )
+    devices = mesh_of_arrays(mesh)
     for leaf in got.values():
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             of_state = sharding.mesh
             if (of_state.axis_names, of_state.device_ids.tolist()) != (
-                mesh.axis_names,
-                mesh.device_ids.tolist(),
+                devices.axis_names,
+                devices.device_ids.tolist(),
             ):
                 raise ValueError(
                     f"opt_state is on a mesh of the axes {dict(of_state.shape)}, the step on one "
-                    f"of {dict(mesh.shape)} or of other devices. Give init and train_step the same "
-                    f"mesh; to move a state fetch it with jax.device_get first."
+                    f"of {dict(devices.shape)} or of other devices. Give init and train_step the "
+                    f"same mesh; to move a state fetch it with jax.device_get first."
                 )
 
 
+def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ``ValueError`` for an optimizer that workers which are simulated cannot have."""
+    in_params = set(map(id, nodes_with("own_parameters", opt_state)))
+    in_params -= set(map(id, nodes_with("worker_parameters", opt_state)))
+    if isinstance(mesh, AbstractMesh) and in_params:
+        raise ValueError(
+            f"mesh={mesh!r} has no devices, so that its workers are simulated and share one copy "
+            f"of the parameters, but this optimizer, as 0/1 Adam, lets each worker's copy differ "
+            f"between syncs. Give a mesh of devices; on CPUs "
+            f"jax.config.update('jax_num_cpu_devices', {mesh.size}) makes them."
+        )
+
+
 def check_plans(
-    tx: optax.GradientTransformation, params: optax.Params, opt_state: optax.OptState, mesh: Mesh
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    opt_state: optax.OptState,
+    mesh: Mesh | AbstractMesh,
 ) -> None:
     """Checks the numbers in a state that must be the optimizer's.
 

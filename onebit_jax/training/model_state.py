@@ -29,7 +29,9 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
         for x, y in pairs
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     ]
-    return ~jnp.any(jnp.array(became, jnp.bool))
+    # Not jnp.array of an empty list, whose constant ends XLA's compiler with a segmentation fault
+    # (jaxlib 0.11.2, not reported).
+    return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
 
 
 def by_worker(model_state: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
@@ -276,7 +276,7 @@ def _from_worker_view(placed: Any, state: Any) -> Any:
 
 def sharded_model(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     axis_name: str | tuple[str, str] | None,
     param_specs: Specs,
 ) -> ShardedModel | None:
@@ -286,7 +286,7 @@ def sharded_model(
       ValueError: for an axis that the mesh lacks, a mesh of the wrong type, and ``param_specs``
         without ``axis_name``.
     """
-    validation.check_mesh(mesh)
+    validation.check_workers_mesh(mesh)
     if axis_name is None:
         if param_specs is not None:
             raise ValueError(
@@ -295,13 +295,19 @@ def sharded_model(
                 f"the slow axis, that workers lie along."
             )
         return None
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f"axis_name={axis_name!r} asks for workers of several devices each, but mesh={mesh!r} "
+            f"has none: workers that are simulated on one device have the model whole. Leave out "
+            f"axis_name and param_specs, or give a mesh of devices."
+        )
     return ShardedModel(tx, mesh, axis_name, param_specs)
 
 
 def init(
     tx: optax.GradientTransformation,
     params: optax.Params,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     axis_name: str | tuple[str, str] | None = None,
     param_specs: Specs = None,
@@ -314,7 +320,11 @@ def init(
         :func:`onebit_jax.mean_gradients` before a dense one.
       params: the parameters, equal on all processes.
       mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
-        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``.
+        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``. Or
+        one without devices, ``jax.sharding.AbstractMesh((8,), ("data",))``: its workers are
+        simulated on JAX's first device, which computes for one after the other or for all at once,
+        as ``jax.vmap`` does, and holds what each has for itself. Nothing is sent then; losses are
+        those of as many devices, up to rounding.
       axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
         of slow axes, that workers lie along; None where all axes are the workers'.
       param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of

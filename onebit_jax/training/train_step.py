@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
@@ -17,6 +17,7 @@ from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.programs.collective_check import check_collectives
+from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers, traced_on_mesh
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import placement
@@ -82,7 +83,7 @@ class TrainStep:
         self,
         loss_fn: LossFn,
         tx: optax.GradientTransformation,
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         options: _Options,
         sharded: ShardedModel | None = None,
     ):
@@ -91,10 +92,10 @@ class TrainStep:
         self._workers = mesh.size if sharded is None else sharded.axes.workers
         self._loss_fn = loss_fn
         self._tx = optax.with_extra_args_support(tx)
-        self._mesh = mesh
-        self._on_cpus = mesh.devices.flat[0].platform == "cpu"
+        self._mesh, self._devices = mesh, mesh_of_arrays(mesh)
+        self._on_cpus = self._devices.devices.flat[0].platform == "cpu"
         self._options = options
-        self._replicated = NamedSharding(mesh, P())
+        self._replicated = NamedSharding(self._devices, P())
         self._runs = [Run()]
         self._calls = 0
         self._placements: dict[Any, Any] = {}
@@ -146,7 +147,7 @@ class TrainStep:
         skips, run = no_skips(), Run()
         every = self._options.grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
-        with placement.computing_on(self._mesh):
+        with placement.computing_on(self._devices):
             if not traced:
                 run = self._run(params, opt_state)
                 if self._options.max_skipped is not None:
@@ -157,7 +158,7 @@ class TrainStep:
                 skips = placement.place(run.skips[-1], replicated)
             placed = self._placed(given)
         # With the mesh itself, not its abstract form, a call and `lower` share compiled programs.
-        with placement.computing_on(self._mesh, concretely=not traced):
+        with placement.computing_on(self._devices, concretely=not traced):
             program = self._program(placed, phase, skips)
             arguments = *_by_donation(placed), np.bool(measured), skips
             if jax.process_count() > 1 and not traced and not self._calls:
@@ -210,7 +211,7 @@ class TrainStep:
         """
         self._check_batch(batch)
         given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with placement.computing_on(self._mesh):
+        with placement.computing_on(self._devices):
             shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
             placed = jax.tree.map(
                 lambda x, sharding: x.update(sharding=sharding),
@@ -218,7 +219,7 @@ class TrainStep:
                 self._placement(shapes._replace(batch=batch)),
             )
         skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
-        with placement.computing_on(self._mesh, concretely=True):
+        with placement.computing_on(self._devices, concretely=True):
             program = self._program(placed, phase, skips)
             return program.lower(*_by_donation(placed), np.bool(True), skips)
 
@@ -242,7 +243,7 @@ class TrainStep:
                 }
             specs = jax.tree.map(lambda _: P(), given)._replace(**own)
             self._placements[key] = jax.tree.map(
-                lambda spec: NamedSharding(self._mesh, spec), specs
+                lambda spec: NamedSharding(self._devices, spec), specs
             )
         return self._placements[key]
 
@@ -283,6 +284,7 @@ class TrainStep:
             return
         placement.check_whole(params)
         shapes = placement.state_shapes(self._tx, params, self._mesh)
+        placement.check_simulated(shapes, self._mesh)
         placement.check_plans(self._tx, params, opt_state, self._mesh)
         placement.check_state(opt_state, shapes, self._mesh)
         specs = placement.state_specs(shapes, self._mesh.axis_names)
@@ -305,19 +307,15 @@ class TrainStep:
             def sharded_step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
                 return self._of_shards(_Arguments(*donated, *others), measured, skips, phase)
 
-            # check_vma would treat a momentum as varying that shares an array with residuals,
-            # though it is equal on all workers. It would also sum replicated parameters' gradients.
             mapped = sharded_step
             if self._sharded is None:
-                mapped = jax.shard_map(
-                    step,
-                    mesh=self._mesh,
-                    in_specs=jax.tree.map(lambda sharding: sharding.spec, inputs),
-                    out_specs=jax.tree.map(lambda sharding: sharding.spec, outputs),
-                    check_vma=False,
-                )
+                in_specs, out_specs = jax.tree.map(lambda x: x.spec, (inputs, outputs))
+                mapped = over_workers(step, self._mesh, in_specs, out_specs)
             program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
-            traced = program.trace(*_by_donation(placed), np.bool(True), skips)
+            arguments = *_by_donation(placed), np.bool(True), skips
+            traced = program.trace(*arguments)
+            if isinstance(self._mesh, AbstractMesh):
+                traced = traced_on_mesh(step, self._mesh, in_specs, out_specs, arguments)
             varies = check_collectives(traced.jaxpr.jaxpr)
             _, (_, _, model_state), *_ = jax.tree.unflatten(
                 jax.tree.structure(traced.out_info), varies
@@ -329,7 +327,7 @@ class TrainStep:
     def _check_agreement(self, traced: jax.stages.Traced) -> None:
         agreement.check_agreement(
             self._options._asdict()
-            | {"the mesh": (self._mesh.shape, self._mesh.device_ids.tolist())}
+            | {"the mesh": (self._mesh.shape, self._devices.device_ids.tolist())}
             | agreement.settings()
             | {
                 "the loss, the optimizer or the shapes of the arguments": agreement.outline(
@@ -510,7 +508,7 @@ class TrainStep:
 def train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     axis_name: str | tuple[str, str] | None = None,
     param_specs: Specs = None,

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
 from onebit_jax.sharded.state_layout import without_places
 from onebit_jax.states import placement
@@ -47,7 +49,7 @@ class Diagnosis(NamedTuple):
 def diagnose(
     params: optax.Params,
     opt_state: optax.OptState,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     axis_name: str | tuple[str, str] | None = None,
     model_state: Any = None,
@@ -71,7 +73,8 @@ def diagnose(
     Args:
       params: the parameters, as the last step returned them.
       opt_state: the optimizer's state, in the mesh view.
-      mesh: the mesh that they are on. All processes that have devices in it must call.
+      mesh: the mesh that they are on. All processes that have devices in it must call. Workers that
+        are simulated, on a mesh without devices, share one copy: nothing is compared.
       axis_name: as for :func:`onebit_jax.init`: the slow axis of a mesh over whose other axes the
         model is split. Devices that hold the same shard are compared, whichever axis they differ
         in; how arrays are split is read from their shardings.
@@ -98,14 +101,15 @@ def diagnose(
       >>> "params['w']" in diagnosis.compared, diagnosis.figures["dead_share"]
       (True, 0.0)
     """
-    axes = MeshAxes(mesh, axis_name or cast(Any, mesh.axis_names))
+    validation.check_workers_mesh(mesh)
+    axes = MeshAxes(cast(Mesh, mesh), axis_name or cast(Any, mesh.axis_names))
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
     own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
     leaves = _leaves(state)
     specs = [_spec(axes, x, is_own) for x, is_own in zip(leaves.values(), own, strict=True)]
     _check_placed(leaves, specs, mesh)
-    shared = _shared_names(state, own)
-    with placement.computing_on(mesh):
+    shared = _shared_names(state, own) if isinstance(mesh, Mesh) else {}
+    with placement.computing_on(mesh_of_arrays(mesh)):
         program = _program(
             mesh,
             axes.slow,
@@ -119,7 +123,7 @@ def diagnose(
         name: [(devices, checksums[devices, i]) for devices in holders(mesh, specs[place])]
         for i, (name, place) in enumerate(shared.items())
     }
-    if divergences := find_divergences(held):
+    if isinstance(mesh, Mesh) and (divergences := find_divergences(held)):
         whole = not axes.fast_names
         raise ReplicaDivergenceError(divergences, held, mesh, "worker" if whole else "device")
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
@@ -147,9 +151,9 @@ def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
     return P(axes.slow) if is_own else P()
 
 
-def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh) -> None:
+def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | AbstractMesh) -> None:
     for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
-        expected = NamedSharding(mesh, spec)
+        expected = NamedSharding(mesh_of_arrays(mesh), spec)
         sharding = getattr(leaf, "sharding", None)
         if sharding is None or not sharding.is_equivalent_to(expected, jnp.ndim(leaf)):
             where = "on the host" if sharding is None else f"as {sharding}"
@@ -183,7 +187,9 @@ def _differing_parameters(opt_state: optax.OptState) -> set[str]:
     return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 
-def _are_alike(greatest: np.ndarray, digests: np.ndarray, mesh: Mesh, axes: MeshAxes) -> bool:
+def _are_alike(
+    greatest: np.ndarray, digests: np.ndarray, mesh: Mesh | AbstractMesh, axes: MeshAxes
+) -> bool:
     """Whether workers have scaled what they sent last alike, as those with equal gradients do.
 
     Args:
@@ -200,7 +206,7 @@ def _are_alike(greatest: np.ndarray, digests: np.ndarray, mesh: Mesh, axes: Mesh
 
 @functools.lru_cache(maxsize=16)
 def _program(
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     slow: Any,
     structure: Any,
     specs: tuple[P, ...],
@@ -208,7 +214,7 @@ def _program(
     shared: tuple[int, ...],
 ) -> Any:
     """The jitted program: of each device checksums of shared leaves, figures, and of scales."""
-    axes = MeshAxes(mesh, slow)
+    axes = MeshAxes(cast(Mesh, mesh), slow)
 
     def on_device(leaves: list[jax.Array]) -> Any:
         checksums = [checksum(leaves[place]) for place in shared]
@@ -225,7 +231,5 @@ def _program(
         sent = [(jnp.max(x), checksum(x)) for x in scales]
         return lax.all_gather((row, figures, sent), mesh.axis_names)
 
-    mapped = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(list(specs),), out_specs=P(), check_vma=False
-    )
+    mapped = over_workers(on_device, mesh, (list(specs),), P())
     return jax.jit(lambda state: mapped(jax.tree.leaves(state)))

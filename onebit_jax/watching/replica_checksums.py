@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from onebit_jax.markers import is_key
 from onebit_jax.sharded.specs import names_of
@@ -115,11 +115,11 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, word).astype(jnp.uint32)
 
 
-def holders(mesh: Mesh, spec: PartitionSpec) -> np.ndarray:
+def holders(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> np.ndarray:
     """The devices, by their place in the mesh, that hold each shard; ``[shards, copies]``."""
     names = mesh.axis_names
     split = [i for i, name in enumerate(names) if name in names_of(spec)]
-    places = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), split, range(len(split)))
+    places = np.moveaxis(np.arange(mesh.size).reshape(mesh.axis_sizes), split, range(len(split)))
     return places.reshape(math.prod(places.shape[: len(split)]), -1)
 
 

@@ -1,0 +1,99 @@
+"""Runs the program of one worker on all workers: on a mesh's devices, or simulated on one.
+
+A mesh without devices, :class:`jax.sharding.AbstractMesh`, says how many workers there are. They
+are simulated by ``jax.vmap`` on JAX's first device, which holds the rows of all of them.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
+
+
+def mesh_of_arrays(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh on which arrays of all workers lie: of one device where these are simulated."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    names = mesh.axis_names
+    device = np.array(jax.local_devices()[0]).reshape((1,) * len(names))
+    return Mesh(device, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def over_workers(
+    f: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``jax.shard_map`` over all axes of a mesh; ``jax.vmap`` where it has no devices.
+
+    Args:
+      f: in the worker view; the axes of the mesh are bound.
+      mesh: the mesh.
+      in_specs: of the arguments, ``P()`` or ``P(mesh.axis_names)``, one for several leaves at will.
+      out_specs: of the results.
+    """
+    if isinstance(mesh, Mesh):
+        # check_vma would treat a momentum as varying that shares an array with residuals, though it
+        # is equal on all workers. It would also sum replicated parameters' gradients.
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return _simulated(f, mesh, in_specs, out_specs)
+
+
+def traced_on_mesh(
+    f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any, arguments: Any
+) -> jax.stages.Traced:
+    """The program of workers that are simulated as it is on devices, where it has collectives."""
+    # JAX makes axes Explicit where nothing is said, since 0.11.
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), arguments
+    )
+    # From the size of another mesh JAX goes to this one only by way of none.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+        return jax.jit(mapped).trace(*shapes)
+
+
+def _simulated(
+    f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    sizes = mesh.axis_sizes
+    workers = math.prod(sizes)
+
+    def run(*arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        given = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(arguments)
+        own = [spec != P() for spec in jax.tree.leaves(jax.tree.broadcast(given, arguments))]
+        rows = [_rows(x, sizes) for x, is_own in zip(leaves, own, strict=True) if is_own]
+
+        def one_worker(rows: list[Any]) -> Any:
+            of_worker = iter(rows)
+            values = [
+                next(of_worker) if is_own else x for x, is_own in zip(leaves, own, strict=True)
+            ]
+            return f(*structure.unflatten(values))
+
+        mapped: Callable[..., Any] = one_worker
+        for name, size in zip(reversed(mesh.axis_names), reversed(sizes), strict=True):
+            mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
+        results = mapped(rows)
+        specs = jax.tree.broadcast(out_specs, results)
+        return jax.tree.map(lambda spec, x: _whole(x, spec, workers, len(sizes)), specs, results)
+
+    return run
+
+
+def _rows(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    workers = math.prod(sizes)
+    return x.reshape(*sizes, x.shape[0] // workers, *x.shape[1:])
+
+
+def _whole(x: jax.Array, spec: P, workers: int, axes: int) -> jax.Array:
+    """What all workers have, once; of what is each one's own all rows, one after another."""
+    if spec == P():
+        return x[(0,) * axes]
+    shape = x.shape[axes:]
+    return x.reshape(workers * shape[0], *shape[1:])
