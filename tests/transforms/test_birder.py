@@ -176,7 +176,8 @@ def test_the_mean_over_draws_is_that_of_the_nodes_ratios():
 
     def means(m, a):
         state = birder_state(tx.init(jnp.zeros(size)))
-        state = state._replace(m=PerWorker([m]), a=PerWorker([a]))
+        [name] = state.m.value
+        state = state._replace(m=PerWorker({name: m}), a=PerWorker({name: a}))
 
         def update(key):
             # Without a gradient m and a shrink alike.
