@@ -12,6 +12,7 @@ import pytest
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.training import phase_choice
+from onebit_jax.transforms.phases import PHASES
 from tests import small_task
 from tests.optimizers import LEARNING_RATE, OPTIMIZERS, WARMUP, WITH_NODES
 from tests.small_task import ROWS, WORKERS, assert_equal, assert_replicas_agree, make_mesh
@@ -197,8 +198,11 @@ def hold_faulty_steps(case):
 )
 def test_a_phase_of_the_other_side_changes_nothing(case):
     state, steps = case.begin(), 0
-    for right, wrong, made in (("warmup", "compression", 1), ("compression", "warmup", WARMUP)):
+    for wrong, made in (("compression", 1), ("warmup", WARMUP)):
         state, steps = case.run(state, made), steps + made
+        # An update after the warm-up may be one that refreshes the variance.
+        right = PHASES[int(case.trained[1][steps]["phase"])]
+        assert (right == "warmup") == (wrong == "compression")
         *state, metrics = case.step(*state, make_batch(), phase=wrong)
         assert metrics["phase"] == -1
         *state, metrics = case.step(*state, make_batch(), phase=right)

@@ -289,9 +289,13 @@ def test_a_tensor_without_any_gradient_to_speak_of_is_told_of():
     assert mean().diagnose(gradients).warnings == ()
 
 
-@pytest.mark.parametrize("bits", [1, 4])
-def test_gradients_that_were_averaged_already_are_told_of(bits):
-    tx = optax.chain(onebit_jax.compressed_mean("data", bits), optax.sgd(1e-3))
+@pytest.mark.parametrize(
+    "how",
+    [{"bits": 1}, {"bits": 4}, {"compressor": onebit_jax.LargestValues(0.1)}],
+    ids=["1 bit", "4 bits", "largest values"],
+)
+def test_gradients_that_were_averaged_already_are_told_of(how):
+    tx = optax.chain(onebit_jax.compressed_mean("data", **how), optax.sgd(1e-3))
     given = Given(tx, w=64)
     averaged = [{"w": np.repeat(np.mean(g, 0, keepdims=True), 4, 0)} for g in draws(5)]
     assert "averaged before the optimizer" in only(given.diagnose(averaged), "workers_alike")

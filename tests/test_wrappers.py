@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -84,7 +85,8 @@ def task(code: str) -> tuple[Any, Any]:
     """The parameters and the loss, which of lookahead are its own."""
     if "lookahead" not in code:
         return small_task.make_params(), small_task.loss_fn
-    pair = optax.LookaheadParams.init_synced(small_task.make_params())
+    params = jax.tree.map(jnp.asarray, small_task.make_params())
+    pair = optax.LookaheadParams(params, jax.tree.map(jnp.copy, params))
     return pair, lambda params, batch: small_task.loss_fn(params.fast, batch)
 
 

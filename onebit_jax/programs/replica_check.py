@@ -39,9 +39,10 @@ _ADVICE = {
 _NEEDS = {
     "LookaheadState": (
         "optax.lookahead takes the gradients of params.fast alone, where a step has those of all "
-        "parameters. Make them optax.LookaheadParams.init_synced(params), let loss_fn compute "
-        "with params.fast, and take in its place optax.GradientTransformation(lookahead.init, "
-        "lambda grads, state, params: lookahead.update(grads.fast, state, params))."
+        "parameters. Make them optax.LookaheadParams(params, jax.tree.map(jnp.copy, params)), "
+        "let loss_fn compute with params.fast, and take in its place "
+        "optax.GradientTransformation(lookahead.init, lambda grads, state, params: "
+        "lookahead.update(grads.fast, state, params))."
     ),
 }
 

@@ -92,7 +92,8 @@ def update(
       tx: the optimizer.
       grads: the worker's gradients.
       opt_state: in the worker view, as all here.
-      params: the parameters.
+      params: the parameters, as the step was given them. An update that is not made returns these,
+        and not those in the state, which compilers may have rounded apart.
       phase: the only phase that the program is for; None for all.
       extra_args: further arguments of the optimizer's update.
       when: whether the update is made; None for always.
@@ -105,11 +106,12 @@ def update(
 
     def make(old: _Made, grads: Any, made: When | None = None) -> _Made:
         params, state, finite = old
+        own = worker_parameters(state, params)
         if made is None:
-            updates, state = tx.update(grads, state, params, **given)
+            updates, state = tx.update(grads, state, own, **given)
         else:
-            updates, state = update_when(made, tx, grads, state, params, given)
-        new_params = worker_parameters(state, optax.apply_updates(params, updates))
+            updates, state = update_when(made, tx, grads, state, own, given)
+        new_params = worker_parameters(state, optax.apply_updates(own, updates))
         if when is not None:
             # Of a tensor either all shards are updated or none.
             finite = sum_over_shards((~_looks_finite(updates)).astype(jnp.int32)) == 0

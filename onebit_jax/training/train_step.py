@@ -354,8 +354,8 @@ class TrainStep:
 
         First come the state's old arrays that new ones are written beside, None for the others.
         """
-        given = given._replace(params=phase_choice.worker_parameters(given.opt_state, given.params))
-        computed = self._gradients(given, lax.axis_index(self._axes))
+        own = phase_choice.worker_parameters(given.opt_state, given.params)
+        computed = self._gradients(given._replace(params=own), lax.axis_index(self._axes))
         beside = Beside([], one_message=self._on_cpus)
         made = self._update(given, computed, measured, skips, phase, beside=beside)
         return beside.stays(given.opt_state), *made
@@ -392,7 +392,7 @@ class TrainStep:
         def update(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
             measured, skips, extra_args, model_state, in_common = shared
             own = given._replace(
-                params=phase_choice.worker_parameters(opt_state, params),
+                params=params,
                 opt_state=opt_state,
                 model_state=model_state,
                 extra_args=extra_args,

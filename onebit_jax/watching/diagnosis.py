@@ -227,7 +227,9 @@ def _program(
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
         exchanges = [x for _, x in nodes(opt_state) if isinstance(x, ExchangeState)]
-        scales = [x.worker.value.scales for x in exchanges]
+        scales = jax.tree.leaves([x.worker.value.scales for x in exchanges])
+        # Beside a threshold there is its age, a number that is the same on all workers.
+        scales = [x for x in scales if jnp.issubdtype(x.dtype, jnp.floating)]
         sent = [(jnp.max(x), checksum(x)) for x in scales]
         return lax.all_gather((row, figures, sent), mesh.axis_names)
 

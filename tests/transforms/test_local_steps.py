@@ -278,6 +278,19 @@ def test_a_message_in_flight_needs_a_delay_and_the_reverse(delay, tmp_path):
         step(params, jax.device_get(state), make_batches(1)[0])
 
 
+# A skipped update.
+
+
+def test_a_skipped_update_returns_the_parameters_it_was_given():
+    """Not the state's, which XLA computes a second time, and may round otherwise."""
+    step, (params, state) = start(make_tx(axis_name="data"), loss_fn=faulty_loss)
+    given = jax.tree.map(lambda x: np.nextafter(x, np.float32(np.inf)), params)
+    [batch] = make_batches(1)
+    params, state, metrics = step(given, state, with_fault(batch, 1, np.nan))
+    assert metrics["skipped"] == 1
+    assert_equal(params, given)
+
+
 # One update late.
 
 

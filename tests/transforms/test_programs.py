@@ -19,7 +19,7 @@ from onebit_jax.transforms.phases import PHASES
 from tests.optimizers import OPTIMIZERS, WITH_NODES
 from tests.runs import Sizes, axis_of, mesh_of
 from tests.small_task import assert_close
-from tests.workers import AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicate
+from tests.workers import AS_USERS, AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicate
 
 # One that is padded in its chunks.
 SHAPES = {"matrix": (2048, 96), "odd": (64, 1031)}
@@ -338,12 +338,13 @@ def slow_but(fast: str, others: Any) -> Any:
 def test_every_program_makes_the_same_update(name):
     """Simulated workers and devices; told the phase, bit for bit as the program that chooses.
 
-    By way of the host, since every binding places the same numbers elsewhere. On a mesh XLA
-    contracts other sums and products, and adds norms up in another order.
+    These two as users compile them. By way of the host, since every binding places the same numbers
+    elsewhere. On a mesh XLA contracts other sums and products, and adds norms up in another order.
     """
     program = functools.cache(program_of)
+    to_the_bit = functools.cache(lambda *how: jax.jit(program(*how), compiler_options=AS_USERS))
     for start in starts(name, 6):
-        _, state = chosen = jax.device_get(program(name)(*start))
+        _, state = chosen = jax.device_get(to_the_bit(name)(*start))
         for binding in BINDINGS[1:]:
             on_devices = jax.device_get(program(name, binding)(*start))
             # Updates may be differences of parameters, and are rounded as these.
@@ -351,7 +352,7 @@ def test_every_program_makes_the_same_update(name):
             assert_close((moved[0], on_devices[1]), (moved[1], state))
         made = {PHASES[int(x.progress.phase[0])] for x in algorithm.states_of(state)}
         if len(made) == 1:
-            told = program(name, "vmap", made.pop())(*start)
+            told = to_the_bit(name, "vmap", made.pop())(*start)
             chex.assert_trees_all_equal(told, chosen, strict=True)
 
 
