@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
@@ -235,15 +235,6 @@ def test_axes_of_size_1_are_none(sizes, names, axis_name, make):
     expected, _ = trained(make)
     assert_equal(params, expected)
     assert onebit_jax.diagnose(params, opt_state, mesh).compared
-
-
-@pytest.mark.parametrize("begin", [onebit_jax.init, onebit_jax.train_step])
-def test_a_mesh_without_devices_or_with_manual_axes_is_refused(begin):
-    first: Any = onebit() if begin is onebit_jax.init else loss_fn
-    second: Any = make_params() if begin is onebit_jax.init else onebit()
-    for mesh in (MESH.abstract_mesh, make_mesh(kind=AxisType.Manual)):
-        with pytest.raises(ValueError, match=r"mesh of devices, not an abstract one.*Auto or Expl"):
-            begin(first, second, mesh)
 
 
 # Settings of JAX
