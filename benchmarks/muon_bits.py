@@ -121,7 +121,7 @@ VARIANTS: dict[str, Entry] = {
 def main(arguments: Sequence[str]) -> int:
     """Runs the comparison and returns its exit code."""
     OPTIMIZERS.update(VARIANTS)
-    names = ["adam", "muon", "onebit_muon_4", "onebit_muon_2", "onebit_muon", *VARIANTS]
+    names = ["adam", "muon", "onebit_muon", "onebit_muon_2", "onebit_muon_1", *VARIANTS]
     return compare.main(["--task", "lm", "--optimizers", *names, *arguments])
 
 

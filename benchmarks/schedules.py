@@ -173,7 +173,9 @@ def kinds(bucket_bytes: int) -> dict[str, Kind]:
         "1-bit Adam, warm-up": onebit_adam(forever_dense=True),
         "1-bit Adam": onebit_adam(),
         "1-bit Adam, buckets": onebit_adam(exchange=buckets),
-        "1-bit Muon, buckets": Kind(lambda: onebit_muon(1e-3, axis_name=AXIS, exchange=buckets)),
+        "1-bit Muon, buckets": Kind(
+            lambda: onebit_muon(1e-3, bits=1, axis_name=AXIS, exchange=buckets)
+        ),
     }
 
 

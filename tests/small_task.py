@@ -76,7 +76,7 @@ def dense(axis_name: str | tuple[str, str] = "data"):
 
 
 def start(
-    tx, mesh=MESH, params=None, loss_fn=loss_fn, **options
+    tx, mesh: Any = MESH, params=None, loss_fn=loss_fn, **options
 ) -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
     """A step, and the parameters and state to begin with."""
     params = make_params() if params is None else params

@@ -103,7 +103,7 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
         for b in (0.9, 0.98)
     },
     "onebit_muon_2": registry.muon("Muon, 2 bits", 2, 8)._replace(rate_of="muon"),
-    "onebit_muon_4": registry.muon("Muon, 4 bits", 4, 8)._replace(rate_of="muon"),
+    "onebit_muon_1": registry.muon("1-bit Muon", 1, 2)._replace(rate_of="muon"),
     **{f"local_steps_{bits}": _local(bits) for bits in (4, 2, 1)},
     "local_steps_4_streaming": _streaming(4),
     "compressed_mean_adam": registry.on_compressed_mean("Adam, compressed mean", 2e-3, _adamw),

@@ -194,7 +194,7 @@ def muon(label: str, bits: int, adam_bits: int) -> Entry:
         own |= {"bits": bits, "matrices": matrices, "consistent_rms": 0.2}
         return setting.call(onebit_muon, **own)
 
-    return Entry(label, 8e-3, make, "compression", onebit_muon)
+    return Entry(label, 8e-3, make, "compression", onebit_muon, bits=bits)
 
 
 def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
@@ -278,8 +278,8 @@ REGISTRY: dict[str, Entry] = {
     ),
     "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
     # Orthogonalization is not part of the exchange, so the exchange is timed before Adam.
-    "onebit_muon": muon("1-bit Muon", 1, 2)._replace(
-        rate_of="muon", benchmark="compressed_mean, Adam"
+    "onebit_muon": muon("Muon, 4 bits", 4, 8)._replace(
+        rate_of="muon", benchmark="compressed_mean at 4 bits, Adam", encoding_bytes=34
     ),
     "local_steps": local("Local steps, float32", 32),
     "geomesh": Entry(

@@ -1,4 +1,4 @@
-"""1-bit Muon on shards: each place orthogonalizes whole matrices."""
+"""Muon at a few bits on shards: each place orthogonalizes whole matrices."""
 
 import jax
 import optax
@@ -32,7 +32,7 @@ def test_at_full_precision_shards_are_as_whole_matrices(mesh, kind):
 
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_with_one_scale_for_each_matrix_bits_are_as_of_whole_matrices(kind):
-    tx = muon(adam_bits=32, exchange=PER_TENSOR)
+    tx = muon(bits=1, adam_bits=32, exchange=PER_TENSOR)
     assert_as_whole_tensors(meshes.task("fsdp", kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)
 
 

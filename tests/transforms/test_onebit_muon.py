@@ -1,4 +1,4 @@
-"""1-bit Muon: what travels, how close it is to Muon, and bad input."""
+"""Muon at a few bits: what travels, how close it is to Muon, and bad input."""
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,12 @@ def test_at_full_precision_it_is_muon_on_the_mean(mesh, axes):
     assert_close(params, train(step, *state, batches)[0])
 
 
-def test_a_matrix_travels_at_one_bit_and_the_rest_at_eight():
+@pytest.mark.parametrize(
+    ("options", "matrix"), [({}, 1 / 2 + 4 / 256), ({"bits": 1}, 1 / 8)], ids=["default", "1 bit"]
+)
+def test_a_matrix_travels_at_its_bits_and_the_rest_at_eight(options, matrix):
     params = {"matrix": np.zeros((256, 128), np.float32), "vector": np.zeros(4096, np.float32)}
-    tx = onebit_jax.onebit_muon(1e-2, axis_name="data")
+    tx = onebit_jax.onebit_muon(1e-2, axis_name="data", **options)
     step, state = start(
         tx,
         params=params,
@@ -35,7 +38,7 @@ def test_a_matrix_travels_at_one_bit_and_the_rest_at_eight():
     sent = wire.collectives(step.lower(*state, make_batches(1)[0]).compile(), MESH)
     payload = sorted(c.operand_bytes for c in sent if c.op == "all-to-all")
     assert {c.dtype for c in sent if c.op != "all-reduce"} == {"u8"}
-    for got, bound in zip(payload, sorted([256 * 128 / 8, 4096 * (1 + 4 / 256)]), strict=True):
+    for got, bound in zip(payload, sorted([256 * 128 * matrix, 4096 * (1 + 4 / 256)]), strict=True):
         assert bound <= got <= bound + 4 * 128
 
 
