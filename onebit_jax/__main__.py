@@ -22,6 +22,7 @@ _OPTIONAL = (
     ("--local-bits", int, None, "per value that local steps exchange: 32, 8, 4, 2 or 1"),
     ("--per-node", int, None, "devices that share a card"),
     ("--shards", int, None, "devices of a worker, over whose fast links the model is split"),
+    ("--overlap", float, None, "share of a step's compute that hides exchanges: 2/3 with buckets"),
     ("--latency", str, "50us", "of one message between nodes"),
     ("--local-bandwidth", str, "25GB", "between the devices of a node, as by PCIe 4.0 x16"),
     ("--memory-bandwidth", str, "1TB", "of one device"),
@@ -66,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON of `python -m benchmarks.step`, in place of --memory-bandwidth",
     )
+    command.add_argument(
+        "--utilization",
+        action="store_true",
+        help="print instead how much of the time is compute, over bandwidths and steps between "
+        "exchanges",
+    )
     return parser
 
 
@@ -74,6 +81,7 @@ def main(arguments: list[str]) -> None:
     parser = _parser()
     options: dict[str, Any] = vars(parser.parse_args(arguments))
     del options["command"]
+    shares = options.pop("utilization", False)
     try:
         for field, value in options.items():
             # Python's argparse makes an empty list of `--option=--`.
@@ -86,10 +94,14 @@ def main(arguments: list[str]) -> None:
             options["parameters"] = int(options["parameters"])
         if "calibration" in options:
             options["calibration"] = plan.read_calibration(options["calibration"])
-        result = plan.plan(plan.Setting(**options))
+        setting = plan.Setting(**options)
+        if shares:
+            text = plan.utilization_table(plan.utilization(setting))
+        else:
+            text = plan.table(plan.plan(setting))
     except ValueError as error:
         parser.error(str(error))
-    print(plan.table(result))
+    print(text)
 
 
 if __name__ == "__main__":

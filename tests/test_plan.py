@@ -227,6 +227,43 @@ def test_sockets_cost_time_on_top_of_the_wire():
     assert sockets.exchange - free.exchange == pytest.approx(8 * free.step_bytes / 4e9)
 
 
+@pytest.mark.parametrize("optimizer", [plan.FLOAT32, plan.row("signum"), FLAT, DILOCO])
+def test_what_computing_hides_is_not_waited_for(optimizer):
+    alone, whole = (plan.predict(optimizer, SETTING._replace(overlap=x)) for x in (0.0, 1.0))
+    longer = SETTING._replace(step_time=alone.exchange / 0.4, overlap=0.5)
+    assert whole.exchange == alone.exchange
+    # Workers that take local steps have nothing to send before they have come to their end.
+    if optimizer is DILOCO:
+        assert whole == alone
+        return
+    waited = max(0.0, alone.exchange - SETTING.step_time)
+    assert whole.step == pytest.approx(SETTING.step_time + waited + alone.work)
+    assert plan.predict(optimizer, longer).step == pytest.approx(longer.step_time + alone.work)
+
+
+def test_of_a_warm_up_too_a_part_is_hidden():
+    slow = SETTING._replace(bandwidth=1e8)
+    waiting, hidden = (plan.predict(FLAT, slow._replace(overlap=x)) for x in (0.0, 0.5))
+    assert waiting.warmup_step is not None
+    assert hidden.warmup_step == pytest.approx(waiting.warmup_step - 0.5 * SETTING.step_time)
+    assert hidden.run < waiting.run
+
+
+def test_utilization_is_the_share_of_compute_in_a_step():
+    bandwidths, every = (1e8, 1e10), (1, 30)
+    shares = plan.utilization(SETTING, bandwidths, every)
+    assert shares.bandwidths == bandwidths
+    assert [*shares.rows] == [
+        *("dense float32", "dense bfloat16", "1-bit Adam", "DiLoCo, every 1", "DiLoCo, every 30"),
+        *("local steps, 4 bits, every 1", "local steps, 4 bits, every 30"),
+    ]
+    for i, bandwidth in enumerate(bandwidths):
+        at = SETTING._replace(bandwidth=bandwidth)
+        share = at.step_time / plan.predict(DILOCO, at).step
+        assert shares.rows["DiLoCo, every 30"][i] == pytest.approx(share)
+    assert all(0 < slow < fast <= 1 for slow, fast in shares.rows.values())
+
+
 def test_forms_agree_where_each_node_has_one_device():
     flat, hierarchical = (plan.predict(optimizer, SETTING) for optimizer in (FLAT, HIERARCHICAL))
     assert hierarchical._replace(optimizer=flat.optimizer) == flat
@@ -408,6 +445,8 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ("memory_bandwidth", math.inf, "must be"),
         ("latency", -1.0, "must be at least 0"),
         ("warmup", 15, r"must be in \[0, 1\]"),
+        ("overlap", 1.5, r"must be in \[0, 1\]: the share of a step that hides"),
+        ("overlap", -0.1, r"must be in \[0, 1\]"),
         ("warmup_bits", 2, "must be 32, 16, 8 or 4, bits per value"),
         ("local_bits", 16, "must be 32, 8, 4, 2 or 1, bits per value"),
         ("every", 0, "must be an int of at least 1: the steps from one exchange"),
@@ -458,6 +497,14 @@ def test_command_prints_the_table_and_ends_with_the_advice(capsys):
     setting = setting._replace(warmup_bits=8, every=20, local_bits=2)
     assert printed == plan.table(plan.plan(setting)) + "\n"
     assert printed.rstrip().endswith(plan.plan(setting).advice)
+
+
+def test_command_prints_the_utilization(capsys):
+    command.main(["plan", *ARGUMENTS, "--overlap", "0.67", "--utilization"])
+    setting = plan.Setting(340_000_000, 64, 10e9, 0.45, 150_000, 0.15, per_node=4, overlap=0.67)
+    table = plan.utilization_table(plan.utilization(setting))
+    assert capsys.readouterr().out == table + "\n"
+    assert "5 Gbit/s" in table.splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from onebit_jax.plan.optimizers import (
 )
 from onebit_jax.plan.quantities import parse_rate, parse_seconds
 from onebit_jax.plan.report import table
+from onebit_jax.plan.utilization import Utilization, utilization, utilization_table
 
 __all__ = [
     "BFLOAT16",
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Setting",
+    "Utilization",
     "calibrated_kinds",
     "local_steps",
     "parse_rate",
@@ -42,4 +44,6 @@ __all__ = [
     "rows",
     "state_bytes",
     "table",
+    "utilization",
+    "utilization_table",
 ]

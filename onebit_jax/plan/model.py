@@ -33,10 +33,12 @@ The dense all-reduce is assumed to send the least that any all-reduce can send b
 one-bit exchange what XLA's collectives send: in doubt the model favours dense.
 
 The time of a step is the sum of its compute, the exchange, and the work that the exchange causes on
-each device; nothing overlaps. A run is its warm-up, whose gradients travel in ``warmup_bits``, and
-the steps after it: 32 and 16 are dense all-reduces, 8 and 4 the optimizer's exchange at that many
-bits. An optimizer whose variance is refreshed makes that exchange again in 16 steps of each octave.
-If only some steps exchange, their time and bytes are averaged over all steps.
+each device. An exchange that every step makes, dense or not, is hidden while gradients still
+arrive, the share ``overlap`` of a step's compute, 0 unless it is given. A run is its warm-up, whose
+gradients travel in ``warmup_bits``, and the steps after it: 32 and 16 are dense all-reduces, 8 and
+4 the optimizer's exchange at that many bits. An optimizer whose variance is refreshed makes that
+exchange again in 16 steps of each octave. If only some steps exchange, their time and bytes are
+averaged over all steps.
 """
 
 import math
@@ -86,6 +88,8 @@ class Setting(NamedTuple):
       local_bits: per value that local steps exchange, beside 32: 8, 4, 2 or 1; 32 for no such row.
       shards: devices of each worker, over whose fast links the model is split; what crosses these
         is a part of ``step_time``.
+      overlap: the share of ``step_time`` during which gradients that are ready travel already:
+        about 2/3, the backward pass, with buckets; 0 where a step computes first, then sends.
     """
 
     parameters: int
@@ -105,6 +109,7 @@ class Setting(NamedTuple):
     every: int = 30
     local_bits: int = 4
     shards: int = 1
+    overlap: float = 0.0
 
     @property
     def workers_per_node(self) -> int:
@@ -149,7 +154,8 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     exchange = _seconds(collectives, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
-    step = setting.step_time + optimizer.rounds * (exchange + work)
+    waited = _waited(exchange, setting) if optimizer.rounds == 1 else exchange
+    step = setting.step_time + optimizer.rounds * (waited + work)
     step_bytes = optimizer.rounds * sum(c.card for c in collectives)
     if not optimizer.warmup:
         run, run_bytes = setting.steps * step, setting.steps * step_bytes
@@ -158,14 +164,15 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     how, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
     warming = _collectives(how, bytes_at(bits), setting)
     of_warmup = _work(optimizer.kinds(bits)[-1], encoding, setting)
-    warmup_step = setting.step_time + _seconds(warming, setting) + of_warmup
+    warmup_wait = _waited(_seconds(warming, setting), setting)
+    warmup_step = setting.step_time + warmup_wait + of_warmup
     share, steps = setting.warmup, setting.steps
     run = steps * (share * warmup_step + (1 - share) * step)
     warming_bytes = sum(c.card for c in warming)
     run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)
     if optimizer.refreshed:
         refreshes = _refreshes(share * steps, steps)
-        run += refreshes * (_seconds(warming, setting) + of_warmup)
+        run += refreshes * (warmup_wait + of_warmup)
         run_bytes += refreshes * warming_bytes
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
 
@@ -227,6 +234,11 @@ def _seconds(collectives: list[_Collective], setting: Setting) -> float:
     )
 
 
+def _waited(exchange: float, setting: Setting) -> float:
+    """Seconds of an exchange that computing does not hide."""
+    return max(0.0, exchange - setting.overlap * setting.step_time)
+
+
 def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
     """Seconds a device works for an exchange, beyond Adam's update: measured, or memory's."""
     held = setting.parameters / setting.shards
@@ -267,6 +279,7 @@ def check(setting: Setting) -> None:
         number(field, lambda x: 1 / _MOST <= x <= _MOST, f"above 0 and finite, in {unit}, {span}")
     number("latency", lambda x: 0 <= x <= _MOST, f"at least 0, at most {_MOST:.0e}, in seconds")
     number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps before one bit")
+    number("overlap", lambda x: 0 <= x <= 1, "in [0, 1]: the share of a step that hides exchanges")
     for field, allowed in (("warmup_bits", WARMUP_BITS), ("local_bits", LOCAL_BITS)):
         names = ", ".join(map(str, allowed[:-1]))
         number(field, allowed.__contains__, f"{names} or {allowed[-1]}, bits per value")
