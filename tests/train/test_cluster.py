@@ -48,10 +48,17 @@ def test_another_learning_rate_is_named_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_several_processes_train_like_one(processes, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        *((2, "--workers 4"), (4, "--workers 4")),
+        # A worker's devices in one process, or in two.
+        *((2, "--mesh data=2,fsdp=2"), (4, "--mesh data=2,fsdp=2")),
+    ],
+)
+def test_several_processes_train_like_one(processes, layout, tmp_path):
     """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
-    workers = [*RUN, "--workers", "4", "--out"]
+    workers = [*RUN, *layout.split(), "--out"]
     with started([[PROGRAM, *workers, str(tmp_path / "one")]]) as alone:
         assert ended(alone)[0] == [0]
     codes, errors = run(PROGRAM, [[*workers, str(tmp_path / "several")]] * processes)
@@ -63,15 +70,26 @@ def test_several_processes_train_like_one(processes, tmp_path):
     np.testing.assert_allclose(
         [row["loss"] for row in one[:7]], [row["loss"] for row in several[:7]], rtol=1e-5
     )
-    assert [row["bytes_sent"] for row in one] == [row["bytes_sent"] for row in several]
+    sent = [[row["bytes_sent"] for row in rows] for rows in (one, several)]
+    # Where a model is split XLA may send a few scalars together, or apart.
+    assert sent[0] == (sent[1] if "workers" in layout else pytest.approx(sent[1], rel=1e-3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_hung_process_ends_the_other_and_the_run_goes_on(victim, number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "layout"),
+    [
+        (signal.SIGKILL, "--workers 2"),
+        (signal.SIGSTOP, "--workers 2"),
+        (signal.SIGKILL, "--mesh data=2,fsdp=2"),
+    ],
+)
+def test_a_dead_or_hung_process_ends_the_other_and_the_run_goes_on(
+    victim, number, layout, tmp_path
+):
     out = tmp_path / "run"
-    command = [*RUN, "--workers", "2", "--out", str(out), "--schedule", "exponential"]
+    command = [*RUN, *layout.split(), "--out", str(out), "--schedule", "exponential"]
     metrics = out / "onebit_adam" / "metrics.jsonl"
     place = ["--coordinator", free_address(), "--processes", "2", "--process-id"]
     # JAX gives up a process that is silent for a third of this.
