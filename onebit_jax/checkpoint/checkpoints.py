@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
@@ -52,8 +53,10 @@ def _finish_all() -> None:
 
 
 # Orbax saves in threads that start others, which Python allows until the main thread ends: from
-# then on, and so in what `atexit` calls, a save never ends.
+# then on, and so in what `atexit` calls, a save never ends. From Python 3.12 on it does not allow
+# them in what is called here either, so that a save that nobody will wait for must not be left.
 cast(Any, threading)._register_atexit(_finish_all)
+_ENDS_WITH_PYTHON = sys.version_info < (3, 12)
 
 
 class Restored(NamedTuple):
@@ -83,7 +86,8 @@ class Checkpoints:
     is checked afterwards. Nothing in it is executed, and its contents name no file.
 
     Only whole checkpoints are ever deleted. Other files and folders stay as they are, and so do
-    links. A save that is under way when Python ends is finished first. Where there are several
+    links. A save that is under way when Python ends is finished first; with Python 3.12 and later
+    :meth:`save` therefore waits for itself outside a ``with`` block. Where there are several
     processes, an exception in the block waits for it for 30 s at most: another process may have
     failed to write its part.
 
@@ -126,8 +130,10 @@ class Checkpoints:
         self._saving: ocp.AsyncResponse[Any] | None = None
         self._damaged: list[int] = []
         self._begun = False
+        self._waited_for = _ENDS_WITH_PYTHON
 
     def __enter__(self) -> "Checkpoints":
+        self._waited_for = True
         return self
 
     def __exit__(
@@ -174,6 +180,8 @@ class Checkpoints:
         tx: optax.GradientTransformation | None = None,
     ) -> None:
         """Saves a run; returns once everything is copied, while it is still being written.
+
+        With Python 3.12 and later that is so in a ``with`` block alone.
 
         Args:
           step: updates made, more than at any checkpoint that is there.
@@ -229,6 +237,8 @@ class Checkpoints:
         with self._failing_as_os_error():
             self._saving = ocp.save_checkpointables_async(str(path), saved)
         _saving.add(self)
+        if not self._waited_for:
+            self._wait()
 
     def restore(
         self,
