@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.transforms.algorithm import Noted, states_of
@@ -39,7 +40,8 @@ def from_adam(
       A state of ``tx`` in the mesh view.
 
     Raises:
-      ValueError: there is not one such state on both sides, or it is of other parameters.
+      ValueError: there is not one such state on both sides, or it is of other parameters; a mesh
+        without devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax, optax
@@ -49,6 +51,7 @@ def from_adam(
       >>> tx = onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data")
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
+    validation.check_mesh(mesh)
     adam = jax.tree.map(simulated.on_host, _only(optax.ScaleByAdamState, adam_state))
     state = placement.init(tx, params, mesh)
     node = _only(ScaleByOnebitAdamState, state)
