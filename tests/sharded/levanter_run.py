@@ -10,17 +10,9 @@ import sys
 import tempfile
 from typing import Any
 
-import haliax  # pyright: ignore[reportMissingImports]
 import jax
 import jax.numpy as jnp
 import numpy as np
-from levanter.models.gpt2 import Gpt2Config  # pyright: ignore[reportMissingImports]
-from levanter.models.lm_model import LmExample  # pyright: ignore[reportMissingImports]
-from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
-from levanter.tracker import NoopConfig  # pyright: ignore[reportMissingImports]
-from levanter.trainer import Trainer, TrainerConfig  # pyright: ignore[reportMissingImports]
-from levanter.utils.mesh import MeshConfig  # pyright: ignore[reportMissingImports]
-from levanter_onebit import ReplicaTrainer  # pyright: ignore[reportMissingImports]
 
 from onebit_jax import wire
 
@@ -33,6 +25,15 @@ def loss_fn(model: Any, example: Any, *, key: Any = None) -> Any:
 
 
 def main(name: str, learning_rate: float) -> None:
+    import haliax  # pyright: ignore[reportMissingImports]
+    from levanter.models.gpt2 import Gpt2Config  # pyright: ignore[reportMissingImports]
+    from levanter.models.lm_model import LmExample  # pyright: ignore[reportMissingImports]
+    from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissingImports]
+    from levanter.tracker import NoopConfig  # pyright: ignore[reportMissingImports]
+    from levanter.trainer import Trainer, TrainerConfig  # pyright: ignore[reportMissingImports]
+    from levanter.utils.mesh import MeshConfig  # pyright: ignore[reportMissingImports]
+    from levanter_onebit import ReplicaTrainer  # pyright: ignore[reportMissingImports]
+
     one_bit = name.startswith("onebit")
     options: dict[str, Any] = {"axis": AXIS, "onebit_warmup": 8} if one_bit else {}
     optimizer = OptimizerConfig.get_choice_class(name)(
