@@ -28,6 +28,7 @@ from train.comparison import Curve, draw, table
 from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextConfig
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
+from train.lm.tokenizer import BYTES
 from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
 from train.report import read_run
@@ -99,6 +100,11 @@ class Config(TextConfig):
                 "tokenizer",
                 self.task == "lm" or self.tokenizer == "bytes",
                 "nothing, since only --task lm has it",
+            ),
+            (
+                "vocab_size",
+                self.tokenizer == "bytes" or self.vocab_size > BYTES,
+                f"more than the {BYTES} bytes, with --tokenizer bpe",
             ),
             (
                 "sweep_steps",

@@ -321,10 +321,9 @@ def init(
       params: the parameters, equal on all processes.
       mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
         hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``. Or
-        one without devices, ``jax.sharding.AbstractMesh((8,), ("data",))``: its workers are
-        simulated on JAX's first device, which computes for one after the other or for all at once,
-        as ``jax.vmap`` does, and holds what each has for itself. Nothing is sent then; losses are
-        those of as many devices, up to rounding.
+        one without devices, ``jax.sharding.AbstractMesh((8,), ("data",))``: JAX's first device
+        simulates its workers by ``jax.vmap``, and holds what each has for itself. Nothing is sent
+        then; losses are those of as many devices, up to rounding.
       axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
         of slow axes, that workers lie along; None where all axes are the workers'.
       param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of

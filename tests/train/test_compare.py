@@ -260,6 +260,8 @@ def test_bytes_to_a_loss():
         ("--seeds 1 1", "--seeds (1, 1): expected whole numbers from 0"),
         ("--sweep-steps 9", "--sweep-steps 9: expected a whole number from 1 to --steps 8"),
         ("--corpus NOWHERE", "does not exist"),
+        ("--tokenizer bpe", "--tokenizer bpe: expected nothing, since only --task lm has it"),
+        ("--task lm --tokenizer bpe --vocab-size 256", "expected more than the 256 bytes"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):

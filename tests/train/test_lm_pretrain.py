@@ -5,13 +5,15 @@ import json
 import math
 import re
 import shutil
+import types
 
+import jax
 import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
 from tests.train.runs import metrics, printed, result
-from train import compare
+from train import compare, program
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 
@@ -45,6 +47,29 @@ def test_losses_fall_from_that_of_guessing(finished):
         [row["loss"] for row in adam[:7]], [row["loss"] for row in onebit[:7]], rtol=1e-2
     )
     assert adam[5]["loss"] != onebit[5]["loss"]
+
+
+def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, capsys):
+    out, name = tmp_path / "run", NAMES[1]
+    one = types.SimpleNamespace(platform="gpu", device_kind="a GPU")
+    # Found by the program alone: what computes is still a CPU.
+    seen = types.SimpleNamespace(**vars(jax) | {"devices": lambda: [one]})
+    monkeypatch.setattr(program, "jax", seen)
+    command = [*RUN, "--optimizers", name, "--out", str(out)]
+    assert pretrain.main(command) == 0
+    assert "2 workers, simulated on one a GPU" in capsys.readouterr().out
+    simulated, on_devices = (metrics(folder / name) for folder in (out, finished[0]))
+    for field in ("bytes_sent", "phase"):
+        assert [row[field] for row in simulated] == [row[field] for row in on_devices]
+    losses = [[row["loss"] for row in rows[:7]] for rows in (simulated, on_devices)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for field in ("state_bytes", "wire", "devices", "bytes_by_axis"):
+        assert result(out / name)[field] == result(finished[0] / name)[field], field
+    # The same command goes on with what was saved.
+    shutil.rmtree(out / name / "checkpoints" / str(STEPS))
+    (out / name / "result.json").unlink()
+    assert pretrain.main(command) == 0
+    assert [row["loss"] for row in metrics(out / name)] == [row["loss"] for row in simulated]
 
 
 @pytest.mark.slow
