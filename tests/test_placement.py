@@ -87,7 +87,10 @@ def test_the_step_runs_on_every_kind_of_mesh_whichever_is_set(kind):
 
 def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     """Its state comes from `init`, and goes into `train_step`, which goes on as the loop would."""
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "your-own-loop.md").read_text(), re.DOTALL)
+    blocks, of_clusters = (
+        re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+        for page in ("your-own-loop.md", "clusters.md")
+    )
     code = blocks[0].replace('1e-3, axis_name="data"', f'1e-3, warmup={WARMUP}, axis_name="data"')
     assert code != blocks[0]
     four = functools.partial(jax.make_mesh, devices=jax.devices()[:WORKERS])
@@ -109,7 +112,7 @@ def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     assert_close((params, opt_state), expected)
     more = {"params": make_params(), "rows": replicate(make_params(), 2)}
     more |= {"coordinator_address": None, "num_processes": 1, "process_id": 0}
-    for block in blocks[1:]:
+    for block in blocks[1:] + of_clusters[1:]:
         exec(block, names | more | {"nodes": 2, "devices_per_node": 2})
 
 

@@ -256,7 +256,7 @@ def test_a_loop_of_at_most_one_turn_is_a_choice(mesh):
         ("once or never", "collective-permute", 1),
     ]
     assert wire.bytes_sent(found) == LOCAL + 4 * LOCAL * 3 // 2
-    assert wire.table(found).splitlines()[-1].startswith("once or never: in a loop of at most one")
+    assert wire.table(found).splitlines()[-1].startswith("once or never: in a zero- or one-")
 
 
 def test_of_loops_that_exclude_one_another_the_one_that_sends_most_counts(mesh):

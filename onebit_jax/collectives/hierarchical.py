@@ -62,7 +62,7 @@ def reduce_scatter(
             return jnp.zeros(shape, jnp.float32)  # XLA cannot scatter nothing
         whole = padded(x.astype(dtype), (axes.per_node * shape[0], *shape[1:]))
         # Tiled, so that it has the shard's own shape, and XLA may write what it makes of it, c,
-        # over it: memory that a step has not touched yet is dear.
+        # over it: memory that a step has not touched yet is expensive.
         summed = lax.psum_scatter(whole, axes.local, tiled=True)
         return summed.astype(jnp.float32) / axes.per_node
 

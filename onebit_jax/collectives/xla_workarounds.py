@@ -21,8 +21,8 @@ def overwrite_if(
 ) -> Arrays:
     """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
 
-    A loop of one turn or none, whose result takes the memory of ``arrays``. A ``lax.cond`` copies
-    what it passes on, and a select computes both.
+    A zero- or one-iteration loop, whose result takes the memory of ``arrays``. A ``lax.cond``
+    copies what it passes on, and a select computes both.
 
     Args:
       predicate: bool ``[]``, the same on all workers: ``update`` may hold collectives.

@@ -162,7 +162,7 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     if any(" branch " in c.where for c in everything):
         lines.append("total: of each conditional or choice, the branch that sends most")
     if any(_CHOICE in c.where for c in everything):
-        lines.append(f"{_CHOICE}: in a loop of at most one turn; counted once")
+        lines.append(f"{_CHOICE}: in a zero- or one-iteration loop; counted once")
     if any(c.executions is None for c in everything):
         lines.append("times ?: in a loop whose trip count the program does not state; counted once")
     return "\n".join(lines)
@@ -259,7 +259,7 @@ class _Walk:
                     yield from self.walk(callee, executions)
 
     def _choice(self, loop: hlo.Instruction) -> str:
-        """What a loop of at most one turn is called in ``where``."""
+        """The name in ``where`` of a zero- or one-iteration loop."""
         alternative = loop.alternative()
         if alternative is None:
             return _CHOICE

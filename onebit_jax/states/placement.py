@@ -181,7 +181,7 @@ def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] 
         ``id``, and takes longer.
     """
 
-    # In every step: only those that are told of are given names, which takes long.
+    # Called in every step, and names take long to make: only arrays in an error message get one.
     def name(index: int) -> str:
         path, _ = jax.tree_util.tree_leaves_with_path(donated)[index]
         return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"

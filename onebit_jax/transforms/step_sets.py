@@ -167,7 +167,7 @@ def check_step_sets(
             raise ValueError(
                 f"variance_steps={variance_steps!r} is true at update "
                 f"{after[jnp.argmax(refreshed)]}, but v is frozen after "
-                f"variance_freeze={variance_freeze} updates: from there on workers take local "
+                f"variance_freeze={variance_freeze} updates: from then on workers take local "
                 f"steps, in which no worker knows the mean gradient. Let it be false from update "
                 f"{variance_freeze} on, or raise variance_freeze."
             )

@@ -81,7 +81,7 @@ def test_the_default_spelled_out_is_the_default():
 
 
 def test_the_recipe_for_nodes_of_several_gpus_is_hierarchical():
-    [code] = blocks("clusters.md")
+    code, _ = blocks("clusters.md")
     given = {**start(), "batch": make_batches(1)[0]}
     left = execute(code, **given)
     assert dict(left["mesh"].shape) == {"node": 4, "local": jax.device_count() // 4}
