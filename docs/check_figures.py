@@ -20,6 +20,9 @@ A number must equal the recorded one as far as it is printed; later numbers of a
 of its runs. One with ``x``, or in a column ``... x``, is the quotient of the recorded value and the
 base's, either way round; one with ``%`` is the change from the base's. All others must also be on
 one of the pages of ``also in``, in units, thousands or thousandths.
+
+A table without such a comment, most of whose cells begin with a number, is an error; a comment
+``<!-- no record: reason -->`` says why it has none.
 """
 
 import fnmatch
@@ -34,6 +37,9 @@ from typing import NamedTuple
 from docs.recorded_figures import read_records
 
 _COMMENT = re.compile(r"^ *<!-- (figures:.*?)-->\n+", re.DOTALL | re.MULTILINE)
+_TABLE = re.compile(
+    r"(?:^ *<!-- ((?:(?!-->).)*)-->\n+)?^((?:\|[^\n]*\n)+)", re.DOTALL | re.MULTILINE
+)
 _NUMBER = re.compile(r"(?<![\w.])([-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?: ?(%)|(x)\b)?")
 
 
@@ -68,6 +74,16 @@ def _markdown_rows(at: int, lines: list[str]) -> Iterator[Row]:
         if i > 1:
             label, *cells = (re.sub("[*`]", "", x).strip() for x in line.split("|")[1:-1])
             yield Row(at + i, label, cells)
+
+
+def find_unrecorded(text: str) -> Iterator[int]:
+    """Yields the lines of tables of figures that name neither a record nor why there is none."""
+    for found in _TABLE.finditer(text):
+        cells = [x for row in _markdown_rows(0, found[2].splitlines()) for x in row.cells]
+        numbers = [x for x in cells if x.lstrip("+-")[:1].isdigit()]
+        explained = (found[1] or "").startswith(("figures:", "no record: "))
+        if 2 * len(numbers) > len(cells) and not explained:
+            yield text.count("\n", 0, found.start(2)) + 1
 
 
 def _output_rows(at: int, lines: list[str]) -> Iterator[Row]:
@@ -171,7 +187,10 @@ class Check:
 
 def check_page(page: pathlib.Path) -> Iterator[str]:
     """Yields a line for each contradiction of a page."""
-    for at, comment, rows in find_tables(page.read_text()):
+    text = page.read_text()
+    for at in find_unrecorded(text):
+        yield f"{page}:{at}: a table of figures without a record, or a comment that says why"
+    for at, comment, rows in find_tables(text):
         try:
             check = Check(page.parent, comment)
         except (OSError, ValueError, LookupError) as error:

@@ -18,6 +18,9 @@ def read_records(path: pathlib.Path, key: str) -> Iterator[Record]:
     if isinstance(figures, list):
         for x in figures:
             yield from _training(x) if "label" in x else _warmup_end(x)
+    elif "milliseconds" in figures:
+        for kind, x in figures["milliseconds"].items():
+            yield from _times(kind, "ms", 1, x)
     elif "tables" in figures:
         yield from _network(figures["tables"])
     elif "kinds" in figures and "memory bytes a second" not in figures:
