@@ -122,6 +122,14 @@ def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
     assert (left["scale"], left["good"]) == (2.0**15, 2)
 
 
+def test_the_tests_that_the_pages_name_are_there():
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    defined = set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
+    named = [x for page in PAGES for x in re.findall(r"::(test_\w+)`", page.read_text())]
+    assert len(named) > 60
+    assert set(named) <= defined
+
+
 def notebook():
     """The code of each cell."""
     cells = json.loads((ROOT / "examples" / "start.ipynb").read_text())["cells"]
