@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.extend.core import Jaxpr, Literal
 
 from onebit_jax.programs.collective_check import equations
+from onebit_jax.training.arguments import Setup
 
 # Settings of JAX that decide what numbers a step computes.
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -19,14 +19,14 @@ _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitiona
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
-def settings() -> dict[str, Any]:
+def _settings() -> dict[str, Any]:
     """The settings of JAX and XLA that must be the same on all processes."""
     found = {name: getattr(jax.config, name) for name in _SETTINGS}
     flags = os.environ.get("XLA_FLAGS", "").split()
     return found | {"XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS))}
 
 
-def outline(program: Jaxpr) -> int:
+def _outline(program: Jaxpr) -> int:
     """A checksum of a program's operations, their numbers and their shapes."""
     lines = (
         (
@@ -38,15 +38,18 @@ def outline(program: Jaxpr) -> int:
     return zlib.crc32(repr(list(lines)).encode())
 
 
-def check_agreement(facts: Mapping[str, Any]) -> None:
-    """Compares facts over the processes; waits for all of them.
-
-    Args:
-      facts: by name, in the same order on all.
+def check_agreement(setup: Setup, program: Jaxpr) -> None:
+    """Compares options, settings and program of a step over the processes; waits for all of them.
 
     Raises:
       ValueError: on all processes, for facts that are not the same on all.
     """
+    facts = {
+        **setup.options._asdict(),
+        "the mesh": (setup.mesh.shape, setup.devices.device_ids.tolist()),
+        **_settings(),
+        "the loss, the optimizer or the shapes of the arguments": _outline(program),
+    }
     own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], np.uint32)
     columns = np.asarray(multihost_utils.process_allgather(own)).T
     differing = [name for name, column in zip(facts, columns, strict=True) if np.ptp(column)]

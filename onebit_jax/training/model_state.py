@@ -34,13 +34,24 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
     return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
 
 
-def by_worker(model_state: Any) -> Any:
-    """Which leaves workers may each have their own of: floats, to be averaged, and random keys."""
+def differs(x: Any) -> bool:
+    """Whether a leaf may differ between workers: floats, which are averaged, and random keys."""
+    return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
-    def differs(x: Any) -> bool:
-        return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
-    return jax.tree.map(differs, model_state)
+def partition(model_state: Any) -> tuple[Any, Any]:
+    """The leaves that may differ between workers, and the others; each with None for the rest."""
+    return (
+        jax.tree.map(lambda x: x if differs(x) else None, model_state),
+        jax.tree.map(lambda x: None if differs(x) else x, model_state),
+    )
+
+
+def combine(of_worker: Any, in_common: Any) -> Any:
+    """Undoes :func:`partition`."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, of_worker, in_common, is_leaf=lambda x: x is None
+    )
 
 
 def check_same_state(new: Any, given: Any) -> None:

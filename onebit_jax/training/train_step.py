@@ -1,105 +1,44 @@
 """Builds a training step on a mesh from a loss and an optimizer."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.error_feedback import Beside
-from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.programs.collective_check import check_collectives
-from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers, traced_on_mesh
-from onebit_jax.programs.replica_check import check_replicas
+from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
 from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import placement
-from onebit_jax.training import agreement, phase_choice
-from onebit_jax.training import model_state as model_states
-from onebit_jax.training.gradients import LossAndGradients, LossFn, loss_and_gradients
-from onebit_jax.training.model_state import (
-    check_random_keys,
-    check_shared_model_state,
-    remains_finite,
-    with_keys_of,
-    with_own_keys,
-)
+from onebit_jax.training.agreement import check_agreement
+from onebit_jax.training.arguments import Arguments, Options, Placements, Setup, check_batch
+from onebit_jax.training.gradients import LossFn
+from onebit_jax.training.model_state import check_shared_model_state
 from onebit_jax.training.run import Run
-from onebit_jax.training.sharded_model import ShardedModel, sharded_model
-from onebit_jax.transforms import phases
-from onebit_jax.transforms.clip_by_common_norm import clipped
-from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, no_skips, squared_norms
-from onebit_jax.transforms.phases import keep
-from onebit_jax.transforms.when import When
-from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
+from onebit_jax.training.sharded_model import sharded_model
+from onebit_jax.training.step_function import Results, sharded_step, worker_step
+from onebit_jax.transforms.nonfinite import Skips
+from onebit_jax.transforms.phases import Phase
+from onebit_jax.watching.metrics import Metrics
 
-Phase = phases.Phase
 ParamsT = TypeVar("ParamsT")
 StateT = TypeVar("StateT")
 ModelStateT = TypeVar("ModelStateT")
 
 
-class _Arguments(NamedTuple):
-    """The arguments of a step; the first three are donated."""
-
-    params: Any
-    opt_state: Any
-    model_state: Any
-    batch: Any
-    rng: Any
-    loss_scale: Any
-    extra_args: Any
-
-
-def _by_donation(given: _Arguments) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return tuple(given[:3]), tuple(given[3:])
-
-
-def _by_name(given: _Arguments) -> dict[str, Any]:
-    return dict(zip(given._fields[:3], given[:3], strict=True))
-
-
-class _Options(NamedTuple):
-    """The keyword arguments of :func:`train_step`."""
-
-    accumulation: int
-    max_grad_norm: float | None
-    clip: Literal["common", "local"]
-    grad_norm_every: int | None
-    max_skipped: int | None
-
-
 class TrainStep:
     """A compiled training step; :func:`train_step` makes and documents it."""
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        tx: optax.GradientTransformation,
-        mesh: Mesh | AbstractMesh,
-        options: _Options,
-        sharded: ShardedModel | None = None,
-    ):
-        self._sharded = sharded
-        self._axes = mesh.axis_names if sharded is None else sharded.axes.slow_names
-        self._workers = mesh.size if sharded is None else sharded.axes.workers
-        self._loss_fn = loss_fn
-        self._tx = optax.with_extra_args_support(tx)
-        self._mesh, self._devices = mesh, mesh_of_arrays(mesh)
-        self._on_cpus = self._devices.devices.flat[0].platform == "cpu"
-        self._options = options
-        self._replicated = NamedSharding(self._devices, P())
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._placements = Placements(setup)
+        self._programs: dict[Any, Any] = {}
         self._runs = [Run()]
         self._calls = 0
-        self._placements: dict[Any, Any] = {}
-        self._programs: dict[Any, Any] = {}
 
     @overload
     def __call__(
@@ -140,30 +79,27 @@ class TrainStep:
         **extra_args: Any,
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
-        self._check_batch(batch)
-        given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
+        check_batch(self._setup, batch)
+        given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         # In a jitted loop of steps the host cannot read a state's phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
-        skips, run = no_skips(), Run()
-        every = self._options.grad_norm_every
+        options, run = self._setup.options, Run()
+        every = options.grad_norm_every
         measured = every is not None and (traced or self._calls % every == 0)
-        with placement.computing_on(self._devices):
+        with placement.computing_on(self._setup.devices):
             if not traced:
                 run = self._run(params, opt_state)
-                if self._options.max_skipped is not None:
-                    run.check(params, self._options.max_skipped)
+                if options.max_skipped is not None:
+                    run.check(params, options.max_skipped)
                 phase = run.phases.choose(opt_state, phase)
-                # A different placement in the first call would cost a second compilation.
-                replicated = jax.tree.map(lambda _: self._replicated, skips)
-                skips = placement.place(run.skips[-1], replicated)
-            placed = self._placed(given)
+            given = given._replace(measured=np.bool(measured), skips=run.skips[-1])
+            placed = self._placements.place(given)
         # With the mesh itself, not its abstract form, a call and `lower` share compiled programs.
-        with placement.computing_on(self._devices, concretely=not traced):
-            program = self._program(placed, phase, skips)
-            arguments = *_by_donation(placed), np.bool(measured), skips
+        with placement.computing_on(self._setup.devices, concretely=not traced):
+            program = self._program(placed, phase)
             if jax.process_count() > 1 and not traced and not self._calls:
-                self._check_agreement(program.trace(*arguments))
-            _, results, metrics, outlook, skips = program(*arguments)
+                check_agreement(self._setup, program.trace(*placed.by_donation()).jaxpr.jaxpr)
+            _, results, metrics, outlook, skips = program(*placed.by_donation())
         if not traced:
             run.phases.observe(results[1], outlook, phase)
             run.observe(results[0], results[1], skips)
@@ -173,22 +109,6 @@ class TrainStep:
         if model_state is None:
             return *results[:2], metrics
         return *results, metrics
-
-    @property
-    def skips(self) -> Skips:
-        """The account of skipped steps after the last call.
-
-        Its ``check(params, max_skipped)`` waits for that call, and raises after ``max_skipped``
-        skipped steps in a row: call it after a run's last step, which no later call checks.
-        """
-        return self._runs[-1].skips[-1]
-
-    def _run(self, params: optax.Params, opt_state: optax.OptState) -> Run:
-        """The run that this state continues, or a new one; it becomes the last in the list."""
-        others = [run for run in self._runs if not run.is_over()]
-        run = next((run for run in others if run.returned(params, opt_state)), None)
-        self._runs = [x for x in others if x is not run] + [run or Run()]
-        return self._runs[-1]
 
     def lower(
         self,
@@ -209,300 +129,65 @@ class TrainStep:
         Without ``phase`` the program contains all phases and chooses on the devices; a call without
         ``phase`` runs another program.
         """
-        self._check_batch(batch)
-        given = _Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with placement.computing_on(self._devices):
-            shapes, skips = jax.eval_shape(lambda x: x, (given, no_skips()))
-            placed = jax.tree.map(
-                lambda x, sharding: x.update(sharding=sharding),
-                shapes,
-                self._placement(shapes._replace(batch=batch)),
-            )
-        skips = jax.tree.map(lambda x: x.update(sharding=self._replicated), skips)
-        with placement.computing_on(self._devices, concretely=True):
-            program = self._program(placed, phase, skips)
-            return program.lower(*_by_donation(placed), np.bool(True), skips)
+        check_batch(self._setup, batch)
+        given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
+        with placement.computing_on(self._setup.devices):
+            shapes = jax.eval_shape(lambda x: x, given)
+            shardings = self._placements.shardings(shapes._replace(batch=batch))
+            placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+        # A call does not place this scalar; a placed one would be traced again.
+        placed = placed._replace(measured=given.measured)
+        with placement.computing_on(self._setup.devices, concretely=True):
+            return self._program(placed, phase).lower(*placed.by_donation())
 
-    def _placement(self, given: _Arguments) -> _Arguments:
-        """The shardings of the arguments, in a tree like theirs."""
-        key = self._structure(given)
-        if key not in self._placements:
-            axes = self._mesh.axis_names
-            # Of a sharded model specs are known once parameters are checked.
-            self._check(given)
-            if self._sharded is None:
-                own = {
-                    "opt_state": placement.state_specs(given.opt_state, axes),
-                    "batch": jax.tree.map(lambda _: P(axes), given.batch),
-                }
-            else:
-                own = {
-                    "params": self._sharded.specs(given.params),
-                    "opt_state": self._sharded.state_specs(given.params),
-                    "batch": self._sharded.batch_specs(given.batch),
-                }
-            specs = jax.tree.map(lambda _: P(), given)._replace(**own)
-            self._placements[key] = jax.tree.map(
-                lambda spec: NamedSharding(self._devices, spec), specs
-            )
-        return self._placements[key]
+    @property
+    def skips(self) -> Skips:
+        """The account of skipped steps after the last call.
 
-    def _structure(self, given: _Arguments) -> Any:
-        """What programs and placements are made for."""
-        structure = jax.tree.structure(given)
-        if self._sharded is None:
-            return structure
-        return structure, tuple(jax.tree.leaves(self._sharded.batch_specs(given.batch)))
+        Its ``check(params, max_skipped)`` waits for that call, and raises after ``max_skipped``
+        skipped steps in a row: call it after a run's last step, which no later call checks.
+        """
+        return self._runs[-1].skips[-1]
 
-    def _placed(self, given: _Arguments) -> _Arguments:
-        """Places the arguments, and checks any state that an earlier step did not place."""
-        placement.check_donated(_by_name(given))
-        known = len(self._placements)
-        shardings = self._placement(given)
-        state = zip(
-            jax.tree.leaves((given.params, given.opt_state)),
-            jax.tree.leaves((shardings.params, shardings.opt_state)),
-            strict=True,
-        )
-        if len(self._placements) == known and not all(
-            placement.is_placed(x, sharding) for x, sharding in state
-        ):
-            self._check(given)
-        rng = (
-            given.rng if given.rng is None else placement.place_random_key(given.rng, shardings.rng)
-        )
-        placed = placement.place(given._replace(rng=None), shardings._replace(rng=None))
-        return placed._replace(rng=rng)
+    def _run(self, params: optax.Params, opt_state: optax.OptState) -> Run:
+        """The run that this state continues, or a new one; it becomes the last in the list."""
+        others = [run for run in self._runs if not run.is_over()]
+        run = next((run for run in others if run.returned(params, opt_state)), None)
+        self._runs = [x for x in others if x is not run] + [run or Run()]
+        return self._runs[-1]
 
-    def _check(self, given: _Arguments) -> None:
-        """Checks arguments for users' errors, by shapes and types alone."""
-        params, opt_state = given.params, given.opt_state
-        placement.check_donated(_by_name(given), placement.buffer)
-        check_random_keys(given.rng, given.batch)
-        if self._sharded is not None:
-            self._sharded.check_state(params, opt_state)
-            return
-        placement.check_whole(params)
-        shapes = placement.state_shapes(self._tx, params, self._mesh)
-        placement.check_simulated(shapes, self._mesh)
-        placement.check_plans(self._tx, params, opt_state, self._mesh)
-        placement.check_state(opt_state, shapes, self._mesh)
-        specs = placement.state_specs(shapes, self._mesh.axis_names)
-        check_replicas(self._tx, params, shapes, specs, self._mesh, given.extra_args)
-
-    def _program(self, placed: _Arguments, phase: Phase | None, skips: Skips) -> Any:
+    def _program(self, placed: Arguments, phase: Phase | None) -> Any:
         """The jitted step for placed arguments of this structure."""
-        key = (self._structure(placed), phase)
+        key = self._placements.structure(placed), phase
         if key not in self._programs:
-            replicated = self._replicated
-            inputs = (*_by_donation(self._placement(placed)), replicated, replicated)
-            # What stays of the state comes first: JAX gives the memory of an argument to the first
-            # result of its shape.
-            stays = jax.tree.leaves(inputs[0][1])
-            outputs = stays, inputs[0], replicated, replicated, replicated
-
-            def step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
-                return self._worker(_Arguments(*donated, *others), measured, skips, phase)
-
-            def sharded_step(donated: Any, others: Any, measured: Any, skips: Skips) -> Any:
-                return self._of_shards(_Arguments(*donated, *others), measured, skips, phase)
-
-            mapped = sharded_step
-            if self._sharded is None:
-                in_specs, out_specs = jax.tree.map(lambda x: x.spec, (inputs, outputs))
-                mapped = over_workers(step, self._mesh, in_specs, out_specs)
-            program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
-            arguments = *_by_donation(placed), np.bool(True), skips
-            traced = program.trace(*arguments)
-            if isinstance(self._mesh, AbstractMesh):
-                traced = traced_on_mesh(step, self._mesh, in_specs, out_specs, arguments)
-            varies = check_collectives(traced.jaxpr.jaxpr)
-            _, (_, _, model_state), *_ = jax.tree.unflatten(
-                jax.tree.structure(traced.out_info), varies
-            )
-            check_shared_model_state(model_state)
-            self._programs[key] = program
+            shardings = self._placements.shardings(placed)
+            self._programs[key] = _jitted(self._setup, placed, shardings, phase)
         return self._programs[key]
 
-    def _check_agreement(self, traced: jax.stages.Traced) -> None:
-        agreement.check_agreement(
-            self._options._asdict()
-            | {"the mesh": (self._mesh.shape, self._devices.device_ids.tolist())}
-            | agreement.settings()
-            | {
-                "the loss, the optimizer or the shapes of the arguments": agreement.outline(
-                    traced.jaxpr.jaxpr
-                )
-            }
-        )
 
-    def _check_batch(self, batch: Any) -> None:
-        parts = self._workers * self._options.accumulation
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            shape = np.shape(leaf)
-            if not shape or shape[0] % parts or not shape[0]:
-                raise ValueError(
-                    f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
-                    f"must be a multiple of {parts} = {self._workers} workers x accumulation "
-                    f"{self._options.accumulation}. Change the batch size or the accumulation."
-                )
+def _jitted(setup: Setup, placed: Arguments, shardings: Arguments, phase: Phase | None) -> Any:
+    """The jitted step, once its collectives and the model's state are checked."""
+    step_of_workers = worker_step if setup.sharded is None else sharded_step
 
-    def _worker(
-        self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[list[jax.Array | None], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """One worker's step, in the worker view, with the upcoming phases and skipped steps.
+    def step(donated: Any, others: Any) -> Results:
+        return step_of_workers(setup, Arguments(*donated, *others), phase)
 
-        First come the state's old arrays that new ones are written beside, None for the others.
-        """
-        own = phase_choice.worker_parameters(given.opt_state, given.params)
-        computed = self._gradients(given._replace(params=own), lax.axis_index(self._axes))
-        beside = Beside([], one_message=self._on_cpus)
-        made = self._update(given, computed, measured, skips, phase, beside=beside)
-        return beside.stays(given.opt_state), *made
-
-    def _gradients(self, given: _Arguments, worker: jax.Array) -> LossAndGradients:
-        """What one worker computes of its share of the batch."""
-        rng = given.rng
-        if rng is not None:
-            rng = jax.random.fold_in(rng, worker)
-        return loss_and_gradients(
-            self._loss_fn,
-            given.params,
-            given.batch,
-            self._options.accumulation,
-            rng,
-            with_own_keys(given.model_state, worker),
-            given.loss_scale,
-            interleaved=self._sharded is not None,
-        )
-
-    def _of_shards(
-        self, given: _Arguments, measured: jax.Array, skips: Skips, phase: Phase | None
-    ) -> tuple[list[jax.Array | None], tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """All workers' step where each is several devices; results as for :meth:`_worker`."""
-        sharded = cast(ShardedModel, self._sharded)
-        beside = Beside([], one_message=self._on_cpus)
-        copies = sharded.copies(given.params)
-        differs = model_states.by_worker(given.model_state)
-        structure = jax.tree.structure(given.model_state)
-
-        def gradients(params: Any, batch: Any, worker: jax.Array) -> LossAndGradients:
-            return self._gradients(given._replace(params=params, batch=batch), worker)
-
-        def update(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
-            measured, skips, extra_args, model_state, in_common = shared
-            own = given._replace(
-                params=params,
-                opt_state=opt_state,
-                model_state=model_state,
-                extra_args=extra_args,
-            )
-            if self._on_cpus and self._options.max_skipped is not None:
-                # XLA for CPUs holds gradients transposed here; check and update would each
-                # transpose them.
-                grads = jax.tree.map(lambda g: materialize(g, self._axes[0]), grads)
-            loss, metrics, leaves = rows
-            leaves = [x if x is not None else y for x, y in zip(leaves, in_common, strict=True)]
-            computed = LossAndGradients(loss, metrics, grads, structure.unflatten(leaves))
-            results, *others = self._update(own, computed, measured, skips, phase, copies, beside)
-            return *results[:2], (results[2], *others)
-
-        own = sharded.own_parameters(given.params, given.opt_state)
-        out_axes = jax.tree.map(lambda differs: 0 if differs else None, differs)
-        of_workers = cast(Any, LossAndGradients)(0, 0, 0, out_axes)
-        computed = sharded.by_worker(gradients, own, given.batch, of_workers)
-        leaves = list(
-            zip(jax.tree.leaves(computed.model_state), jax.tree.leaves(differs), strict=True)
-        )
-        stays, params, opt_state, (model_state, *others) = sharded.on_shards(
-            update,
-            beside,
-            given.params,
-            given.opt_state,
-            computed.grads,
-            (computed.loss, computed.metrics, [x if own else None for x, own in leaves]),
-            (
-                measured,
-                skips,
-                given.extra_args,
-                given.model_state,
-                [None if own else x for x, own in leaves],
-            ),
-        )
-        return stays, (params, opt_state, model_state), *others
-
-    def _update(
-        self,
-        given: _Arguments,
-        computed: LossAndGradients,
-        measured: jax.Array,
-        skips: Skips,
-        phase: Phase | None,
-        copies: Sequence[int] | None = None,
-        beside: Beside | None = None,
-    ) -> tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]:
-        """One worker's update, in the worker view; of shards each place holds so many copies.
-
-        ``beside`` is as for :class:`~onebit_jax.transforms.when.When`.
-        """
-        axes = self._axes
-        loss, metrics, grads, model_state = computed
-        own = {"loss": loss.astype(jnp.float32)}
-        if self._options.grad_norm_every is not None:
-            own["grad_norm"] = self._squared_norm(grads, measured, copies)
-        health = when = None
-        if self._options.max_skipped is not None:
-            finite = remains_finite(given.model_state, model_state)
-            health = examine(grads, axes, jnp.where(finite, loss, jnp.nan), copies)
-            when = When(health.fit, beside)
-        if self._options.max_grad_norm is not None:
-            bound = own["grad_norm"]
-            if self._options.clip == "common":
-                bound = lax.pmean(bound, axes) if health is None else health.squared_norm
-            grads = clipped(grads, bound, self._options.max_grad_norm)
-        params, opt_state, outlook, finite = phase_choice.update(
-            self._tx,
-            grads,
-            given.opt_state,
-            given.params,
-            phase,
-            given.extra_args,
-            when,
-            in_loop=self._on_cpus,
-        )
-
-        own |= of_optimizers(opt_state)
-        reserved = own.keys() | (set() if health is None else skips.metrics().keys())
-        if taken := reserved & metrics.keys():
-            raise ValueError(
-                f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
-                f"give them other names."
-            )
-        finite = None if health is None else finite.astype(jnp.float32)
-        # What optimizers report may differ between shards, and then is averaged over these too.
-        metrics, model_state, finite = mean_over_workers(
-            (metrics | own, model_state, finite), self._mesh.axis_names
-        )
-        if self._options.grad_norm_every is not None:
-            metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
-        model_state = with_keys_of(given.model_state, model_state)
-        if health is not None:
-            fit = health.fit & (finite == 1)
-            to_blame = jnp.where(health.fit, UPDATE, health.tensor)
-            skips = skips.after(health._replace(fit=fit, tensor=to_blame))
-            metrics |= skips.metrics()
-            model_state = keep(fit, model_state, given.model_state)
-        return (params, opt_state, model_state), metrics, outlook, skips
-
-    def _squared_norm(
-        self, grads: optax.Updates, measured: jax.Array, copies: Sequence[int] | None
-    ) -> jax.Array:
-        def whole(grads: optax.Updates) -> jax.Array:
-            return jnp.sum(sum_over_shards(squared_norms(grads, copies)))
-
-        if self._options.grad_norm_every == 1:
-            return whole(grads)
-        return lax.cond(measured, whole, lambda _: jnp.float32(0), grads)
+    inputs, replicated = shardings.by_donation(), NamedSharding(setup.devices, P())
+    # What stays of the state comes first: JAX gives the memory of an argument to the first result
+    # of its shape.
+    outputs = jax.tree.leaves(inputs[0][1]), inputs[0], replicated, replicated, replicated
+    in_specs, out_specs = jax.tree.map(lambda x: x.spec, (inputs, outputs))
+    mapped = step
+    if setup.sharded is None:
+        mapped = over_workers(step, setup.mesh, in_specs, out_specs)
+    program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
+    traced = program.trace(*placed.by_donation())
+    if isinstance(setup.mesh, AbstractMesh):
+        traced = traced_on_mesh(step, setup.mesh, in_specs, out_specs, placed.by_donation())
+    varies = check_collectives(traced.jaxpr.jaxpr)
+    _, (_, _, model_state), *_ = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
+    check_shared_model_state(model_state)
+    return program
 
 
 def train_step(
@@ -665,5 +350,5 @@ def train_step(
         validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
     # Clipping computes the norm in every step.
     every = grad_norm_every if max_grad_norm is None else 1
-    options = _Options(accumulation, max_grad_norm, clip, every, max_skipped)
-    return TrainStep(loss_fn, tx, mesh, options, sharded)
+    options = Options(accumulation, max_grad_norm, clip, every, max_skipped)
+    return TrainStep(Setup(loss_fn, optax.with_extra_args_support(tx), mesh, sharded, options))
