@@ -2,7 +2,7 @@
 
 from onebit_jax import plan
 from onebit_jax.collectives.drive import Drive
-from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms import momentum as moments
 from tests import workers

@@ -14,7 +14,8 @@ from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import worker_arrays
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.one_bit import evenly_sampled
 from onebit_jax.collectives.packing import unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio

@@ -11,7 +11,8 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes, sum_over_shards
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.exchange import Exchange, dense_mean
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation

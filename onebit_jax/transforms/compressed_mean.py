@@ -9,13 +9,8 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Calls, ExchangeState
-from onebit_jax.collectives.exchange import (
-    Compressor,
-    Exchange,
-    ExchangeOptions,
-    check_compressor,
-    check_options,
-)
+from onebit_jax.collectives.exchange import Compressor, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients

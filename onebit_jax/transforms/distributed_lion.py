@@ -11,7 +11,8 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import worker_arrays
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.votes import Turn, Votes
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker

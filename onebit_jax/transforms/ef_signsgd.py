@@ -10,7 +10,8 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms import phases

@@ -11,7 +11,8 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.count_sketch import CountSketch
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.exchange import Exchange, dense_mean
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.layout import end_to_end
 from onebit_jax.collectives.selection import places_of_largest
 from onebit_jax.transforms import phases

@@ -10,7 +10,8 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean
+from onebit_jax.collectives.exchange import Exchange, dense_mean
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.transforms.algorithm import Arrays
 

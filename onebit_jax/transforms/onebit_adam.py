@@ -10,7 +10,8 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms import warmup as warmup_end

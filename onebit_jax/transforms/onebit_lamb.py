@@ -16,7 +16,8 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.alike import Alike
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
 from onebit_jax.transforms import lamb_coefficients, phases
 from onebit_jax.transforms import momentum as moments

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import ExchangeOptions, check_options
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax.collectives.drive import Drive
-from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.collectives.majority_vote import MajorityVote

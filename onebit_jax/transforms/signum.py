@@ -7,7 +7,7 @@ import jax
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.transforms.distributed_lion import scale_by_distributed_lion
 
 

@@ -12,7 +12,8 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, check_options
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import phases, step_sets, warmup

@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
-from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions
+from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.collectives.one_bit import OneBit
