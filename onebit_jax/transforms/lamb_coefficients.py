@@ -68,6 +68,12 @@ def tensors_of(
     return [Tensor(*x) for x in zip(alike.counts, rows, stacked, strict=True)]
 
 
+def scaled(alike: Alike, numbers: jax.Array, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+    """Each tensor times its number."""
+    stacked = zip(alike.numbers(numbers), alike.stack(tensors), strict=True)
+    return alike.unstack([k * x for k, x in stacked])
+
+
 def _reduced(x: jax.Array, kind: Any) -> jax.Array:
     return jnp.sum(x, 1) if kind is SUM else jnp.min(x, 1, initial=math.inf)
 
@@ -172,6 +178,20 @@ def momentum_scales(
 def fresh_variance(b1: Any, b2: Any, last: jax.Array, F: jax.Array, last_F: jax.Array) -> jax.Array:
     """``v~ <- b2 v~ + (1 - b2) ((m' - b1 m) / (1 - b1))^2``, everything scaled by ``k^2``."""
     return b2 * last + (1 - b2) / (1 - b1) ** 2 * (F - b1 * last_F) ** 2
+
+
+def dense_update(
+    eps: Any,
+    frozen: jax.Array,
+    rate: Any,
+    inverse_k: jax.Array,
+    k_m: jax.Array,
+    v: jax.Array,
+    p: jax.Array,
+) -> jax.Array:
+    """``u = m / (sqrt(v) + eps) + lambda p``; once ``frozen``, ``v`` is the inverse root itself."""
+    inverse_root = jnp.where(frozen, v, 1 / (jnp.sqrt(v) + eps))
+    return decayed(inverse_k * k_m * inverse_root, p, rate)
 
 
 def momentum_over_root(fresh: jax.Array, inverse_root: jax.Array, size: jax.Array) -> jax.Array:

@@ -4,23 +4,22 @@
 """
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
-from onebit_jax.transforms import lamb_coefficients, phases
+from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.transforms import fused_momentum as fused
+from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
+from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import (
     Arrays,
@@ -31,13 +30,6 @@ from onebit_jax.transforms.algorithm import (
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.lamb_coefficients import (
-    Bounds,
-    Tensor,
-    decayed,
-    frozen_update,
-    tensors_of,
-)
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
@@ -115,7 +107,7 @@ class OnebitLamb(PhasedAlgorithm):
     weight_decay: Any
     mask: Any
     warmup: Warmup
-    bounds: Bounds
+    bounds: lamb.Bounds
     exchange: Exchange
     gradient_mean: GradientMean
     needs_params = "LAMB's coefficients are ratios to their norms"
@@ -140,7 +132,7 @@ class OnebitLamb(PhasedAlgorithm):
             momentum_decay=jnp.asarray(self.b1, jnp.float32),
             variance_record=warmup_end.no_record(params),
             v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
-            fresh_variance=jnp.zeros(_shape(exchange), jnp.float32),
+            fresh_variance=jnp.zeros(fused.shape(exchange), jnp.float32),
             momentum=moments.begin(exchange),
             gradients=self.gradient_mean.init(params),
             coefficients=jnp.zeros((count,), jnp.float32),
@@ -161,15 +153,6 @@ class OnebitLamb(PhasedAlgorithm):
     def _bound(self, state: State) -> BoundExchange:
         return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
-    def _momentum_sizes(self, exchange: BoundExchange, state: State) -> Arrays:
-        """``|k_l m_l|`` in compression; behind servers constant within a chunk."""
-        if not exchange.compresses or exchange.one_stage:
-            F = _fused(exchange, moments.compressed(exchange, state.momentum))
-            # Written first: to decode a part of it anew for each tensor takes divisions.
-            return _cut(exchange, materialize(jnp.abs(F), exchange.axes.node))
-        scales = exchange.layout.scales(state.momentum.received).reshape(-1)
-        return _spread(exchange, scales)
-
     def dense_step(self, state: State, update: Update) -> State:
         """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
         exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
@@ -184,17 +167,15 @@ class OnebitLamb(PhasedAlgorithm):
         state = state._replace(
             v_then_inverse_root=tree.unflatten(v), momentum=momentum, gradients=gradients
         )
-        rates = lamb_coefficients.decay_rates(
-            self, tree.unflatten(update.params), state.progress.count
-        )
+        rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
 
         def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
-            return decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
+            return lamb.decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
 
-        alike, m = exchange.layout.alike(), _dense_momenta(exchange, state)
-        tensors = tensors_of(alike, (rates,), (m, v, update.params))
-        c, v_norms = lamb_coefficients.lamb_coefficients(self.bounds, u, alike, tensors)
-        running = lamb_coefficients.running_coefficients(self.bounds, state.coefficients, c)
+        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
+        tensors = lamb.tensors_of(alike, (rates,), (m, v, update.params))
+        c, v_norms = lamb.lamb_coefficients(self.bounds, u, alike, tensors)
+        running = lamb.running_coefficients(self.bounds, state.coefficients, c)
         # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
         norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
         return state._replace(
@@ -207,15 +188,15 @@ class OnebitLamb(PhasedAlgorithm):
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
         del params
         exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        alike, m = exchange.layout.alike(), _dense_momenta(exchange, state)
+        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
 
         def inverse(v: jax.Array) -> jax.Array:
             return jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0)
 
         roots = alike.map(inverse, v)
-        k = lamb_coefficients.momentum_scales(alike, m, roots)
-        inverse_root, scaled = tree.unflatten(roots), _scaled(alike, k, m)
-        k_m = _joined(exchange, scaled, onto=state.fresh_variance)
+        k = lamb.momentum_scales(alike, m, roots)
+        inverse_root, scaled = tree.unflatten(roots), lamb.scaled(alike, k, m)
+        k_m = fused.join(exchange, scaled, onto=state.fresh_variance)
         held = state.momentum.m_then_compensated.value
         arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
         return state._replace(
@@ -233,19 +214,18 @@ class OnebitLamb(PhasedAlgorithm):
         def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
             return jnp.where(root > 0, k * (1 / root - self.eps), 0.0) ** 2
 
-        tensors = tensors_of(alike, (state.momentum_scales,), (roots,))
+        tensors = lamb.tensors_of(alike, (state.momentum_scales,), (roots,))
         v = alike.unstack([x.map(v_of) for x in tensors])
-        F = _fused(exchange, moments.compressed(exchange, state.momentum))
-        joined = _joined(exchange, v)
-        return lamb_coefficients.fresh_variance(self.b1, self.b2, joined, F, k_m)
+        F = fused.compressed(exchange, state.momentum)
+        return lamb.fresh_variance(self.b1, self.b2, fused.join(exchange, v), F, k_m)
 
     def compressed_step(self, state: State, update: Update) -> State:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
         exchange, first = self._bound(state), state.progress.count == state.progress.frozen_at
         alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
-        g = exchange.node_mean(_scaled(alike, state.momentum_scales, grads))
+        g = exchange.node_mean(lamb.scaled(alike, state.momentum_scales, grads))
         m = moments.last(exchange, state.momentum)
-        last_F = _fused(exchange, moments.compressed(exchange, state.momentum))
+        last_F = fused.compressed(exchange, state.momentum)
         m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         # All gradients are compressed as one tensor, so that no bucket could leave early.
         waiting = update._replace(beside=None)
@@ -259,26 +239,26 @@ class OnebitLamb(PhasedAlgorithm):
             state._replace(fresh_variance=()),
             axis_names=exchange.axes.names,
         )
-        F = _fused(exchange, moments.compressed(exchange, state.momentum))
-        later = lamb_coefficients.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
+        F = fused.compressed(exchange, state.momentum)
+        later = lamb.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
         fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
         state = state._replace(fresh_variance=fresh)
         tensors = self._compressed_tensors(exchange, state, update.params, state.progress.count)
-        r = lamb_coefficients.ratios(self.bounds, self.eps, state.ratios, alike, tensors)
+        r = lamb.ratios(self.bounds, self.eps, state.ratios, alike, tensors)
         r = keep(update.when, r, state.ratios)
         factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
         return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
 
     def _compressed_tensors(
         self, exchange: BoundExchange, state: State, params: Arrays, count: jax.Array
-    ) -> list[Tensor]:
+    ) -> list[lamb.Tensor]:
         """The arguments of :func:`~.lamb_coefficients.frozen_update`."""
         y, tree = jax.tree.flatten(state.v_then_inverse_root)
-        rates = lamb_coefficients.decay_rates(self, tree.unflatten(params), count)
-        arrays = (_cut(exchange, state.fresh_variance), y, self._momentum_sizes(exchange, state))
-        return tensors_of(
-            exchange.layout.alike(), (rates, 1 / state.momentum_scales), (*arrays, params)
-        )
+        rates = lamb.decay_rates(self, tree.unflatten(params), count)
+        fresh = fused.cut(exchange, state.fresh_variance)
+        sizes = fused.magnitudes(exchange, state.momentum)
+        alike, numbers = exchange.layout.alike(), (rates, 1 / state.momentum_scales)
+        return lamb.tensors_of(alike, numbers, (fresh, y, sizes, params))
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ r u`` in compression."""
@@ -289,18 +269,13 @@ class OnebitLamb(PhasedAlgorithm):
         alike, u = exchange.layout.alike(), []
         if update.phase != "warmup":
             tensors = self._compressed_tensors(exchange, state, update.params, last)
-            u = [x.map(frozen_update) for x in tensors]
+            u = [x.map(lamb.frozen_update) for x in tensors]
         if update.phase != "compression":
-            rates = lamb_coefficients.decay_rates(self, tree.unflatten(update.params), last)
-
-            def dense_update(
-                rate: Any, inverse_k: jax.Array, k_m: jax.Array, y: jax.Array, p: jax.Array
-            ) -> jax.Array:
-                inverse_root = jnp.where(frozen, y, 1 / (jnp.sqrt(y) + self.eps))
-                return decayed(inverse_k * k_m * inverse_root, p, rate)
-
-            k_m = _dense_momenta(exchange, state)
-            tensors = tensors_of(alike, (rates, 1 / state.momentum_scales), (k_m, y, update.params))
+            rates = lamb.decay_rates(self, tree.unflatten(update.params), last)
+            k_m = fused.dense(exchange, state.momentum)
+            numbers = rates, 1 / state.momentum_scales
+            tensors = lamb.tensors_of(alike, numbers, (k_m, y, update.params))
+            dense_update = functools.partial(lamb.dense_update, self.eps, frozen)
             dense = [x.map(dense_update) for x in tensors]
             u = [jnp.where(compressed, x, y) for x, y in zip(u, dense)] if u else dense  # noqa: B905
         factors = alike.numbers(state.factors)
@@ -311,7 +286,7 @@ class OnebitLamb(PhasedAlgorithm):
         exchange = self.exchange.over(like)
         momentum = moments.carry(exchange, state.momentum, state.progress)
         gradients = self.gradient_mean.carry(like, state.gradients)
-        return momentum, gradients, _cut(exchange, state.fresh_variance)
+        return momentum, gradients, fused.cut(exchange, state.fresh_variance)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum, residuals and the fresh variance of each tensor."""
@@ -320,62 +295,8 @@ class OnebitLamb(PhasedAlgorithm):
         return {
             "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
             "gradients": self.gradient_mean.resume(like, carried[1]),
-            "fresh_variance": _joined(exchange, carried[2]),
+            "fresh_variance": fused.join(exchange, carried[2]),
         }
-
-
-def _shape(exchange: BoundExchange) -> tuple[int, ...]:
-    """``(n, 8, B)``."""
-    layout = exchange.layout
-    plane = layout.stacks[0].plane if layout.stacks else (0,)
-    return (exchange.axes.workers, 8, *plane)
-
-
-def _fused(exchange: BoundExchange, pieces: Arrays) -> jax.Array:
-    """The one piece, of all shards, as ``[n, 8, B]``."""
-    shape = _shape(exchange)
-    return pieces[0].reshape(shape) if pieces else jnp.zeros(shape, jnp.float32)
-
-
-def _dense_momenta(exchange: BoundExchange, state: State) -> Arrays:
-    """``m_l`` from the dense form of the momentum; ``k_l m_l`` once v is frozen."""
-    return _cut(exchange, _fused(exchange, moments.dense(state.momentum)))
-
-
-def _scaled(alike: Alike, numbers: jax.Array, tensors: Arrays) -> Arrays:
-    """Each tensor times its number."""
-    stacked = zip(alike.numbers(numbers), alike.stack(tensors), strict=True)
-    return alike.unstack([k * x for k, x in stacked])
-
-
-def _cut(exchange: BoundExchange, fused: jax.Array) -> Arrays:
-    """Splits ``[n, 8, B]`` into its tensors."""
-    return exchange.layout.cut(fused, range(len(exchange.layout.shapes)))
-
-
-def _joined(exchange: BoundExchange, tensors: Arrays, onto: jax.Array | None = None) -> jax.Array:
-    """Concatenates tensors to ``[n, 8, B]``, with the padding of ``onto`` or of zeros."""
-    shape = _shape(exchange)
-    onto = jnp.zeros(shape, jnp.float32) if onto is None else onto
-    layout = exchange.layout
-    return layout.join(range(len(layout.shapes)), tensors, onto.reshape(-1)).reshape(shape)
-
-
-def _spread(exchange: BoundExchange, of_chunks: jax.Array) -> Arrays:
-    """Tensors in which each element has the value of its chunk, from values ``[n]``."""
-    chunk, start, tensors = 8 * math.prod(_shape(exchange)[2:]), 0, []
-    for shape in exchange.layout.shapes:
-        size = math.prod(shape)
-        # One comparison for each chunk boundary inside the tensor: an index into the chunks would
-        # take a division for each element.
-        bounds = [j for j in range(len(of_chunks)) if start < j * chunk < start + size]
-        values = jnp.full((size,), of_chunks[start // chunk if size else 0])
-        for j in bounds:
-            boundary = np.uint32(j * chunk - start)
-            values = jnp.where(lax.iota(jnp.uint32, size) >= boundary, of_chunks[j], values)
-        tensors.append(values.reshape(shape))
-        start += size
-    return tensors
 
 
 def scale_by_onebit_lamb(
@@ -425,7 +346,7 @@ def scale_by_onebit_lamb(
             weight_decay,
             mask,
             warmup,
-            Bounds(*map(validation.float32, bounds)),
+            lamb.Bounds(*map(validation.float32, bounds)),
             exchange.one_bit(axis_name, fused=True),
             GradientMean(axis_name, warmup_bits, exchange),
         )
