@@ -33,8 +33,8 @@ SIMULATED = MESH.abstract_mesh
 STEPS = WARMUP + 4
 # Parameters that differ between workers are in one place alone, the parameters themselves.
 REFUSED = "zero_one_adam"
-# They compile fast, and between them have all that is particular to simulated workers.
-QUICK = "mean_gradients", "onebit_adam", "compressed_mean", "local_steps", "cada"
+# They compile fast; other quick tests have 1-bit Adam.
+QUICK = "mean_gradients", "compressed_mean"
 
 
 def trained(mesh, tx, batches, loss_fn=loss_and_metrics, **options):
@@ -72,14 +72,14 @@ def test_an_optimizer_takes_the_steps_that_it_takes_on_devices(name):
     hold_alike(OPTIMIZERS[name].make("data"), make_batches(STEPS))
 
 
-@pytest.mark.parametrize(
-    "name", ["onebit_adam", pytest.param("onebit_muon", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_muon"])
 def test_workers_of_two_axes_are_simulated_too(name):
     meshes = NODES_MESH, NODES_MESH.abstract_mesh
     hold_alike(OPTIMIZERS[name].make(PAIR), make_batches(STEPS), meshes)
 
 
+@pytest.mark.slow
 def test_axes_that_jax_makes_explicit_are_taken():
     kinds = AxisType.Auto, AxisType.Explicit
     meshes = [AbstractMesh((WORKERS,), ("data",), axis_types=(kind,)) for kind in kinds]
@@ -97,6 +97,7 @@ def test_gradients_are_accumulated_and_clipped_and_steps_skipped_alike():
     assert max(own["grad_norm"] for own in metrics[:-1]) > 0.5
 
 
+@pytest.mark.slow
 def test_every_worker_has_a_random_key_and_a_share_of_the_models_state_of_its_own():
     def noisy(params, batch, rng, model_state):
         noise = jax.random.normal(rng, batch["y"].shape)
@@ -120,6 +121,7 @@ def test_every_worker_has_a_random_key_and_a_share_of_the_models_state_of_its_ow
     assert model_state["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_a_diagnosis_has_the_same_figures_and_compares_nothing():
     found = []
     for mesh in (MESH, SIMULATED):

@@ -97,9 +97,12 @@ def loss_and_gradients(
     first = jax.tree.map(lambda x: x[0], microbatches)
     (loss, (metrics, _)), grads = jax.eval_shape(gradients, params, first, rng, model_state)
     shapes = loss, metrics, grads
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes
-    )
+
+    def zero(like: Any, of: Any) -> jax.Array:
+        return jnp.zeros_like(like, jnp.promote_types(of.dtype, jnp.float32))
+
+    # Gradients are split over Explicit axes as their parameters are.
+    zeros = jax.tree.map(zero, (loss, metrics, params), shapes)
     (total, model_state), _ = lax.scan(
         take, (zeros, model_state), (jnp.arange(accumulation), microbatches)
     )

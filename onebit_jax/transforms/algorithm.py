@@ -21,7 +21,7 @@ import optax
 from jax.typing import ArrayLike
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Beside, Call, Late, check_fits, worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
@@ -170,7 +170,8 @@ class PhasedAlgorithm(Algorithm):
         """The step of the given phase, or a program that chooses the upcoming one, in place."""
         if update.phase is not None:
             return self._make(update.phase, state, update), None
-        index, names = state.progress.upcoming[0], self._axis_names
+        # Beside a sharded model every device holds a copy, and nothing else says that all agree.
+        index, names = equal_on_all_workers(state.progress.upcoming)[0], self._axis_names
         for phase in self.phases:
             chosen = update.when & (index == PHASES.index(phase))
 

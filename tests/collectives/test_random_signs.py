@@ -151,7 +151,11 @@ def test_it_agrees_with_numpy(workers, signs, binding):
         first += 4 * workers * -(-size // (8 * workers))
 
 
-@pytest.mark.parametrize(("sizes", "requantize"), [(4, False), (16, True), ((2, 2), True)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "requantize"),
+    [(4, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((16, True), ((2, 2), True)))],
+    ids=str,
+)
 def test_both_transports_bring_the_same(sizes, requantize):
     both = [Exchanging(RandomSigns(x, requantize), SHAPES, sizes) for x in ("bits", "votes")]
     values = both[0].draw(np.random.default_rng(0))

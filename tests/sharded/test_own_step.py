@@ -57,8 +57,6 @@ def on_whole_model(tx, steps, **options):
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation": 4}], ids=str)
 @pytest.mark.parametrize("kind", meshes.TYPES)
 def test_dense_steps_are_those_of_a_whole_model(kind, options):
-    if kind == "Explicit" and "accumulation" in options:
-        options = {"grad_norm_every": 1}
     tx = optax.chain(onebit_jax.mean_gradients(SLOW), optax.adamw(1e-2))
     task = meshes.task("fsdp, tensor", kind)
     params, _, found = trained(task, *begin(task, tx, **options), 6)
@@ -72,6 +70,20 @@ def test_dense_steps_are_those_of_a_whole_model(kind, options):
         assert got.keys() == want.keys()
         for name in want:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", meshes.TYPES)
+def test_a_step_is_lowered_before_it_is_called_for_one_phase_or_all(kind):
+    task = meshes.task("model", kind)
+    tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
+    params, opt_state, step = begin(task, tx)
+    lowered = {
+        phase: step.lower(params, opt_state, task.batch(0), phase=phase).as_text()
+        for phase in ("warmup", "compression", None)
+    }
+    # The program of all phases has a loop of zero or one iterations for each.
+    assert lowered[None].count("stablehlo.while") > lowered["warmup"].count("stablehlo.while")
+    assert "all_gather" in lowered["compression"]
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,7 @@ def test_losses_fall_from_that_of_guessing(finished):
     assert adam[5]["loss"] != onebit[5]["loss"]
 
 
+@pytest.mark.slow
 def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, capsys):
     out, name = tmp_path / "run", NAMES[1]
     one = types.SimpleNamespace(platform="gpu", device_kind="a GPU")
