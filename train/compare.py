@@ -31,7 +31,7 @@ from train.lm import pretrain as lm
 from train.lm.tokenizer import BYTES
 from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
-from train.report import read_run
+from train.report import read_run, sequences
 from train.stop import StopRequest
 from train.sweep import or_infinite, or_none, sweep
 from train.training import Task, Trainer
@@ -287,16 +287,12 @@ def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: S
 
 def _title(config: Config, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init)))
-    in_bytes = config.task == "lm" and config.tokenizer == "bytes"
-    model = "BERT" if config.task == "bert" else "Language model"
-    auto = config.warmup == "auto"
-    warmup = (
-        "dense until the variance is stable" if auto else f"{config.warmup_steps:,} dense steps"
-    )
+    options, steps = dataclasses.asdict(config.model), config.warmup_steps
+    warmup = "dense until the variance is stable" if steps == "auto" else f"{steps:,} dense steps"
     return (
-        f"{model} {config.model.size}, {parameters:,} parameters; {config.worker_count} workers; "
-        f"{config.steps:,} steps of {config.batch_size} sequences of {config.sequence_length} "
-        f"{'bytes' if in_bytes else 'tokens'}; {warmup} where there is a warm-up."
+        f"{_TASKS[config.task].WORDING.title(options)}, {parameters:,} parameters; "
+        f"{config.worker_count} workers; {config.steps:,} steps of {config.batch_size} "
+        f"{sequences(options)}; {warmup} where there is a warm-up."
     )
 
 

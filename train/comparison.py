@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from train.pictures import LossCurve, draw_losses, smoothed, window
+from train.report import markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,33 +61,21 @@ def table(curves: list[Curve]) -> str:
     first = curves[0]
     last = window(len(first.losses))
     final = smoothed(_floats(first))[-1]
-    header = [
-        "",
-        "held-out loss",
-        f"training loss, last {last} steps",
-        "best learning rate (held-out loss at each tried)",
-        "MB sent",
-        f"MB sent to {first.label}'s final training loss",
-        "rounds",
-        "state, bytes per parameter",
-        "ms per step",
+    rows = [
+        {
+            "": curve.label,
+            "held-out loss": _heldout(curve, first),
+            f"training loss, last {last} steps": f"{smoothed(_floats(curve))[-1]:.4f}",
+            "best learning rate (held-out loss at each tried)": _sweep(curve),
+            "MB sent": _sent(curve.sent[-1], first),
+            f"MB sent to {first.label}'s final training loss": _sent(bytes_to(curve, final), first),
+            "rounds": f"{curve.rounds:,}",
+            "state, bytes per parameter": f"{curve.state_bytes:.2f}",
+            "ms per step": ", ".join(f"{1e3 * s:.0f} {x}" for x, s in curve.seconds.items()) or "-",
+        }
+        for curve in curves
     ]
-    rows = [header, ["---"] * len(header)]
-    for curve in curves:
-        rows.append(
-            [
-                curve.label,
-                _heldout(curve, first),
-                f"{smoothed(_floats(curve))[-1]:.4f}",
-                _sweep(curve),
-                _sent(curve.sent[-1], first),
-                _sent(bytes_to(curve, final), first),
-                f"{curve.rounds:,}",
-                f"{curve.state_bytes:.2f}",
-                ", ".join(f"{1e3 * s:.0f} {phase}" for phase, s in curve.seconds.items()) or "-",
-            ]
-        )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join(markdown([rows[0], *(row.values() for row in rows)]))
 
 
 def _heldout(curve: Curve, first: Curve) -> str:

@@ -408,23 +408,6 @@ class TextConfig(SequenceConfig):
     heldout: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageConfig(RunConfig):
-    """Options of a run on CIFAR-10's images.
-
-    Attributes:
-        data: Folder of CIFAR-10's train.parquet and test.parquet.
-    """
-
-    data: Annotated[str, Range("the folder of CIFAR-10's train.parquet and test.parquet", bool)] = (
-        ""
-    )
-    batch_size: Count = 128
-    max_grad_norm: MaxNorm = None
-    # All test images are judged on.
-    eval_batches: Hidden[int] = 1
-
-
 def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
     """Checks that the output folder, where there is one, holds a run of the same trajectory.
 

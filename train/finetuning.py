@@ -107,7 +107,6 @@ def wording(program: str, section: Callable[[dict[str, Any]], str], **more: Any)
     return Wording(
         program,
         title=lambda config: f"Fine-tuning of BERT, epochs: {config['epochs']:g}",
-        examples=lambda config: f"sequences of {config['sequence_length']} tokens",
         corpus=section,
         heldout_loss="metrics",
         held_out=lambda result: f"{result['heldout_examples']:,} examples",

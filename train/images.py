@@ -1,20 +1,26 @@
-"""CIFAR-10 from Parquet files, and the test images in order.
+"""CIFAR-10 from Parquet files, and what the programs on it have in common.
 
 A file has the columns `img`, a struct whose field `bytes` is an encoded image of 32 x 32 pixels
 (JPEG, PNG), and `label`, 0 to 9. All of them are decoded at the start: 150 MB for the training
 images.
 """
 
+import dataclasses
 import io
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import PIL.Image
 import pyarrow
 from pyarrow import parquet
 
+from train import digest
+from train.config import Count, Hidden, MaxNorm, Range, RunConfig
+from train.report import Wording
 from train.stream import Arrays, Examples
+from train.training import Task
 
 TRAIN, TEST = "train.parquet", "test.parquet"
 SIDE = 32
@@ -101,3 +107,53 @@ def heldout(images: Images) -> Examples:
         return {"image": images.pixels[index], "label": images.labels[index]}
 
     return Examples(make, len(images.labels), "images")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConfig(RunConfig):
+    """Options of a run on CIFAR-10's images.
+
+    Attributes:
+        data: Folder of CIFAR-10's train.parquet and test.parquet.
+    """
+
+    data: Annotated[str, Range("the folder of CIFAR-10's train.parquet and test.parquet", bool)] = (
+        ""
+    )
+    batch_size: Count = 128
+    max_grad_norm: MaxNorm = None
+    # All test images are judged on.
+    eval_batches: Hidden[int] = 1
+
+
+def image_task(config: ImageConfig, examples: Callable[[Images], Examples], **model: Any) -> Task:
+    """A training on the images of a folder.
+
+    Args:
+        config: the options.
+        examples: makes of the images what is trained on.
+        **model: of the `Task`.
+
+    Raises:
+        ValueError: a file of images is missing or unfit.
+    """
+    train, test = read_folder(pathlib.Path(config.data))
+    return Task(
+        config,
+        examples=examples(train),
+        heldout=heldout(test),
+        judged_whole=True,
+        identity={"data_digest": digest.of_arrays(*train, *test)},
+        **model,
+    )
+
+
+def wording(program: str, **more: Any) -> Wording:
+    """What the report says: see `Wording`."""
+    return Wording(
+        program,
+        examples=lambda config: "images",
+        corpus=lambda config: "CIFAR-10.",
+        held_out=lambda result: f"{result['heldout_images']:,} images",
+        **more,
+    )

@@ -27,6 +27,7 @@ from train import checkpoint
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
 from train.metrics import MetricsLog
+from train.models import decay_mask
 from train.optimizers import OPTIMIZERS, warmup_end
 from train.profiling import Profiler
 from train.progress import announced
@@ -42,11 +43,11 @@ class Task:
         config: the options of the run.
         init: draws the parameters.
         loss_fn: as for `onebit_jax.train_step`, with metrics.
-        mask: which parameters are decayed.
         examples: what it is trained on.
         heldout: what it is judged on.
         judge: what `result.json` says of parameters on `heldout_batches`, as arrays on the mesh; it
             takes a model's state, where there is one, as `model_state`.
+        mask: which parameters are decayed.
         judged_whole: whether it is judged on all of `heldout`, in order; else on as many shuffled
             batches as the options say.
         write_files: writes what else belongs into the output folder.
@@ -58,10 +59,10 @@ class Task:
     config: RunConfig
     init: Callable[[], Any]
     loss_fn: Callable[..., tuple[Any, ...]]
-    mask: Callable[[Any], Any]
     examples: Examples
     heldout: Examples
     judge: Callable[..., dict[str, Any]]
+    mask: Callable[[Any], Any] = decay_mask
     judged_whole: bool = False
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -15,7 +15,6 @@ import pytest
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, PIXELS
 from train import images
-from train.batch_norms import decay_mask
 from train.dcgan import data, evaluation, model
 from train.dcgan.__main__ import main
 from train.dcgan.model import (
@@ -24,6 +23,7 @@ from train.dcgan.model import (
     init_params,
     init_statistics,
 )
+from train.models import decay_mask
 from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +36,7 @@ BATCH = {"image": PIXELS, "noise_seed": np.full(16, 7, np.uint32)}
 def small_model():
     """A model that compiles fast, in the place of the default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "small", 4)
+        patch.setitem(model.SIZES, "small", (4,))
         yield
 
 

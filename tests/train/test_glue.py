@@ -159,7 +159,7 @@ def test_the_examples_of_all_parts_follow_one_another(tmp_path):
 
 def checkpoint(folder):
     """A tiny checkpoint."""
-    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
     params = jax.tree.map(np.asarray, init_params(config, seed=0))
     weights.save(folder, weights.Pretrained(config, params, TOKENIZER))
     return folder

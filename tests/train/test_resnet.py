@@ -15,10 +15,10 @@ from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from tests.train.runs import at_step, metrics, result, sigterm
 from train import images
-from train.batch_norms import decay_mask
+from train.models import decay_mask
 from train.resnet import data, model
 from train.resnet.__main__ import main
-from train.resnet.evaluation import Judge
+from train.resnet.evaluation import judge
 from train.resnet.model import (
     ResNetConfig,
     apply,
@@ -216,7 +216,7 @@ def test_rematerialised_it_is_the_same():
 
 def test_judged_by_hand():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    found = Judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
+    found = judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
     logits = np.asarray(applied(params, state, PIXELS, train=False)[0], np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
     assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)

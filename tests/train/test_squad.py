@@ -134,7 +134,7 @@ def test_the_real_file(shared_dir):
 
 
 def options(folder):
-    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
     params = jax.tree.map(np.asarray, init_params(config, seed=0))
     weights.save(folder / "weights", weights.Pretrained(config, params, TOKENIZER))
     return [

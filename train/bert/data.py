@@ -28,7 +28,7 @@ from train.bert.tokenizer import (
     train_tokenizer,
 )
 from train.corpus import read_corpus, read_texts, split_heldout
-from train.stream import Examples, check
+from train.stream import Arrays, Examples, check, sequences
 
 __all__ = [
     "TokenizedCorpus",
@@ -144,7 +144,7 @@ def examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
     """
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
     make = _ExampleMaker(corpus, sequence_length)
-    return Examples(make, len(make.chunks), f"sequences of {sequence_length} tokens")
+    return sequences(make, len(make.chunks), sequence_length)
 
 
 class _ExampleMaker:
@@ -194,8 +194,7 @@ class _ExampleMaker:
                 first = stop - 1 if starts[stop] > full else stop
         return np.array(chunks, np.int64).reshape(-1, 3)
 
-    def __call__(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        seed = rng.integers(2**32)
+    def __call__(self, index: int, rng: np.random.Generator) -> Arrays:
         label = IS_NEXT if rng.random() < 0.5 else IS_RANDOM
         a, b = self._pair(index, label, rng)
         inputs = join(self.corpus.tokenizer, a, b, self.length)
@@ -205,7 +204,6 @@ class _ExampleMaker:
             "masked_labels": labels,
             "masked_weights": weights,
             "next_sentence_label": np.array(label, np.int32),
-            "example_seed": np.array(seed, np.uint32),
         }
 
     def _pair(

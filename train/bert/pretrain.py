@@ -19,15 +19,10 @@ import jax
 from train import digest
 from train.bert import data
 from train.bert.config import Config
-from train.bert.model import (
-    BertConfig,
-    Losses,
-    decay_mask,
-    init_params,
-    pretraining_loss,
-)
+from train.bert.model import BertConfig, init_params, pretraining_loss
+from train.models import Metrics
 from train.program import Program
-from train.report import Metric, Wording, corpus, loss_metric, sequences
+from train.report import Metric, Wording, loss_metric
 from train.training import Task
 
 
@@ -46,7 +41,6 @@ def make_task(config: Config) -> Task:
         config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=pretraining_loss(model),
-        mask=decay_mask,
         examples=data.examples(train, config.sequence_length),
         heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
@@ -56,7 +50,7 @@ def make_task(config: Config) -> Task:
 
 
 def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
+    loss_fn: Callable[[Any, Any], tuple[Any, Metrics]],
     params: Any,
     batches: Iterable[Mapping[str, Any]],
 ) -> dict[str, float]:
@@ -85,8 +79,6 @@ def heldout_losses(
 WORDING = Wording(
     program="train.bert.pretrain",
     title=lambda config: f"BERT {config['size']}",
-    examples=lambda config: sequences(config, "tokens"),
-    corpus=corpus,
     heldout_loss="heldout_mlm_loss",
     held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
     metrics=lambda _: {

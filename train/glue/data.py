@@ -9,7 +9,7 @@ import numpy as np
 from train.bert.inputs import join, shorten
 from train.bert.tokenizer import WordPieceTokenizer
 from train.glue.tasks import GlueTask, read_examples
-from train.stream import Arrays, Examples, check
+from train.stream import Arrays, Examples, sequences
 
 
 class Encoded(NamedTuple):
@@ -76,13 +76,12 @@ def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
     Raises:
         ValueError: sequences are too short.
     """
-    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
     where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded))]
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
+        del rng
         part, within = where[index]
-        seed = np.array(rng.integers(2**32), np.uint32)
         example = parts[part].example(within, sequence_length)
-        return example | {"part": np.array(part, np.int32), "example_seed": seed}
+        return example | {"part": np.array(part, np.int32)}
 
-    return Examples(make, len(where), f"sequences of {sequence_length} tokens")
+    return sequences(make, len(where), sequence_length)

@@ -13,18 +13,17 @@ dicts of arrays, as Optax and onebit_jax expect them:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from train.batch_norms import Params, Statistics, merge, split
+from train import models
 from train.images import CLASSES
-
-Batch = Mapping[str, jax.Array]
+from train.models import Batch, Metrics, Params, Statistics
 
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -42,8 +41,8 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ResNetConfig:
-    """The shape of a residual network, and how it is computed.
+class ResNetConfig(models.Shape):
+    """The shape of a residual network; statistics, and what follows the pooling, are float32.
 
     Attributes:
         blocks: blocks of each stage; all stages but the first begin by halving height and width.
@@ -52,29 +51,14 @@ class ResNetConfig:
             else they are two 3 x 3 convolutions.
         projection: whether shortcuts into more channels, or to fewer pixels, are convolutions; else
             the pixels between are left out, and zeros are added as channels.
-        bfloat16: whether to compute in bfloat16, but for statistics, the mean over pixels, and what
-            follows it.
-        remat: whether to compute each block again for its gradients, which takes less memory.
     """
+
+    SIZES: ClassVar = SIZES
 
     blocks: tuple[int, ...]
     channels: tuple[int, ...]
     bottleneck: bool
     projection: bool
-    bfloat16: bool = False
-    remat: bool = False
-
-    @classmethod
-    def of_size(cls, size: str, **options: bool) -> "ResNetConfig":
-        """One of the sizes 20, 18 and 50; else a `ValueError`."""
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(*SIZES[size], **options)
-
-    @property
-    def dtype(self) -> Any:
-        """What images are convolved in."""
-        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
 class ConvNorm(nnx.Module):
@@ -183,26 +167,26 @@ def normalised(images: jax.Array) -> jax.Array:
 
 def init_params(config: ResNetConfig, seed: int) -> Params:
     """Parameters drawn from `seed`, a nested dict of float32 arrays."""
-    return split(ResNet(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+    return models.draw_params(functools.partial(ResNet, config), seed)
 
 
 def init_statistics(config: ResNetConfig) -> Statistics:
     """The batch norms' running means, 0, and variances, 1: a nested dict of float32 arrays."""
-    return split(ResNet(config, nnx.Rngs(0)))[1]
+    return models.split(ResNet(config, nnx.Rngs(0)))[1]
 
 
 def apply(
     config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array, *, train: bool
 ) -> tuple[jax.Array, Statistics]:
     """The logits of a model with given parameters, see `ResNet`, and its statistics after it."""
-    model = merge(functools.partial(ResNet, config), params, statistics)
+    model = models.merge(functools.partial(ResNet, config), params, statistics)
     logits = model(images, train)
-    return logits, split(model)[1]
+    return logits, models.split(model)[1]
 
 
 def classification_loss(
     config: ResNetConfig,
-) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, dict[str, jax.Array], Statistics]]:
+) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, Metrics, Statistics]]:
     """The function `(params, batch, model_state) -> (loss, {"accuracy"}, model_state)` for a shape.
 
     The loss is the mean cross entropy in nats. `batch` is a dict of `image`, uint8
@@ -211,7 +195,7 @@ def classification_loss(
 
     def loss_fn(
         params: Params, batch: Batch, model_state: Statistics
-    ) -> tuple[jax.Array, dict[str, jax.Array], Statistics]:
+    ) -> tuple[jax.Array, Metrics, Statistics]:
         logits, model_state = apply(config, params, model_state, batch["image"], train=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         right = logits.argmax(-1) == batch["label"]
