@@ -67,6 +67,19 @@ def check_sizes(values: Mapping[str, Any], names: Iterable[str], heads: str, pat
         raise ValueError(f"{path} is no configuration of this model: {'; '.join(wrong)}")
 
 
+def check_architecture(
+    path: pathlib.Path, found: Mapping[str, Any], expected: Mapping[str, Any], but: str = ""
+) -> None:
+    """Raises ``ValueError`` for an entry of a `config.json` that is another one than expected."""
+    wrong = [
+        f"{name} is {found.get(name)!r}, not {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(f"{path} is of another architecture{but}: {'; '.join(wrong)}")
+
+
 def check_layers(layers: int, tensors: Iterable[str], prefix: str, path: pathlib.Path) -> None:
     """Checks a number of layers against the names of tensors, before trees of it are made.
 

@@ -26,11 +26,10 @@ from onebit_jax.transforms.registry import Setting
 from train import checkpoint
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
-from train.metrics import MetricsLog
+from train.metrics import MetricsLog, announced
 from train.models import decay_mask
-from train.optimizers import OPTIMIZERS, warmup_end
+from train.optimizers import OPTIMIZERS
 from train.profiling import Profiler
-from train.progress import announced
 from train.stop import GaveUp, Stopped, StopRequest
 from train.stream import Arrays, Examples, first_batches, in_order, stream
 
@@ -96,20 +95,19 @@ def make_optimizer(
     Raises:
         ValueError: a hyperparameter is out of range.
     """
-    optimizer = OPTIMIZERS[name]
+    warmup = config.warmup_steps
+    if warmup == "auto":
+        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup_steps)
+    same = {x: getattr(config, x) for x in ("steps", "b1", "b2", "eps", "weight_decay")}
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
         axis_name=config.axis_name,
-        steps=config.steps,
-        warmup=warmup_end(config.warmup_steps, config.schedule_warmup_steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+        warmup=warmup,
         mask=mask,
         exchange=config.exchange(),
+        **same,
     )
-    return optimizer.make(setting)
+    return OPTIMIZERS[name].make(setting)
 
 
 class Trainer:
@@ -212,7 +210,7 @@ class Trainer:
                 )
             first = progress.step
             with profiler, MetricsLog(self._name, config, progress, self._bytes_sent) as log:
-                self._compiling = [log.compiling, lambda phase: profiler.compiling()]
+                self._compiling = [log.bar.compiling, lambda phase: profiler.compiling()]
                 for step, batch in zip(
                     range(first, config.steps), self._placed(batches), strict=False
                 ):
@@ -241,7 +239,9 @@ class Trainer:
                     if stopping or saving:
                         if OPTIMIZERS[self._name].local_steps:
                             state = state._replace(params=_synced(*state[:2]))
-                        checkpoint.save(checkpoints, progress, state, batches, self.optimizer)
+                        where = {"batches": batches.get_state()}
+                        extra = {"progress": dataclasses.asdict(progress), **where}
+                        checkpoints.save(done, *state, extra=extra, tx=self.optimizer)
                     if stopping:
                         checkpoints.close()
                         raise Stopped(self._name, done, stop.signal)

@@ -15,7 +15,7 @@ import pytest
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, PIXELS
 from train import images
-from train.dcgan import data, evaluation, model
+from train.dcgan import evaluation, model
 from train.dcgan.__main__ import main
 from train.dcgan.model import (
     DCGANConfig,
@@ -150,7 +150,7 @@ def test_images_are_made_by_running_averages():
 
 def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
     seen, mirrored, seeds = [], 0, set()
-    for batch in itertools.islice(stream(data.examples(IMAGES), batch_size=4), 16):
+    for batch in itertools.islice(stream(images.mirrored_images(IMAGES), batch_size=4), 16):
         seeds |= set(batch["noise_seed"].tolist())
         for image in batch["image"]:
             [(number, swapped)] = [

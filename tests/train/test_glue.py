@@ -8,9 +8,8 @@ import pytest
 
 from tests.train.bad_input import assert_refused
 from train.bert import weights
-from train.bert.inputs import join, shorten
 from train.bert.model import BertConfig, init_params
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, join, shorten
 from train.glue import data
 from train.glue.__main__ import main
 from train.glue.tasks import TASKS, accuracy, f1, matthews, pearson, read_examples, spearman

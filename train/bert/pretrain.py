@@ -20,6 +20,8 @@ from train import digest
 from train.bert import data
 from train.bert.config import Config
 from train.bert.model import BertConfig, init_params, pretraining_loss
+from train.bert.tokenizer import load_tokenizer, train_tokenizer
+from train.corpus import read_texts
 from train.models import Metrics
 from train.program import Program
 from train.report import Metric, Wording, loss_metric
@@ -32,10 +34,13 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a text or the vocabulary is missing or unfit.
     """
-    train, heldout = data.load(
-        config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
-    )
-    shape = config.size, train.tokenizer.vocab_size
+    texts = read_texts(config.corpus, config.heldout)
+    if config.vocab is None:
+        tokenizer = train_tokenizer(texts[0], config.vocab_size)
+    else:
+        tokenizer = load_tokenizer(config.vocab)
+    train, heldout = (data.tokenize(documents, tokenizer) for documents in texts)
+    shape = config.size, tokenizer.vocab_size
     model = BertConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
         config,
@@ -44,7 +49,7 @@ def make_task(config: Config) -> Task:
         examples=data.examples(train, config.sequence_length),
         heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
-        write_files=train.tokenizer.save_vocab,
+        write_files=tokenizer.save_vocab,
         identity={"text_digest": digest.of_arrays(*train[:3], *heldout[:3])},
     )
 

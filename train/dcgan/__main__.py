@@ -12,11 +12,10 @@ import base64
 import functools
 import sys
 
-from train.dcgan import data
 from train.dcgan.config import Config
 from train.dcgan.evaluation import judge
 from train.dcgan.model import DCGANConfig, adversarial_loss, init_params, init_statistics
-from train.images import image_task, wording
+from train.images import image_task, mirrored_images, wording
 from train.program import Program
 from train.report import Metric, Run, loss_metric
 from train.training import Task
@@ -31,7 +30,7 @@ def make_task(config: Config) -> Task:
     model = DCGANConfig.of_size(config.size, **config.precision)
     return image_task(
         config,
-        data.examples,
+        mirrored_images,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=adversarial_loss(model),
         judge=judge(model, config.seed),

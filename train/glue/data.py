@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.bert.inputs import join, shorten
-from train.bert.tokenizer import WordPieceTokenizer
+from train.bert.tokenizer import WordPieceTokenizer, join, shorten
 from train.glue.tasks import GlueTask, read_examples
 from train.stream import Arrays, Examples, sequences
 

@@ -12,10 +12,9 @@ The same command again goes on where it stopped. Of several processes, each runs
 import functools
 import sys
 
-from train.images import image_task, wording
+from train.images import cropped_images, image_task, wording
 from train.program import Program
 from train.report import Metric, loss_metric
-from train.resnet import data
 from train.resnet.config import Config
 from train.resnet.evaluation import judge
 from train.resnet.model import ResNetConfig, classification_loss, init_params, init_statistics
@@ -31,7 +30,7 @@ def make_task(config: Config) -> Task:
     model = ResNetConfig.of_size(config.size, **config.precision)
     return image_task(
         config,
-        data.examples,
+        cropped_images,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=classification_loss(model),
         judge=judge(model),

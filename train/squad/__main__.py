@@ -24,8 +24,7 @@ from train.program import Program
 from train.report import Run
 from train.squad import data
 from train.squad.config import DEV, TRAIN, Config
-from train.squad.decoding import answers
-from train.squad.scoring import score
+from train.squad.evaluation import answers, score
 from train.stream import of_examples
 from train.training import Task
 

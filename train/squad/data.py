@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.bert.inputs import join
-from train.bert.tokenizer import WordPieceTokenizer
+from train.bert.tokenizer import WordPieceTokenizer, join
 from train.stream import Arrays, Examples, sequences
 
 
