@@ -30,10 +30,7 @@ def packaged_weights() -> str:
 def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str, str]:
     """What a fine-tuning must have kept to go on: its weights, and the files of its data."""
     tensors = map(np.asarray, jax.tree.leaves(pretrained.params))
-    return {
-        "weights_digest": digest.of_arrays(*tensors),
-        "data_digest": digest.of_files(files),
-    }
+    return {"weights_digest": digest.of_arrays(*tensors), "data_digest": digest.of_files(files)}
 
 
 Length = Annotated[

@@ -12,6 +12,10 @@ Params = dict[str, Any]
 Statistics = dict[str, Any]
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
+# A loss as `onebit_jax.train_step` takes it; and one of a model with batch norms' statistics.
+Loss = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+StatefulLosses = tuple[jax.Array, Metrics, Statistics]
+StatefulLoss = Callable[[Params, Batch, Statistics], StatefulLosses]
 
 Model = TypeVar("Model", bound=nnx.Module)
 

@@ -81,12 +81,12 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "lion": dense("Lion", 3e-4, _lion),
     "muon": registry.muon("Muon", 32, 32)._replace(first_phase="warmup"),
     "onebit_adam_frozen": _frozen("dense warm-up, frozen variance", 32),
-    "onebit_adam_8": _frozen("warm-up at 8 bits, frozen variance", 8)._replace(
-        rate_of="onebit_adam_frozen"
-    ),
-    "onebit_adam_4": _frozen("warm-up at 4 bits, frozen variance", 4)._replace(
-        rate_of="onebit_adam_frozen"
-    ),
+    **{
+        f"onebit_adam_{bits}": _frozen(f"warm-up at {bits} bits, frozen variance", bits)._replace(
+            rate_of="onebit_adam_frozen"
+        )
+        for bits in (8, 4)
+    },
     "onebit_adam_published": registry.warming_up(
         "1-bit Adam, as published", 2e-3, onebit_jax.onebit_adam_published
     ),

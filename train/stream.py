@@ -68,15 +68,10 @@ def stream(
     """
     check(0 <= seed < 2**32, "seed", seed, "0 to 2**32 - 1")
     check(process_count >= 1, "process_count", process_count, "at least 1")
-    check(
-        0 <= process_index < process_count, "process_index", process_index, f"below {process_count}"
-    )
-    check(
-        batch_size >= 1 and batch_size % process_count == 0,
-        "batch_size",
-        batch_size,
-        f"a positive multiple of process_count, which is {process_count}",
-    )
+    is_one = 0 <= process_index < process_count
+    check(is_one, "process_index", process_index, f"below {process_count}")
+    multiple = f"a positive multiple of process_count, which is {process_count}"
+    check(batch_size >= 1 and batch_size % process_count == 0, "batch_size", batch_size, multiple)
     if examples.count < batch_size:
         raise ValueError(
             f"there are {examples.count} {examples.unit}, less than one batch: batch_size is "

@@ -303,10 +303,9 @@ class Trainer:
 
     def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
         """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
-        by_axis: dict[str, list[wire.Collective]] = {}
-        for collective in self.collectives(phase):
-            by_axis.setdefault(collective.axis, []).append(collective)
-        return {axis: wire.bytes_sent(along) for axis, along in by_axis.items()}
+        found = self.collectives(phase)
+        axes = dict.fromkeys(x.axis for x in found)
+        return {axis: wire.bytes_sent(x for x in found if x.axis == axis) for axis in axes}
 
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
         return (to_mesh(batch, self._devices, self._batch_axes) for batch in batches)
@@ -369,7 +368,5 @@ def to_mesh(
 ) -> dict[str, jax.Array]:
     """This process's share of a batch, as a part of arrays that are split over axes of the mesh."""
     sharding = NamedSharding(mesh, P(axes))
-    return {
-        name: jax.make_array_from_process_local_data(sharding, array)
-        for name, array in batch.items()
-    }
+    place = functools.partial(jax.make_array_from_process_local_data, sharding)
+    return {name: place(array) for name, array in batch.items()}

@@ -11,7 +11,7 @@ from flax import nnx
 from train import models
 from train.bert.model import BertConfig, Encoder, linear
 from train.bert.weights import Pretrained
-from train.models import Batch, Dropout, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
 
 
 class SequenceClassifier(Encoder):
@@ -63,9 +63,7 @@ class FineTuned:
         return model(batch, models.dropout_rngs(batch) if train else None)
 
 
-def classification_loss(
-    model: FineTuned, classes: int, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+def classification_loss(model: FineTuned, classes: int) -> Loss:
     """The function `(params, batch) -> (loss, {})`: mean cross entropy; of no classes, mean square.
 
     `batch` has `input_ids`, `token_type_ids` and `attention_mask`, integers `[B, S]`;
@@ -73,7 +71,7 @@ def classification_loss(
     """
 
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        outputs = model.apply(params, batch, train=train)
+        outputs = model.apply(params, batch, train=True)
         if classes:
             losses = cross_entropy(outputs, batch["labels"])
         else:
@@ -83,16 +81,14 @@ def classification_loss(
     return loss_fn
 
 
-def span_loss(
-    model: FineTuned, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+def span_loss(model: FineTuned) -> Loss:
     """The function `(params, batch) -> (loss, {})`: mean cross entropy of both ends of an answer.
 
     As for `classification_loss`, but with `starts` and `ends` `[B]`, positions in the sequence.
     """
 
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        logits = model.apply(params, batch, train=train)
+        logits = model.apply(params, batch, train=True)
         starts = cross_entropy(logits[..., 0], batch["starts"])
         ends = cross_entropy(logits[..., 1], batch["ends"])
         return jnp.mean(starts + ends) / 2, {}

@@ -15,7 +15,6 @@ Parameters travel as a plain nested dict of arrays, as Optax and onebit_jax expe
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train import models
-from train.models import Batch, Dropout, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
 
 MAX_POSITIONS = 512
 TOKEN_TYPES = 2
@@ -209,9 +208,7 @@ def init_params(config: BertConfig, seed: int) -> Params:
     return models.draw_params(functools.partial(BertForPreTraining, config), seed)
 
 
-def pretraining_loss(
-    config: BertConfig, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+def pretraining_loss(config: BertConfig, *, train: bool = True) -> Loss:
     """The function `(params, batch) -> (loss, {"mlm_loss", "nsp_loss"})` for a model's shape.
 
     The loss is the mean cross entropy over the batch's masked tokens, in nats, plus that of the

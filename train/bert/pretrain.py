@@ -11,7 +11,7 @@ The same command again goes on where it stopped. Of several processes, each runs
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from train.bert.config import Config
 from train.bert.model import BertConfig, init_params, pretraining_loss
 from train.bert.tokenizer import load_tokenizer, train_tokenizer
 from train.corpus import read_texts
-from train.models import Metrics
+from train.models import Batch, Loss
 from train.program import Program
 from train.report import Metric, Wording, loss_metric
 from train.training import Task
@@ -54,11 +54,7 @@ def make_task(config: Config) -> Task:
     )
 
 
-def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Metrics]],
-    params: Any,
-    batches: Iterable[Mapping[str, Any]],
-) -> dict[str, float]:
+def heldout_losses(loss_fn: Loss, params: Any, batches: Iterable[Batch]) -> dict[str, float]:
     """Mean held-out losses: of a masked token, and of a next-sentence label.
 
     Args:

@@ -64,10 +64,7 @@ class WordPieceTokenizer:
         They are places in the text as it was given, capitals and accents included.
         """
         return [
-            (
-                np.array(encoding.ids, np.int32),
-                np.array(encoding.offsets, np.int32).reshape(-1, 2),
-            )
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2))
             for part in in_parts(texts)
             for encoding in self._tokenizer.encode_batch(part, add_special_tokens=False)
         ]

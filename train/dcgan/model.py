@@ -12,7 +12,6 @@ and batch-norm statistics are float32, and travel as plain nested dicts of array
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +20,7 @@ from flax import nnx
 
 from train import models
 from train.images import SIDE
-from train.models import Batch, Metrics, Params, Statistics
+from train.models import Batch, Params, StatefulLoss, StatefulLosses, Statistics
 
 NOISE = 100
 LEAK = 0.2
@@ -140,9 +139,7 @@ def generate(
     return jnp.round((made + 1) * 127.5).astype(jnp.uint8)
 
 
-def adversarial_loss(
-    config: DCGANConfig,
-) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, Metrics, Statistics]]:
+def adversarial_loss(config: DCGANConfig) -> StatefulLoss:
     r"""The function `(params, batch, model_state) -> (loss, metrics, model_state)` for a shape.
 
     With logits $D$, the loss is the sum of both networks' own, each cut off from the parameters of
@@ -158,9 +155,7 @@ def adversarial_loss(
     the first decides the noise. Metrics are both losses, in nats.
     """
 
-    def loss_fn(
-        params: Params, batch: Batch, model_state: Statistics
-    ) -> tuple[jax.Array, Metrics, Statistics]:
+    def loss_fn(params: Params, batch: Batch, model_state: Statistics) -> StatefulLosses:
         generator, discriminator = Generator.__call__, Discriminator.__call__
         if config.remat:
             generator = nnx.remat(generator, static_argnums=2)

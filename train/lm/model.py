@@ -21,7 +21,7 @@ from flax import nnx
 
 from train import models
 from train.lm.tokenizer import BYTES
-from train.models import Batch, Dropout, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
 
 INIT_STDDEV = 0.02
 NORM_EPSILON = 1e-6
@@ -192,9 +192,7 @@ def apply(
     return models.merge(functools.partial(LanguageModel, config), params)(inputs, rngs)
 
 
-def next_token_loss(
-    config: LMConfig, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, Metrics]]:
+def next_token_loss(config: LMConfig, *, train: bool = True) -> Loss:
     """The function `(params, batch) -> (loss, {"bits"})` for a model's shape.
 
     The loss is the mean cross entropy of the tokens, in nats; `bits` is the same in bits. `batch`

@@ -77,10 +77,7 @@ def make_tokenizer(config: Config, pieces: Sequence[str]) -> Tokenizer:
 
 
 def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Any]],
-    token_bytes: np.ndarray,
-    params: Any,
-    batches: Iterable[Any],
+    loss_fn: Callable[[Any, Any], Any], token_bytes: np.ndarray, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
     """The mean loss of a held-out token in nats, and of a byte in bits; and their numbers.
 

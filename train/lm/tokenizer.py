@@ -4,7 +4,6 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import tokenizers
@@ -18,28 +17,12 @@ FILE = "tokenizer.json"
 _MIN_FREQUENCY = 2
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back, without loss.
+class ByteTokenizer:
+    """Every byte of the UTF-8 is a token.
 
     Attributes:
         token_bytes: how many bytes each token stands for, int32 `[vocab_size]`.
         digest: of what decides the tokens; "" where nothing does.
-    """
-
-    token_bytes: np.ndarray
-    digest: str
-
-    def encode(self, pieces: Sequence[str]) -> np.ndarray:
-        """The tokens of pieces of a text, one after another, in the smallest unsigned type."""
-        ...
-
-    def save(self, folder: pathlib.Path) -> None:
-        """Writes what it needs to be made again into a folder."""
-        ...
-
-
-class ByteTokenizer:
-    """Every byte of the UTF-8 is a token.
 
     >>> ByteTokenizer().encode(["A", "é"])
     array([ 65, 195, 169], dtype=uint8)
@@ -58,6 +41,8 @@ class ByteTokenizer:
 
 class BPETokenizer:
     """Byte pairs, as in GPT-2: any text has tokens, since single bytes are among them.
+
+    Attributes are those of `ByteTokenizer`.
 
     Args:
         tokenizer: from `train_bpe` or `load_bpe`.
@@ -93,6 +78,9 @@ class BPETokenizer:
         unfinished = folder / f"{FILE}.tmp"
         unfinished.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         os.replace(unfinished, folder / FILE)
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def train_bpe(pieces: Sequence[str], vocab_size: int) -> BPETokenizer:

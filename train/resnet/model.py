@@ -13,8 +13,7 @@ dicts of arrays, as Optax and onebit_jax expect them:
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from flax import nnx
 
 from train import models
 from train.images import CLASSES
-from train.models import Batch, Metrics, Params, Statistics
+from train.models import Batch, Params, StatefulLoss, StatefulLosses, Statistics
 
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -62,32 +61,21 @@ class ResNetConfig(models.Shape):
 
 
 class ConvNorm(nnx.Module):
-    """A convolution without biases, and a batch norm."""
+    """A convolution without biases, and a batch norm.
 
-    def __init__(
-        self,
-        config: ResNetConfig,
-        inputs: int,
-        outputs: int,
-        rngs: nnx.Rngs,
-        *,
-        width: int = 3,
-        stride: int = 1,
-    ):
-        self.conv = nnx.Conv(
-            inputs,
-            outputs,
-            (width, width),
-            stride,
-            padding=width // 2,
-            use_bias=False,
-            dtype=config.dtype,
-            kernel_init=jax.nn.initializers.he_normal(),
-            rngs=rngs,
-        )
-        self.norm = nnx.BatchNorm(
-            outputs, momentum=MOMENTUM, epsilon=EPSILON, dtype=config.dtype, rngs=rngs
-        )
+    Args:
+        config: the network's shape.
+        sizes: the convolution's inputs, outputs, width and stride.
+        rngs: of its parameters.
+    """
+
+    def __init__(self, config: ResNetConfig, sizes: tuple[int, int, int, int], rngs: nnx.Rngs):
+        inputs, outputs, width, stride = sizes
+        shared: Any = {"dtype": config.dtype, "rngs": rngs}
+        own: Any = {"use_bias": False, "kernel_init": jax.nn.initializers.he_normal()}
+        kernel = (width, width)
+        self.conv = nnx.Conv(inputs, outputs, kernel, stride, padding=width // 2, **own, **shared)
+        self.norm = nnx.BatchNorm(outputs, momentum=MOMENTUM, epsilon=EPSILON, **shared)
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
@@ -102,18 +90,14 @@ class Block(nnx.Module):
     ):
         outputs = channels * (_EXPANSION if config.bottleneck else 1)
         self.outputs, self.stride = outputs, stride
+        convs = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
         if config.bottleneck:
-            shapes = [(inputs, channels, 1, 1), (channels, channels, 3, stride)]
-            shapes.append((channels, outputs, 1, 1))
-        else:
-            shapes = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
-        self.convs = nnx.List(
-            ConvNorm(config, i, o, rngs, width=width, stride=step) for i, o, width, step in shapes
-        )
-        if config.projection and (stride > 1 or inputs != outputs):
-            self.projection = ConvNorm(config, inputs, outputs, rngs, width=1, stride=stride)
-        else:
-            self.projection = None
+            middle = channels, channels, 3, stride
+            convs = [(inputs, channels, 1, 1), middle, (channels, outputs, 1, 1)]
+        self.convs = nnx.List(ConvNorm(config, sizes, rngs) for sizes in convs)
+        projected = config.projection and (stride > 1 or inputs != outputs)
+        sizes = inputs, outputs, 1, stride
+        self.projection = ConvNorm(config, sizes, rngs) if projected else None
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
@@ -135,7 +119,7 @@ class ResNet(nnx.Module):
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs):
         self.config = config
         features = config.channels[0]
-        self.stem = ConvNorm(config, 3, features, rngs)
+        self.stem = ConvNorm(config, (3, features, 3, 1), rngs)
         blocks = []
         for stage, (count, channels) in enumerate(zip(config.blocks, config.channels, strict=True)):
             for place in range(count):
@@ -184,18 +168,14 @@ def apply(
     return logits, models.split(model)[1]
 
 
-def classification_loss(
-    config: ResNetConfig,
-) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, Metrics, Statistics]]:
+def classification_loss(config: ResNetConfig) -> StatefulLoss:
     """The function `(params, batch, model_state) -> (loss, {"accuracy"}, model_state)` for a shape.
 
     The loss is the mean cross entropy in nats. `batch` is a dict of `image`, uint8
     `[B, 32, 32, 3]`, and `label`, int32 `[B]`; `model_state` are the batch norms' statistics.
     """
 
-    def loss_fn(
-        params: Params, batch: Batch, model_state: Statistics
-    ) -> tuple[jax.Array, Metrics, Statistics]:
+    def loss_fn(params: Params, batch: Batch, model_state: Statistics) -> StatefulLosses:
         logits, model_state = apply(config, params, model_state, batch["image"], train=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         right = logits.argmax(-1) == batch["label"]
