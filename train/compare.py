@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from train import record
 from train.bert import model as bert_model
@@ -34,7 +33,7 @@ from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
 from train.report import read_run, sequences
 from train.stop import StopRequest
-from train.training import Task, Trainer
+from train.training import AnyMesh, Task, Trainer
 
 _TASKS: dict[str, Any] = {"bert": bert, "lm": lm}
 _SIZES: dict[str, dict[str, Any]] = {"bert": bert_model.SIZES, "lm": lm_model.SIZES}
@@ -152,9 +151,7 @@ class Comparison:
         stop: as for `Trainer.run`.
     """
 
-    def __init__(
-        self, config: Config, tasks: dict[int, Task], mesh: Mesh | AbstractMesh, stop: StopRequest
-    ):
+    def __init__(self, config: Config, tasks: dict[int, Task], mesh: AnyMesh, stop: StopRequest):
         self._config, self._tasks, self._mesh, self._stop = config, tasks, mesh, stop
         self._judged_by = _TASKS[config.task].WORDING.heldout_loss
         self._trainer = functools.cache(self._make_trainer)
@@ -220,7 +217,7 @@ def _curve(found: dict[str, Any], folder: pathlib.Path) -> Curve:
     )
 
 
-def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: StopRequest) -> None:
+def train(config: Config, runs: Runs[Config], mesh: AnyMesh, stop: StopRequest) -> None:
     """Makes all trainings, and writes the figures, the table and the picture of them."""
     first = jax.process_index() == 0
     tasks = {run.seed: task for run, task in runs}

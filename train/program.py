@@ -21,15 +21,13 @@ from train.cluster import check_shared, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
-from train.training import Task, Trainer, make_optimizer
+from train.training import AnyMesh, Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 Runs = Sequence[tuple[AnyConfig, Task]]
 
 
-def train_all(
-    config: RunConfig, runs: Runs[Any], mesh: Mesh | AbstractMesh, stop: StopRequest
-) -> None:
+def train_all(config: RunConfig, runs: Runs[Any], mesh: AnyMesh, stop: StopRequest) -> None:
     """Trains with each optimizer of each run."""
     for run, task in runs:
         for name in config.optimizers:
@@ -53,9 +51,7 @@ class Program(Generic[AnyConfig]):
     config: type[AnyConfig]
     make_task: Callable[[AnyConfig], Task]
     report: Callable[[pathlib.Path], tuple[str, pathlib.Path]]
-    train: Callable[[AnyConfig, Runs[AnyConfig], Mesh | AbstractMesh, StopRequest], None] = (
-        train_all
-    )
+    train: Callable[[AnyConfig, Runs[AnyConfig], AnyMesh, StopRequest], None] = train_all
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Runs the program.
@@ -161,7 +157,7 @@ def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     return found
 
 
-def _check(config: RunConfig, task: Task, mesh: Mesh | AbstractMesh) -> None:
+def _check(config: RunConfig, task: Task, mesh: AnyMesh) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
     config.check()
     if task.param_specs is not None:
@@ -177,7 +173,7 @@ def _check(config: RunConfig, task: Task, mesh: Mesh | AbstractMesh) -> None:
     check_folder(config, task.identity)
 
 
-def _make_mesh(config: RunConfig, processes: int) -> Mesh | AbstractMesh:
+def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
     """Starts JAX on the devices that the mesh's axes ask for.
 
     On fewer GPUs or TPU chips than workers, one simulates them all.

@@ -33,6 +33,9 @@ from train.profiling import Profiler
 from train.stop import GaveUp, Stopped, StopRequest
 from train.stream import Arrays, Examples, first_batches, in_order, stream
 
+# Devices, or as many simulated workers.
+AnyMesh = Mesh | AbstractMesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -123,13 +126,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        name: str,
-        config: RunConfig,
-        task: Task,
-        mesh: Mesh | AbstractMesh,
-        *,
-        any_rate: bool = False,
+        self, name: str, config: RunConfig, task: Task, mesh: AnyMesh, *, any_rate: bool = False
     ):
         self._name, self._task, self._mesh, self._any_rate = name, task, mesh, any_rate
         self._devices = mesh_of_arrays(mesh)
@@ -228,13 +225,8 @@ class Trainer:
                     due = config.diagnose_every is not None and done % config.diagnose_every == 0
                     if stopping or saving or due:
                         progress = log.land()
-                        found = onebit_jax.diagnose(
-                            *state[:2],
-                            self._mesh,
-                            axis_name=self._axis_name,
-                            model_state=state.model_state,
-                        )
-                        log.diagnosed(found)
+                        others = {"axis_name": self._axis_name, "model_state": state.model_state}
+                        log.diagnosed(onebit_jax.diagnose(*state[:2], self._mesh, **others))
                         log.flush()
                     if stopping or saving:
                         if OPTIMIZERS[self._name].local_steps:

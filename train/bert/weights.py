@@ -122,11 +122,10 @@ def load(folder: str | os.PathLike[str]) -> Pretrained:
 def _read_config(path: pathlib.Path) -> BertConfig:
     values = hugging_face.read_config(path)
     hugging_face.check_architecture(path, _FIXED | values, _FIXED, " than BERT's")
-    hugging_face.check_sizes(values, _SHAPE.values(), _SHAPE["heads"], path)
+    shape = hugging_face.sizes_of(values, _SHAPE, path)
     dropout = values.get("hidden_dropout_prob", 0.1)
     if not (type(dropout) in (int, float) and 0 <= dropout < 1):
         raise ValueError(f"{path}: hidden_dropout_prob is {dropout!r:.60}, not from 0 to below 1")
-    shape = {ours: values[theirs] for ours, theirs in _SHAPE.items()}
     return BertConfig(**shape, dropout=dropout)
 
 

@@ -26,15 +26,6 @@ class Encoded(NamedTuple):
     labels: np.ndarray
     tokenizer: WordPieceTokenizer
 
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def example(self, index: int, length: int) -> Arrays:
-        """An example of so many positions, its longer sentence cut at the end to fit."""
-        second = None if self.seconds is None else self.seconds[index]
-        texts = shorten(self.firsts[index], second, length)
-        return join(self.tokenizer, *texts, length) | {"labels": self.labels[index]}
-
 
 def load(
     task: GlueTask, folder: pathlib.Path, tokenizer: WordPieceTokenizer
@@ -62,7 +53,7 @@ def load(
 
 
 def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
-    """The examples of all parts, one part after another.
+    """The examples of all parts, one part after another; the longer sentence cut to fit.
 
     Args:
         parts: from `load`.
@@ -75,12 +66,14 @@ def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
     Raises:
         ValueError: sequences are too short.
     """
-    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded))]
+    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded.labels))]
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
         del rng
-        part, within = where[index]
-        example = parts[part].example(within, sequence_length)
-        return example | {"part": np.array(part, np.int32)}
+        part, i = where[index]
+        firsts, seconds, labels, tokenizer = parts[part]
+        texts = shorten(firsts[i], None if seconds is None else seconds[i], sequence_length)
+        inputs = join(tokenizer, *texts, sequence_length)
+        return inputs | {"labels": labels[i], "part": np.array(part, np.int32)}
 
     return sequences(make, len(where), sequence_length)

@@ -93,8 +93,7 @@ _DEFAULTS = _FIXED | {"model_type": None, "tie_word_embeddings": False, "rope_ty
 
 def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
     read = hugging_face.read_config(path)
-    hugging_face.check_sizes(read, _SIZES.values(), _SIZES["heads"], path)
-    config = LMConfig(**{ours: read[theirs] for ours, theirs in _SIZES.items()}, **options)
+    config = LMConfig(**hugging_face.sizes_of(read, _SIZES, path), **options)
     heads = {"num_key_value_heads": config.heads, "head_dim": config.hidden // config.heads}
     # Newer files have what concerns rotary positions in an entry of its own.
     rotary = read.get("rope_parameters")
