@@ -41,11 +41,6 @@ class Images(NamedTuple):
     labels: np.ndarray
 
 
-def read_folder(root: pathlib.Path) -> tuple[Images, Images]:
-    """The images to train on and those to judge on: see `read_images`."""
-    return read_images(root / TRAIN), read_images(root / TEST)
-
-
 def read_images(path: pathlib.Path) -> Images:
     """Reads a file.
 
@@ -176,7 +171,7 @@ def image_task(config: ImageConfig, examples: Callable[[Images], Examples], **mo
     Raises:
         ValueError: a file of images is missing or unfit.
     """
-    train, test = read_folder(pathlib.Path(config.data))
+    train, test = (read_images(pathlib.Path(config.data) / name) for name in (TRAIN, TEST))
     return Task(
         config,
         examples=examples(train),

@@ -151,13 +151,8 @@ class _ExampleMaker:
         label = IS_NEXT if rng.random() < 0.5 else IS_RANDOM
         a, b = self._pair(index, label, rng)
         inputs = join(self.corpus.tokenizer, a, b, self.length)
-        positions, labels, weights = self._mask(inputs["input_ids"], len(a), len(b), rng)
-        return inputs | {
-            "masked_positions": positions,
-            "masked_labels": labels,
-            "masked_weights": weights,
-            "next_sentence_label": np.array(label, np.int32),
-        }
+        masked = self._mask(inputs["input_ids"], len(a), len(b), rng)
+        return inputs | masked | {"next_sentence_label": np.array(label, np.int32)}
 
     def _pair(
         self, index: int, label: int, rng: np.random.Generator
@@ -184,7 +179,7 @@ class _ExampleMaker:
 
     def _mask(
         self, input_ids: np.ndarray, a_length: int, b_length: int, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> Arrays:
         """Masks `input_ids` in place; returns positions, labels and weights, each `[P]`."""
         room = max_predictions(self.length)
         # As in BERT, [CLS] and [SEP] count towards the 15 %, though they are never masked.
@@ -201,7 +196,7 @@ class _ExampleMaker:
         random_ids = self.ordinary[rng.integers(len(self.ordinary), size=count)]
         kept_or_random = np.where(fate < 0.9, random_ids, input_ids[where])
         input_ids[where] = np.where(fate < 0.8, self.corpus.tokenizer.mask_id, kept_or_random)
-        return positions, labels, weights
+        return {"masked_positions": positions, "masked_labels": labels, "masked_weights": weights}
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from train.corpus import in_parts, read_utf8
+from train.corpus import encodings, read_utf8
 from train.stream import Arrays
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -52,11 +52,8 @@ class WordPieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 `[tokens]`, without `[CLS]` and `[SEP]`."""
-        return [
-            np.array(encoding.ids, np.int32)
-            for part in in_parts(texts)
-            for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
-        ]
+        found = encodings(self._tokenizer.encode_batch_fast, texts)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """As `encode`, with the characters that each token begins and ends at, int32 `[tokens, 2]`.
@@ -64,9 +61,8 @@ class WordPieceTokenizer:
         They are places in the text as it was given, capitals and accents included.
         """
         return [
-            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2))
-            for part in in_parts(texts)
-            for encoding in self._tokenizer.encode_batch(part, add_special_tokens=False)
+            (np.array(found.ids, np.int32), np.array(found.offsets, np.int32).reshape(-1, 2))
+            for found in encodings(self._tokenizer.encode_batch, texts)
         ]
 
     def save_vocab(self, folder: str | os.PathLike[str]) -> pathlib.Path:

@@ -9,7 +9,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from train.corpus import in_parts, read_utf8
+from train.corpus import encodings, read_utf8
 
 BYTES = 256
 FILE = "tokenizer.json"
@@ -61,12 +61,8 @@ class BPETokenizer:
         No token reaches from one piece into the next.
         """
         dtype = np.min_scalar_type(len(self.token_bytes) - 1)
-        ids = [
-            np.array(encoding.ids, dtype)
-            for part in in_parts(pieces)
-            for encoding in self._tokenizer.encode_batch_fast(part)
-        ]
-        return np.concatenate([np.empty(0, dtype), *ids])
+        found = encodings(self._tokenizer.encode_batch_fast, pieces)
+        return np.concatenate([np.empty(0, dtype), *(np.array(x.ids, dtype) for x in found)])
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of tokens that begin and end with a character."""
