@@ -13,9 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from train.comparison import Curve, draw, table
+from train.comparison import Curve, draw, or_infinite, table
 from train.record import where_and_when
-from train.sweep import or_infinite
 
 
 def read(record: Mapping[str, Any]) -> list[Curve]:

@@ -50,22 +50,6 @@ class State(NamedTuple):
     model_state: Any = None
 
 
-def save(
-    checkpoints: Checkpoints,
-    progress: Progress,
-    state: State,
-    batches: grain.DatasetIterator[Arrays],
-    tx: optax.GradientTransformation,
-) -> None:
-    """Saves a run after `progress.step` updates.
-
-    Raises:
-        ValueError: the checkpoint before this one could not be written.
-    """
-    extra = {"progress": dataclasses.asdict(progress), "batches": batches.get_state()}
-    checkpoints.save(progress.step, *state, extra=extra, tx=tx)
-
-
 def restore(
     checkpoints: Checkpoints,
     state: State,

@@ -10,7 +10,7 @@ from types import ModuleType
 import onebit_jax
 import train
 from train import digest, record
-from train.config import RunConfig, shared_options
+from train.config import RunConfig, option_name, shared_options
 
 _MARK = ".seen-by-all-processes"
 _LOOK_SECONDS = 10.0
@@ -69,22 +69,14 @@ def check_shared(folder: pathlib.Path, group: onebit_jax.ProcessGroup) -> None:
 
 def of_options(config: RunConfig) -> dict[str, str]:
     """The options that all processes must have alike, as the command line has them."""
-    return {
-        f"--{option.replace('_', '-')}": str(value)
-        for option, value in shared_options(config).items()
-    }
+    return {option_name(name): str(value) for name, value in shared_options(config).items()}
 
 
 def of_code() -> dict[str, str]:
     """Versions of what computes, and of the code itself, whose version need not tell."""
-    packages = ("numpy", "flax", "grain", "orbax-checkpoint", "tokenizers")
-    return {
-        **record.versions(*packages),
-        **{
-            f"the code of {package.__name__}": _of_package(package)
-            for package in (train, onebit_jax)
-        },
-    }
+    versions = record.versions("numpy", "flax", "grain", "orbax-checkpoint", "tokenizers")
+    code = {f"the code of {x.__name__}": _of_package(x) for x in (train, onebit_jax)}
+    return versions | code
 
 
 def _of_package(package: ModuleType) -> str:

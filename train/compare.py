@@ -16,25 +16,24 @@ import pathlib
 import shutil
 import sys
 import time
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from train import record
 from train.bert import model as bert_model
 from train.bert import pretrain as bert
-from train.comparison import Curve, draw, table
+from train.comparison import Curve, draw, or_infinite, or_none, sweep, table
 from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextConfig
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
 from train.lm.tokenizer import BYTES
 from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
-from train.report import read_run
+from train.report import read_run, sequences
 from train.stop import StopRequest
-from train.sweep import or_infinite, or_none, sweep
-from train.training import Task, Trainer
+from train.training import AnyMesh, Task, Trainer
 
 _TASKS: dict[str, Any] = {"bert": bert, "lm": lm}
 _SIZES: dict[str, dict[str, Any]] = {"bert": bert_model.SIZES, "lm": lm_model.SIZES}
@@ -91,33 +90,17 @@ class Config(TextConfig):
     max_skipped: Hidden[int] = 10
     learning_rate: Hidden[float] = 1.0
 
-    def requirements(self) -> list[tuple[str, bool, str]]:
+    def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """As for every run, and the comparison's."""
-        sizes = _SIZES[self.task]
-        return [
-            *super().requirements(),
-            (
-                "tokenizer",
-                self.task == "lm" or self.tokenizer == "bytes",
-                "nothing, since only --task lm has it",
-            ),
-            (
-                "vocab_size",
-                self.tokenizer == "bytes" or self.vocab_size > BYTES,
-                f"more than the {BYTES} bytes, with --tokenizer bpe",
-            ),
-            (
-                "sweep_steps",
-                self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps,
-                f"a whole number from 1 to --steps {self.steps}",
-            ),
-            ("size", self.model.size in sizes, f"one of {', '.join(sizes)}"),
-            *(
-                requirement
-                for requirement in self.model.requirements()
-                if requirement[0] == "sequence_length"
-            ),
-        ]
+        yield from super().requirements()
+        sizes, in_bytes = _SIZES[self.task], self.tokenizer == "bytes"
+        yield "tokenizer", self.task == "lm" or in_bytes, "nothing, since only --task lm has it"
+        expected = f"more than the {BYTES} bytes, with --tokenizer bpe"
+        yield "vocab_size", in_bytes or self.vocab_size > BYTES, expected
+        fewer = self.sweep_steps is None or 1 <= self.sweep_steps <= self.steps
+        yield "sweep_steps", fewer, f"a whole number from 1 to --steps {self.steps}"
+        yield "size", self.model.size in sizes, f"one of {', '.join(sizes)}"
+        yield from (x for x in self.model.requirements() if x[0] == "sequence_length")
 
     @property
     def model(self) -> Any:
@@ -158,24 +141,6 @@ def make_task(config: Config) -> Task:
     return _TASKS[config.task].make_task(config.model)
 
 
-class Trained(NamedTuple):
-    """One optimizer at its best learning rate.
-
-    Attributes:
-        name: the optimizer's.
-        tried: held-out losses by learning rate.
-        learning_rate: the best of them.
-        heldout: the held-out loss there, by seed.
-        folder: the training with the first seed.
-    """
-
-    name: str
-    tried: dict[float, float]
-    learning_rate: float
-    heldout: dict[int, float]
-    folder: pathlib.Path
-
-
 class Comparison:
     """The trainings of a comparison; those that its folder has are not made again.
 
@@ -186,9 +151,7 @@ class Comparison:
         stop: as for `Trainer.run`.
     """
 
-    def __init__(
-        self, config: Config, tasks: dict[int, Task], mesh: Mesh | AbstractMesh, stop: StopRequest
-    ):
+    def __init__(self, config: Config, tasks: dict[int, Task], mesh: AnyMesh, stop: StopRequest):
         self._config, self._tasks, self._mesh, self._stop = config, tasks, mesh, stop
         self._judged_by = _TASKS[config.task].WORDING.heldout_loss
         self._trainer = functools.cache(self._make_trainer)
@@ -196,24 +159,26 @@ class Comparison:
     def _make_trainer(self, name: str, config: Config) -> Trainer:
         return Trainer(name, config, self._tasks[config.seed], self._mesh, any_rate=True)
 
-    def train(self, name: str) -> Trained:
-        """Sweeps an optimizer's learning rate, and trains at the best one with every seed."""
+    def train(self, name: str) -> tuple[dict[str, Any], pathlib.Path]:
+        """Sweeps an optimizer's learning rate, and trains at the best one with every seed.
+
+        Returns:
+            What a `Curve` has of it, and the folder of the training with the first seed.
+        """
         config, seeds = self._config, self._config.seeds
         swept, shorter = OPTIMIZERS[name].rate_of or name, config.of_sweep()
         rates = config.first_rates(swept)
         tried = {}
         # A single one is the best without a sweep.
         if len(rates) > 1:
-            tried = sweep(
-                rates,
-                config.widen,
-                lambda rate: self._training(swept, shorter, rate, seeds[0])[0],
-            )
+            trained = functools.partial(self._training, swept, shorter, seed=seeds[0])
+            tried = sweep(rates, config.widen, lambda rate: trained(rate)[0])
         best = min(tried, key=tried.__getitem__, default=rates[0])
         made = {seed: self._training(name, config, best, seed) for seed in seeds}
         heldout = {seed: loss for seed, (loss, _) in made.items()}
-        folder = made[seeds[0]][1]
-        return Trained(name, tried or {best: heldout[seeds[0]]}, best, heldout, folder)
+        tried = tried or {best: heldout[seeds[0]]}
+        found = {"tried": tried, "learning_rate": best, "heldout": heldout}
+        return found, made[seeds[0]][1]
 
     def _training(
         self, name: str, config: Config, rate: float, seed: int
@@ -235,16 +200,14 @@ class Comparison:
         return loss, folder
 
 
-def _curve(trained: Trained) -> Curve:
-    run = read_run(trained.folder)
+def _curve(found: dict[str, Any], folder: pathlib.Path) -> Curve:
+    run = read_run(folder)
     assert run is not None
     result, a_step = run.result, run.result["bytes_a_step"]
     seconds = {phase: run.seconds_a_step(phase) for phase in a_step}
     return Curve(
         label=run.label,
-        tried=trained.tried,
-        learning_rate=trained.learning_rate,
-        heldout=trained.heldout,
+        **found,
         losses=[row["loss"] for row in run.rows],
         sent=[row["bytes_sent"] for row in run.rows],
         rounds=sum(n for phase, n in result["steps_by_phase"].items() if phase != "local"),
@@ -254,7 +217,7 @@ def _curve(trained: Trained) -> Curve:
     )
 
 
-def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: StopRequest) -> None:
+def train(config: Config, runs: Runs[Config], mesh: AnyMesh, stop: StopRequest) -> None:
     """Makes all trainings, and writes the figures, the table and the picture of them."""
     first = jax.process_index() == 0
     tasks = {run.seed: task for run, task in runs}
@@ -268,7 +231,7 @@ def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: S
     trained = [comparison.train(name) for name in config.optimizers]
     if not first:
         return
-    curves = [_curve(one) for one in trained]
+    curves = [_curve(*one) for one in trained]
     figures = [
         dataclasses.asdict(curve)
         | {
@@ -287,16 +250,12 @@ def train(config: Config, runs: Runs[Config], mesh: Mesh | AbstractMesh, stop: S
 
 def _title(config: Config, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init)))
-    in_bytes = config.task == "lm" and config.tokenizer == "bytes"
-    model = "BERT" if config.task == "bert" else "Language model"
-    auto = config.warmup == "auto"
-    warmup = (
-        "dense until the variance is stable" if auto else f"{config.warmup_steps:,} dense steps"
-    )
+    options, steps = dataclasses.asdict(config.model), config.warmup_steps
+    warmup = "dense until the variance is stable" if steps == "auto" else f"{steps:,} dense steps"
     return (
-        f"{model} {config.model.size}, {parameters:,} parameters; {config.worker_count} workers; "
-        f"{config.steps:,} steps of {config.batch_size} sequences of {config.sequence_length} "
-        f"{'bytes' if in_bytes else 'tokens'}; {warmup} where there is a warm-up."
+        f"{_TASKS[config.task].WORDING.title(options)}, {parameters:,} parameters; "
+        f"{config.worker_count} workers; {config.steps:,} steps of {config.batch_size} "
+        f"{sequences(options)}; {warmup} where there is a warm-up."
     )
 
 

@@ -1,14 +1,15 @@
-"""The table and the picture of a comparison of optimizers."""
+"""A comparison of optimizers: sweeps of learning rates, the table and the picture."""
 
 import dataclasses
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from train.pictures import LossCurve, draw_losses, smoothed, window
+from train.report import markdown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,33 +61,21 @@ def table(curves: list[Curve]) -> str:
     first = curves[0]
     last = window(len(first.losses))
     final = smoothed(_floats(first))[-1]
-    header = [
-        "",
-        "held-out loss",
-        f"training loss, last {last} steps",
-        "best learning rate (held-out loss at each tried)",
-        "MB sent",
-        f"MB sent to {first.label}'s final training loss",
-        "rounds",
-        "state, bytes per parameter",
-        "ms per step",
+    rows = [
+        {
+            "": curve.label,
+            "held-out loss": _heldout(curve, first),
+            f"training loss, last {last} steps": f"{smoothed(_floats(curve))[-1]:.4f}",
+            "best learning rate (held-out loss at each tried)": _sweep(curve),
+            "MB sent": _sent(curve.sent[-1], first),
+            f"MB sent to {first.label}'s final training loss": _sent(bytes_to(curve, final), first),
+            "rounds": f"{curve.rounds:,}",
+            "state, bytes per parameter": f"{curve.state_bytes:.2f}",
+            "ms per step": ", ".join(f"{1e3 * s:.0f} {x}" for x, s in curve.seconds.items()) or "-",
+        }
+        for curve in curves
     ]
-    rows = [header, ["---"] * len(header)]
-    for curve in curves:
-        rows.append(
-            [
-                curve.label,
-                _heldout(curve, first),
-                f"{smoothed(_floats(curve))[-1]:.4f}",
-                _sweep(curve),
-                _sent(curve.sent[-1], first),
-                _sent(bytes_to(curve, final), first),
-                f"{curve.rounds:,}",
-                f"{curve.state_bytes:.2f}",
-                ", ".join(f"{1e3 * s:.0f} {phase}" for phase, s in curve.seconds.items()) or "-",
-            ]
-        )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join(markdown([rows[0], *(row.values() for row in rows)]))
 
 
 def _heldout(curve: Curve, first: Curve) -> str:
@@ -136,3 +125,36 @@ def draw(curves: list[Curve], title: str, path: pathlib.Path) -> None:
         title,
         path,
     )
+
+
+def sweep(
+    first: Sequence[float], widen: int, heldout: Callable[[float], float]
+) -> dict[float, float]:
+    """Tries learning rates, and more of them while the best is the lowest or the highest.
+
+    Args:
+        first: the learning rates to try in any case.
+        widen: how many more at most; each is twice the highest, or half of the lowest.
+        heldout: makes a training; its loss, infinite where it diverged.
+
+    Returns:
+        The losses by learning rate, in rising order.
+    """
+    losses = {rate: heldout(rate) for rate in sorted(first)}
+    for _ in range(widen):
+        best, lowest, highest = min(losses, key=losses.__getitem__), min(losses), max(losses)
+        if best not in (lowest, highest):
+            break
+        rate = lowest / 2 if best == lowest else 2 * highest
+        losses[rate] = heldout(rate)
+    return dict(sorted(losses.items()))
+
+
+def or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def or_infinite(value: float | None) -> float:
+    """A loss of a record, infinite where the training diverged."""
+    return math.inf if value is None or math.isnan(value) else value

@@ -8,16 +8,17 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
 import optax
 import typeguard
 import tyro
 
 from onebit_jax.transforms.registry import EXCHANGE
-from train import schedules
-from train.optimizers import OPTIMIZERS, check_names, check_warmup
+from train.optimizers import OPTIMIZERS
 
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
@@ -39,18 +40,37 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-Count = Annotated[int, Range("a whole number of at least 1, below 2**31", lambda x: 1 <= x <= MOST)]
+def whole(least: int) -> Range:
+    """Whole numbers."""
+    return Range(f"a whole number of at least {least}, below 2**31", lambda x: least <= x <= MOST)
+
+
+def or_none(range_: Range) -> Range:
+    """None, too."""
+    return Range(f"{range_.expected}, or None", lambda x: x is None or range_.holds(x))
+
+
+def names_of(known: Mapping[str, Any]) -> Range:
+    """Some of the names that are known."""
+    return Range(
+        f"one or more, each once, of {', '.join(known)}",
+        lambda x: 0 < len(x) == len(set(x)) and known.keys() >= set(x),
+    )
+
+
+_POSITIVE = Range("a finite number above 0", lambda x: 0 < x < math.inf)
+Count = Annotated[int, whole(1)]
+MaybeCount = Annotated[int | None, or_none(whole(1))]
 Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 Share = Annotated[float, Range("a number above 0, at most 1", lambda x: 0 < x <= 1)]
-Positive = Annotated[float, Range("a finite number above 0", lambda x: 0 < x < math.inf)]
+Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, Range("a finite number, 0 or more", lambda x: 0 <= x < math.inf)]
-MaxNorm = Annotated[
-    float | None, Range("a finite number above 0, or None", lambda x: x is None or 0 < x < math.inf)
-]
+MaxNorm = Annotated[float | None, or_none(_POSITIVE)]
 Hidden = tyro.conf.Suppress
 # How the command line and others spell it.
 OptimizerNames = Annotated[
     tuple[str, ...],
+    names_of(OPTIMIZERS),
     tyro.conf.arg(help=f"Optimizers, one after another, of {', '.join(OPTIMIZERS)}."),
 ]
 
@@ -141,13 +161,7 @@ class RunConfig:
 
     size: str = ""
     optimizers: OptimizerNames = ("adam", "onebit_adam")
-    workers: Annotated[
-        int | None,
-        Range(
-            "a whole number of at least 1, below 2**31, or None",
-            lambda x: x is None or 1 <= x <= MOST,
-        ),
-    ] = None
+    workers: MaybeCount = None
     nodes: Count = 1
     batch_size: Count = 32
     accumulation: Count = 1
@@ -182,13 +196,7 @@ class RunConfig:
     out: str | None = None
     log_every: Count = 1
     checkpoint_every: Count = 200
-    diagnose_every: Annotated[
-        int | None,
-        Range(
-            "a whole number of at least 1, below 2**31, or None",
-            lambda x: x is None or 1 <= x <= MOST,
-        ),
-    ] = None
+    diagnose_every: MaybeCount = None
     eval_batches: Count = 64
     bfloat16: bool = False
     remat: bool = False
@@ -265,39 +273,29 @@ class RunConfig:
         if not holds:
             raise ValueError(f"{option_name(option)} {getattr(self, option)}: expected {expected}")
 
-    def requirements(self) -> list[tuple[str, bool, str]]:
+    def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Options, whether each suits the others, and what it must be; a subclass adds its own."""
-        names = check_names(self.optimizers)
-        rises = self.schedule_warmup
-        return [
-            ("optimizers", names is None, str(names)),
-            (
-                "schedule_warmup",
-                (isinstance(rises, int) and 0 <= rises < self.steps) or 0 <= rises < 1,
-                f"0 or more, and fewer than --steps {self.steps}; or a share of them below 1",
-            ),
-            (
-                "out",
-                self.out is None or ("://" not in self.out and "\0" not in self.out),
-                "the path of a folder; no URL, but a disk may be mounted at a path",
-            ),
-            ("log_every", self.log_every <= self.steps, f"at most --steps {self.steps}"),
-            ("warmup", *check_warmup(self.warmup, self.optimizers)),
-            (
-                "nodes",
-                self.worker_count % self.nodes == 0,
-                f"a number that divides --workers {self.worker_count}",
-            ),
-            *(
-                (
-                    option,
-                    any(option in OPTIMIZERS[name].options for name in self.optimizers),
-                    f"nothing, since none of {', '.join(self.optimizers)} has it",
-                )
-                for option in self.exchange()
-                if names is None
-            ),
-        ]
+        rises, steps, workers = self.schedule_warmup, self.steps, self.worker_count
+        suits = (isinstance(rises, int) and 0 <= rises < steps) or 0 <= rises < 1
+        expected = f"0 or more, and fewer than --steps {steps}; or a share of them below 1"
+        yield "schedule_warmup", suits, expected
+        is_path = self.out is None or ("://" not in self.out and "\0" not in self.out)
+        yield "out", is_path, "the path of a folder; no URL, but a disk may be mounted at a path"
+        yield "log_every", self.log_every <= steps, f"at most --steps {steps}"
+        expected = "a whole number of at least 1, a share of the steps below 1"
+        if self.warmup == "auto":
+            by_number = [x for x in self.optimizers if OPTIMIZERS[x].freezes_by_number]
+            yield "warmup", not by_number, f"{expected} with {', '.join(by_number)}"
+        else:
+            suits = (isinstance(self.warmup, int) and 1 <= self.warmup <= MOST) or (
+                0 < self.warmup < 1
+            )
+            yield "warmup", suits, f"{expected}, or auto; below 2**31"
+        yield "nodes", workers % self.nodes == 0, f"a number that divides --workers {workers}"
+        expected = f"nothing, since none of {', '.join(self.optimizers)} has it"
+        for option in self.exchange():
+            having = any(option in OPTIMIZERS[name].options for name in self.optimizers)
+            yield option, having, expected
 
     def runs(self) -> list[Self]:
         """The runs that are asked for, each with one seed and an output folder of its own.
@@ -372,14 +370,26 @@ class RunConfig:
         return {name: value for name, value in given.items() if value != defaults[name]}
 
     def learning_rate_schedule(self) -> optax.Schedule:
-        """The learning rate as a function of the update count."""
-        warmup = self.schedule_warmup_steps
-        to_zero = {"cosine": schedules.cosine, "linear": schedules.linear}.get(self.schedule)
-        if to_zero is not None:
-            return to_zero(self.learning_rate, warmup=warmup, steps=self.steps)
-        return schedules.exponential(
-            self.learning_rate, warmup=warmup, rate=self.decay_rate, every=self.decay_every
-        )
+        """The learning rate as a function of the update count.
+
+        The 1-bit Adam paper's for BERT is 4e-4 with a warm-up of 12500 steps, and then
+        exponential: times 0.99 after every 520 steps, in stairs.
+        """
+        peak, warmup = self.learning_rate, self.schedule_warmup_steps
+        if self.schedule == "cosine":
+            decay = optax.cosine_decay_schedule(peak, self.steps - warmup)
+        elif self.schedule == "linear":
+            decay = optax.linear_schedule(peak, 0.0, self.steps - warmup)
+        else:
+            decay = optax.exponential_decay(peak, self.decay_every, self.decay_rate, staircase=True)
+
+        def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+            count = jnp.asarray(count)
+            # From peak / warmup, not from 0: an update with a learning rate of 0 would be wasted.
+            rising = peak * (count + 1) / max(warmup, 1)
+            return jnp.where(count < warmup, rising, decay(count - warmup))
+
+        return schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,23 +416,6 @@ class TextConfig(SequenceConfig):
 
     corpus: str | None = None
     heldout: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageConfig(RunConfig):
-    """Options of a run on CIFAR-10's images.
-
-    Attributes:
-        data: Folder of CIFAR-10's train.parquet and test.parquet.
-    """
-
-    data: Annotated[str, Range("the folder of CIFAR-10's train.parquet and test.parquet", bool)] = (
-        ""
-    )
-    batch_size: Count = 128
-    max_grad_norm: MaxNorm = None
-    # All test images are judged on.
-    eval_batches: Hidden[int] = 1
 
 
 def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:

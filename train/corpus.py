@@ -4,8 +4,9 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pydoc_data import topics
+from typing import Any
 
 _HELDOUT_SPAN = 8
 _HELDOUT_CYCLE = 160
@@ -123,10 +124,11 @@ def _embedded_corpus() -> list[list[str]]:
     return documents
 
 
-def in_parts(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts, so many at once that what a tokenizer makes of them fits into memory.
+def encodings(encode_batch: Callable[..., Any], texts: Sequence[str]) -> Iterator[Any]:
+    """What a tokenizer makes of texts, so many at once that it fits into memory.
 
-    Encodings hold far more than the ids that are kept of them.
+    An encoding holds far more than the ids that are kept of it.
     """
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
-        yield list(texts[start : start + _TEXTS_AT_ONCE])
+        part = list(texts[start : start + _TEXTS_AT_ONCE])
+        yield from encode_batch(part, add_special_tokens=False)

@@ -30,10 +30,7 @@ def packaged_weights() -> str:
 def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str, str]:
     """What a fine-tuning must have kept to go on: its weights, and the files of its data."""
     tensors = map(np.asarray, jax.tree.leaves(pretrained.params))
-    return {
-        "weights_digest": digest.of_arrays(*tensors),
-        "data_digest": digest.of_files(files),
-    }
+    return {"weights_digest": digest.of_arrays(*tensors), "data_digest": digest.of_files(files)}
 
 
 Length = Annotated[
@@ -107,7 +104,6 @@ def wording(program: str, section: Callable[[dict[str, Any]], str], **more: Any)
     return Wording(
         program,
         title=lambda config: f"Fine-tuning of BERT, epochs: {config['epochs']:g}",
-        examples=lambda config: f"sequences of {config['sequence_length']} tokens",
         corpus=section,
         heldout_loss="metrics",
         held_out=lambda result: f"{result['heldout_examples']:,} examples",

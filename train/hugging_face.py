@@ -42,13 +42,14 @@ def read_config(path: pathlib.Path) -> dict[str, Any]:
     return values
 
 
-def check_sizes(values: Mapping[str, Any], names: Iterable[str], heads: str, path: Any) -> None:
-    """Checks the sizes of a model that a `config.json` gives.
+def sizes_of(
+    values: Mapping[str, Any], names: Mapping[str, str], path: pathlib.Path
+) -> dict[str, Any]:
+    """The sizes of a model that a `config.json` gives.
 
     Args:
         values: of the file.
-        names: of all sizes; `hidden_size` is among them.
-        heads: which of them is the number of heads, which divides the hidden size.
+        names: what it calls them, by our names; `hidden` and `heads`, which divide it, among them.
         path: of the file.
 
     Raises:
@@ -58,13 +59,28 @@ def check_sizes(values: Mapping[str, Any], names: Iterable[str], heads: str, pat
         f"{name} is {values[name]!r:.60}, not a whole number of at least 1, below 2**31"
         if name in values
         else f"{name} is missing"
-        for name in names
+        for name in names.values()
         if not (type(values.get(name)) is int and 1 <= values[name] < 2**31)
     ]
-    if not wrong and values["hidden_size"] % values[heads]:
-        wrong = [f"hidden_size {values['hidden_size']} is no multiple of {heads} {values[heads]}"]
+    hidden, heads = names["hidden"], names["heads"]
+    if not wrong and values[hidden] % values[heads]:
+        wrong = [f"{hidden} {values[hidden]} is no multiple of {heads} {values[heads]}"]
     if wrong:
         raise ValueError(f"{path} is no configuration of this model: {'; '.join(wrong)}")
+    return {ours: values[name] for ours, name in names.items()}
+
+
+def check_architecture(
+    path: pathlib.Path, found: Mapping[str, Any], expected: Mapping[str, Any], but: str = ""
+) -> None:
+    """Raises ``ValueError`` for an entry of a `config.json` that is another one than expected."""
+    wrong = [
+        f"{name} is {found.get(name)!r}, not {value!r}"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if wrong:
+        raise ValueError(f"{path} is of another architecture{but}: {'; '.join(wrong)}")
 
 
 def check_layers(layers: int, tensors: Iterable[str], prefix: str, path: pathlib.Path) -> None:

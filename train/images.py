@@ -1,24 +1,32 @@
-"""CIFAR-10 from Parquet files, and the test images in order.
+"""CIFAR-10 from Parquet files, and what the programs on it have in common.
 
 A file has the columns `img`, a struct whose field `bytes` is an encoded image of 32 x 32 pixels
 (JPEG, PNG), and `label`, 0 to 9. All of them are decoded at the start: 150 MB for the training
 images.
 """
 
+import dataclasses
 import io
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import PIL.Image
 import pyarrow
 from pyarrow import parquet
 
+from train import digest
+from train.config import Count, Hidden, MaxNorm, Range, RunConfig
+from train.report import Wording
 from train.stream import Arrays, Examples
+from train.training import Task
 
 TRAIN, TEST = "train.parquet", "test.parquet"
 SIDE = 32
 CLASSES = 10
+# Black pixels at each side of an image, of which a crop may have some.
+PADDING = 4
 
 
 class Images(NamedTuple):
@@ -31,11 +39,6 @@ class Images(NamedTuple):
 
     pixels: np.ndarray
     labels: np.ndarray
-
-
-def read_folder(root: pathlib.Path) -> tuple[Images, Images]:
-    """The images to train on and those to judge on: see `read_images`."""
-    return read_images(root / TRAIN), read_images(root / TEST)
 
 
 def read_images(path: pathlib.Path) -> Images:
@@ -101,3 +104,90 @@ def heldout(images: Images) -> Examples:
         return {"image": images.pixels[index], "label": images.labels[index]}
 
     return Examples(make, len(images.labels), "images")
+
+
+def cropped(image: np.ndarray, top: int, left: int, mirrored: bool) -> np.ndarray:
+    """An image moved, with black pixels where nothing is left, and mirrored or not.
+
+    Args:
+        image: uint8 `[32, 32, 3]`.
+        top: where the crop begins in the image with 4 black pixels at each side: 0 to 8.
+        left: likewise.
+        mirrored: whether left and right are swapped in the end.
+    """
+    padded = np.zeros((SIDE + 2 * PADDING, SIDE + 2 * PADDING, 3), np.uint8)
+    padded[PADDING:-PADDING, PADDING:-PADDING] = image
+    crop = padded[top : top + SIDE, left : left + SIDE]
+    return crop[:, ::-1] if mirrored else crop
+
+
+def cropped_images(images: Images) -> Examples:
+    """Images from `read_images`, cropped and mirrored anew each time: `image` and `label`."""
+
+    def make(index: int, rng: np.random.Generator) -> Arrays:
+        top, left = rng.integers(2 * PADDING + 1, size=2)
+        image = cropped(images.pixels[index], top, left, rng.random() < 0.5)
+        return {"image": image, "label": images.labels[index]}
+
+    return Examples(make, len(images.labels), "images")
+
+
+def mirrored_images(images: Images) -> Examples:
+    """Images from `read_images`, half of them mirrored: `image` and `noise_seed`."""
+
+    def make(index: int, rng: np.random.Generator) -> Arrays:
+        image = images.pixels[index]
+        seed = np.array(rng.integers(2**32), np.uint32)
+        return {"image": image[:, ::-1] if rng.random() < 0.5 else image, "noise_seed": seed}
+
+    return Examples(make, len(images.labels), "images")
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConfig(RunConfig):
+    """Options of a run on CIFAR-10's images.
+
+    Attributes:
+        data: Folder of CIFAR-10's train.parquet and test.parquet.
+    """
+
+    data: Annotated[str, Range("the folder of CIFAR-10's train.parquet and test.parquet", bool)] = (
+        ""
+    )
+    batch_size: Count = 128
+    max_grad_norm: MaxNorm = None
+    # All test images are judged on.
+    eval_batches: Hidden[int] = 1
+
+
+def image_task(config: ImageConfig, examples: Callable[[Images], Examples], **model: Any) -> Task:
+    """A training on the images of a folder.
+
+    Args:
+        config: the options.
+        examples: makes of the images what is trained on.
+        **model: of the `Task`.
+
+    Raises:
+        ValueError: a file of images is missing or unfit.
+    """
+    train, test = (read_images(pathlib.Path(config.data) / name) for name in (TRAIN, TEST))
+    return Task(
+        config,
+        examples=examples(train),
+        heldout=heldout(test),
+        judged_whole=True,
+        identity={"data_digest": digest.of_arrays(*train, *test)},
+        **model,
+    )
+
+
+def wording(program: str, **more: Any) -> Wording:
+    """What the report says: see `Wording`."""
+    return Wording(
+        program,
+        examples=lambda config: "images",
+        corpus=lambda config: "CIFAR-10.",
+        held_out=lambda result: f"{result['heldout_images']:,} images",
+        **more,
+    )

@@ -10,18 +10,111 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
+import optax
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tqdm import tqdm
 
 import onebit_jax
 from onebit_jax.transforms.phases import PHASES, Phase
 from train.checkpoint import Progress
 from train.config import RunConfig
-from train.events import Events
 from train.optimizers import OPTIMIZERS
-from train.progress import StepBar
+
+_STEPS: dict[Phase | None, str] = {
+    "warmup": "warm-up step",
+    "compression": "compressed step",
+    "local": "local step",
+    "sync": "step that synchronises",
+    "refresh": "step that refreshes the variance",
+    None: "step",
+}
+_messages: Any = event_pb2
+
+
+class StepBar(tqdm):
+    """A bar of steps on standard error.
+
+    Args:
+        name: what is trained.
+        steps: how many there are.
+        done: how many were made before.
+        **options: of `tqdm`.
+    """
+
+    def __init__(self, name: str, steps: int, done: int = 0, **options: Any):
+        super().__init__(
+            desc=name, total=steps, initial=done, unit=" steps", dynamic_ncols=True, **options
+        )
+
+    def compiling(self, phase: Phase | None) -> None:
+        """Says so at once: the step of a large model compiles for a minute."""
+        self.set_postfix_str(f"compiling the {_STEPS[phase]}")
+
+
+def announced(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    announce: Callable[[Phase | None], None],
+) -> tuple[Callable[..., Any], optax.GradientTransformationExtraArgs]:
+    """A loss and an optimizer that say for which phase a training step of them is compiled.
+
+    Args:
+        loss_fn: as for `onebit_jax.train_step`.
+        tx: the optimizer.
+        announce: told the phase, when the step has been traced and compiling follows; None for
+            an optimizer that has none, or a step that has them all.
+
+    Returns:
+        The loss and the optimizer to make the step of. They compute what the given ones do.
+    """
+    extended = optax.with_extra_args_support(tx)
+    loss_traced = False
+
+    def loss(*args: Any, **named: Any) -> Any:
+        nonlocal loss_traced
+        loss_traced = True
+        return loss_fn(*args, **named)
+
+    def update(updates: Any, state: Any, params: Any = None, *, phase: Any = None, **extra: Any):
+        nonlocal loss_traced
+        # A step's checks trace the optimizer too, without a loss, and for any phase.
+        if loss_traced:
+            announce(phase)
+            loss_traced = False
+        return extended.update(updates, state, params, phase=phase, **extra)
+
+    return loss, optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+class Events:
+    """Scalars for TensorBoard: a file of events of its own in a folder.
+
+    They are written by the thread that logs them. tensorboardX's own `SummaryWriter` hands them to
+    a thread; where that one fails, as on a full disk, the next calls wait for it for ever.
+
+    Args:
+        folder: of the run.
+        first_step: what other files of the folder have from this step on is void.
+    """
+
+    def __init__(self, folder: pathlib.Path, first_step: int):
+        self._writer = EventsWriter(str(folder / "events"))
+        self.flush, self.close = self._writer.flush, self._writer.close
+        started = _messages.SessionLog(status=_messages.SessionLog.START)
+        self._writer.write_event(_messages.Event(step=first_step, session_log=started))
+
+    def add_scalars(self, values: Mapping[str, Any], step: int) -> None:
+        """Adds numbers, but those that are None; ``OSError`` if the file cannot be written."""
+        for name, value in values.items():
+            if value is not None:
+                event = {"wall_time": time.time(), "summary": summary.scalar(name, value)}
+                self._writer.write_event(_messages.Event(step=step, **event))
 
 
 class MetricsLog:
-    """The log of one optimizer's training; a context manager. Process 0 alone writes.
+    """The log of one optimizer's training; a context manager. Process 0 alone writes, and shows.
 
     What an earlier start logged past the checkpoint that the run goes on from is taken back.
 
@@ -44,6 +137,7 @@ class MetricsLog:
         self._begin = time.perf_counter() - progress.seconds
         self._in_flight: tuple[int, dict[str, jax.Array]] | None = None
         self._writes = jax.process_index() == 0
+        self._files: list[Any] = []
         if self._writes:
             folder = config.folder / name
             self._lines, last = _open_truncated(folder / "metrics.jsonl", progress.step)
@@ -55,21 +149,15 @@ class MetricsLog:
                 )
             self._diagnoses, _ = _open_truncated(folder / "diagnosis.jsonl", progress.step)
             self._events = Events(folder, progress.step + 1)
-        self._bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
+            self._files = [self._lines, self._diagnoses, self._events]
+        self.bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
     def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
-        if self._writes:
-            self._lines.close()
-            self._diagnoses.close()
-            self._events.close()
-
-    def compiling(self, phase: Phase | None) -> None:
-        """Says what the next step waits for; None for a step without phases, or with them all."""
-        self._bar.compiling(phase)
+        for output in (self.bar, *self._files):
+            output.close()
 
     def dispatched(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of step `step`, which may still be running, and lands the one before.
@@ -100,7 +188,9 @@ class MetricsLog:
             phases={**phases, phase: phases.get(phase, 0) + 1},
         )
         if self._writes:
-            self._show(phase, values["loss"], sent)
+            shown = f"loss {values['loss']:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step"
+            self.bar.set_postfix_str(shown, refresh=False)
+            self.bar.update()
             if self.progress.step % self._config.log_every == 0:
                 self._write(values | {"phase": phase, "lr": self._learning_rates[step].item()})
         return self.progress
@@ -111,7 +201,7 @@ class MetricsLog:
             return
         step, figures = self.progress.step, _without_nan(diagnosis.figures)
         for warning in diagnosis.warnings:
-            self._bar.write(f"warning: step {step}, {warning}", file=sys.stderr)
+            self.bar.write(f"warning: step {step}, {warning}", file=sys.stderr)
         row = {
             "step": step,
             "figures": figures,
@@ -119,37 +209,23 @@ class MetricsLog:
             "tensors_compared": len(diagnosis.compared),
         }
         self._diagnoses.write(json.dumps(row) + "\n")
-        for name, value in figures.items():
-            if value is not None:
-                self._events.add_scalar(f"diagnosis/{name}", value, step)
+        self._events.add_scalars({f"diagnosis/{x}": value for x, value in figures.items()}, step)
 
     def flush(self) -> None:
         """Brings all that was logged to disk."""
-        if self._writes:
-            self._lines.flush()
-            self._diagnoses.flush()
-            self._events.flush()
-
-    def _show(self, phase: Phase, loss: float, sent: int) -> None:
-        self._bar.set_postfix_str(
-            f"loss {loss:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step", refresh=False
-        )
-        self._bar.update()
+        for output in self._files:
+            output.flush()
 
     def _write(self, values: dict[str, Any]) -> None:
         step = self.progress.step
-        row = {
-            "step": step,
-            **values,
+        made = {
             "samples": step * self._config.batch_size,
             "bytes_sent": self.progress.bytes_sent,
             "seconds": round(self.progress.seconds, 4),
         }
-        row = _without_nan(row)
+        row = _without_nan({"step": step, **values, **made})
         self._lines.write(json.dumps(row) + "\n")
-        for key, value in row.items():
-            if key not in ("step", "phase") and value is not None:
-                self._events.add_scalar(key, value, step)
+        self._events.add_scalars({x: row[x] for x in row if x not in ("step", "phase")}, step)
 
 
 def _step_of(line: str) -> int | None:
@@ -176,13 +252,11 @@ def _open_truncated(path: pathlib.Path, step: int) -> tuple[TextIO, int]:
     if path.exists():
         # Only whole lines: a process that was killed may have left half a one.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        steps = [_step_of(line) for line in whole]
-        if torn := steps.count(None):
+        found = [(_step_of(line), line) for line in lines if line.endswith("\n")]
+        if torn := sum(own is None for own, _ in found):
             print(f"warning: {torn} lines of {path} are damaged and left out", file=sys.stderr)
-        kept = [
-            line for line, own in zip(whole, steps, strict=True) if own is not None and own <= step
-        ]
-        last = max((own for own in steps if own is not None and own <= step), default=0)
+        within = [(own, line) for own, line in found if own is not None and own <= step]
+        kept = [line for _, line in within]
+        last = max((own for own, _ in within), default=0)
     path.write_text("".join(kept), encoding="utf-8")
     return path.open("a", buffering=1, encoding="utf-8"), last  # a line at a time

@@ -5,7 +5,7 @@ The library's are those of its registry; dense ones and variants are lines below
 
 import collections
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,12 +81,12 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     "lion": dense("Lion", 3e-4, _lion),
     "muon": registry.muon("Muon", 32, 32)._replace(first_phase="warmup"),
     "onebit_adam_frozen": _frozen("dense warm-up, frozen variance", 32),
-    "onebit_adam_8": _frozen("warm-up at 8 bits, frozen variance", 8)._replace(
-        rate_of="onebit_adam_frozen"
-    ),
-    "onebit_adam_4": _frozen("warm-up at 4 bits, frozen variance", 4)._replace(
-        rate_of="onebit_adam_frozen"
-    ),
+    **{
+        f"onebit_adam_{bits}": _frozen(f"warm-up at {bits} bits, frozen variance", bits)._replace(
+            rate_of="onebit_adam_frozen"
+        )
+        for bits in (8, 4)
+    },
     "onebit_adam_published": registry.warming_up(
         "1-bit Adam, as published", 2e-3, onebit_jax.onebit_adam_published
     ),
@@ -111,27 +111,3 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
 }
 # Dense ones come first, as in tables.
 OPTIMIZERS = collections.ChainMap(REGISTRY, _DENSE_AND_VARIANTS)
-
-
-def check_names(names: tuple[str, ...]) -> str | None:
-    """What is wrong with a choice of optimizers, or None."""
-    if names and len(names) == len(set(names)) and OPTIMIZERS.keys() >= set(names):
-        return None
-    return f"one or more, each once, of {', '.join(OPTIMIZERS)}"
-
-
-def check_warmup(warmup: float | Literal["auto"], names: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether a warm-up is one that these optimizers have, and what it must be."""
-    by_number = [x for x in names if x in OPTIMIZERS and OPTIMIZERS[x].freezes_by_number]
-    expected = "a whole number of at least 1, a share of the steps below 1"
-    if warmup == "auto":
-        return not by_number, f"{expected} with {', '.join(by_number)}"
-    whole = isinstance(warmup, int) and 1 <= warmup < 2**31
-    return whole or 0 < warmup < 1, f"{expected}, or auto; below 2**31"
-
-
-def warmup_end(
-    warmup: int | Literal["auto"], schedule_warmup: int
-) -> int | onebit_jax.VarianceStable:
-    """When warm-up ends; by itself it does not before the learning rate has risen."""
-    return onebit_jax.variance_stable(min_steps=schedule_warmup) if warmup == "auto" else warmup

@@ -11,15 +11,9 @@ import numpy as np
 
 # Pictures are files: a display that the environment names, rightly or not, is never used.
 os.environ["MPLBACKEND"] = "agg"
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import (
-    FuncFormatter,
-    LogLocator,
-    NullLocator,
-    ScalarFormatter,
-    StrMethodFormatter,
-)
 
 # Okabe and Ito's palette without its yellow, told apart by every kind of colour vision.
 _GREY, _WINE = "#7F7F7F", "#882255"
@@ -136,15 +130,15 @@ def finish(axes: Axes) -> None:
     """Gives axes whose curves are drawn plain numbers at all ticks and a light grid."""
     for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         if axis.get_scale() == "log":
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
-            axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+            axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:,.10g}"))
         elif high >= 1000:
-            axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
         else:
-            formatter = ScalarFormatter(useOffset=False)
+            formatter = ticker.ScalarFormatter(useOffset=False)
             formatter.set_scientific(False)
             axis.set_major_formatter(formatter)
-        axis.set_minor_locator(NullLocator())
+        axis.set_minor_locator(ticker.NullLocator())
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -21,15 +21,13 @@ from train.cluster import check_shared, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
-from train.training import Task, Trainer, make_optimizer
+from train.training import AnyMesh, Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 Runs = Sequence[tuple[AnyConfig, Task]]
 
 
-def train_all(
-    config: RunConfig, runs: Runs[Any], mesh: Mesh | AbstractMesh, stop: StopRequest
-) -> None:
+def train_all(config: RunConfig, runs: Runs[Any], mesh: AnyMesh, stop: StopRequest) -> None:
     """Trains with each optimizer of each run."""
     for run, task in runs:
         for name in config.optimizers:
@@ -53,9 +51,7 @@ class Program(Generic[AnyConfig]):
     config: type[AnyConfig]
     make_task: Callable[[AnyConfig], Task]
     report: Callable[[pathlib.Path], tuple[str, pathlib.Path]]
-    train: Callable[[AnyConfig, Runs[AnyConfig], Mesh | AbstractMesh, StopRequest], None] = (
-        train_all
-    )
+    train: Callable[[AnyConfig, Runs[AnyConfig], AnyMesh, StopRequest], None] = train_all
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Runs the program.
@@ -161,7 +157,7 @@ def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     return found
 
 
-def _check(config: RunConfig, task: Task, mesh: Mesh | AbstractMesh) -> None:
+def _check(config: RunConfig, task: Task, mesh: AnyMesh) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
     config.check()
     if task.param_specs is not None:
@@ -177,7 +173,7 @@ def _check(config: RunConfig, task: Task, mesh: Mesh | AbstractMesh) -> None:
     check_folder(config, task.identity)
 
 
-def _make_mesh(config: RunConfig, processes: int) -> Mesh | AbstractMesh:
+def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
     """Starts JAX on the devices that the mesh's axes ask for.
 
     On fewer GPUs or TPU chips than workers, one simulates them all.
@@ -187,20 +183,18 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh | AbstractMesh:
     """
     axes = config.axes
     count = math.prod(axes.values())
-    fast = {name: size for name, size in axes.items() if name not in config.slow_axes}
-    given = f"--workers {count}: a device each"
+    rows = math.prod(axes[name] for name in config.batch_axes)
+    fast = len(axes) > len(config.slow_axes)
+    given = f"--workers {count}"
+    asked = f"{given}: a device each"
     if fast:
-        given = (
+        asked = (
             f"--mesh {','.join(f'{name}={size}' for name, size in axes.items())}: {count} devices"
         )
-    rows = math.prod(axes[name] for name in config.batch_axes)
+        given = f"{asked}, {rows} with rows of a batch of their own"
     if rows % processes:
         raise ValueError(
-            f"{given}, {rows} with rows of a batch of their own: not divisible among {processes} "
-            f"processes; take a multiple of {processes}"
-            if fast
-            else f"--workers {count}: not divisible among {processes} processes; take a multiple "
-            f"of {processes}"
+            f"{given}: not divisible among {processes} processes; take a multiple of {processes}"
         )
     # A running JAX takes it no more: then the caller has chosen the devices. On GPUs the programs
     # are for CPUs that say what simulated workers would send.
@@ -208,24 +202,20 @@ def _make_mesh(config: RunConfig, processes: int) -> Mesh | AbstractMesh:
         jax.config.update("jax_num_cpu_devices", count // processes)
     devices = jax.devices()
     several = jax.process_count() > 1
+    shape: Any = tuple(axes.values()), tuple(axes)
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     if len(devices) < count and not (several or fast) and devices[0].platform != "cpu":
         print(f"{count} workers, simulated on one {devices[0].device_kind}")
-        return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
+        return AbstractMesh(*shape, axis_types=types)
     if len(devices) < count or (several and len(devices) > count):
+        there = f"{len(devices)} ({devices[0].platform})"
         raise ValueError(
-            f"{given}, but the {jax.process_count()} processes have {len(devices)} "
-            f"({devices[0].platform}); take that many"
+            f"{asked}, but the {jax.process_count()} processes have {there}; take that many"
             if several
-            else f"{given}, but there are {len(devices)} ({devices[0].platform}); take at most "
-            "that many, or set JAX_PLATFORMS=cpu to simulate them"
+            else f"{asked}, but there are {there}; take at most that many, or set "
+            "JAX_PLATFORMS=cpu to simulate them"
         )
-    mesh = jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        axis_types=types,
-        devices=devices[:count],
-    )
+    mesh = jax.make_mesh(*shape, axis_types=types, devices=devices[:count])
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
     # loses it for those in loops where it reads a program from the cache: a worker's sum then meets
     # another worker's other sum, which gives wrong numbers or a crash.

@@ -9,9 +9,10 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ class Run(NamedTuple):
         return float(np.mean(column[-window(len(column)) :]))
 
     def seconds_a_step(self, phase: str) -> float:
-        """Median over the steps of a phase, so that compiling and pauses do not count."""
+        """Median over the steps of a phase, so that compiling and pauses do not count; or NaN."""
         inside = np.array([row["phase"] == phase for row in self.rows])
         pairs = inside[1:] & inside[:-1]
         times = np.diff(self.column("seconds"))[pairs] / np.diff(self.column("step"))[pairs]
@@ -97,17 +98,29 @@ class Metric(NamedTuple):
         return cell
 
 
+def sequences(config: Config) -> str:
+    """What a step of a run on text is made on."""
+    unit = "bytes" if config.get("tokenizer") == "bytes" else "tokens"
+    return f"sequences of {config['sequence_length']} {unit}"
+
+
+def corpus(config: Config) -> str:
+    """What a run on text was trained on."""
+    name = config["corpus"] or "the Python language reference (pydoc_data.topics)"
+    return f"Corpus: {name}."
+
+
 class Wording(NamedTuple):
     """What the report says of a model and of what it is judged on.
 
     Attributes:
         program: the module that trains it.
         title: its name and size, from a run's options.
-        examples: what a step is made on, after their number, from a run's options.
-        corpus: what was trained on, from a run's options.
         heldout_loss: the entry of `result.json` that optimizers are compared by.
         held_out: how much was held out, from `result.json`.
         metrics: the rows on held-out data, from a run.
+        examples: what a step is made on, after their number, from a run's options.
+        corpus: what was trained on, from a run's options.
         measure: what `heldout_loss` is, in words.
         section: what a run's table stands under, where there are several, from its options.
         write_files: writes what else belongs beside a result.
@@ -115,11 +128,11 @@ class Wording(NamedTuple):
 
     program: str
     title: Callable[[Config], str]
-    examples: Callable[[Config], str]
-    corpus: Callable[[Config], str]
     heldout_loss: str
     held_out: Callable[[dict[str, Any]], str]
     metrics: Callable[[Run], Mapping[str, Metric]]
+    examples: Callable[[Config], str] = sequences
+    corpus: Callable[[Config], str] = corpus
     measure: str = "held-out loss"
     section: Callable[[Config], str] | None = None
     write_files: Callable[[Run], object] = lambda run: None
@@ -160,66 +173,50 @@ class Wording(NamedTuple):
         )
         lines = [f"# {title}"]
         for section, by_name in sections.items():
-            lines += [f"\n## {section}"] * bool(section) + [
-                "",
-                *self._table(list(by_name.values())),
-            ]
+            heading = [f"\n## {section}"] if section else []
+            lines += [*heading, "", *self._table(list(by_name.values()))]
         picture = folder / ("metrics.png" if self.section else "loss.png")
         self._draw(sections, title, picture)
         text = "\n".join(lines) + "\n"
-        alt = picture.stem
-        (folder / "report.md").write_text(f"{text}\n![{alt}]({picture.name})\n", encoding="utf-8")
+        shown = f"{text}\n![{picture.stem}]({picture.name})\n"
+        (folder / "report.md").write_text(shown, encoding="utf-8")
         return text, picture
 
     def _table(self, columns: list[list[Run]]) -> list[str]:
         """A column for each optimizer, with the runs of all seeds, and what its steps send."""
         first = columns[0][0]
-        config, result = first.config, first.result
-        dense = _dense_bytes(first)
-        last = window(len(first.rows))
-        phases = dict.fromkeys(
-            phase for [run, *_] in columns for phase in run.result["bytes_a_step"]
-        )
-        rows: dict[str, Callable[[list[Run]], str]] = {
-            **{
-                title: lambda runs, metric=metric: metric.cell(runs, columns[0])
-                for title, metric in self.metrics(first).items()
-            },
-            f"training loss, mean of the last {last} logged steps": lambda runs: (
-                f"{runs[0].last('loss'):.4f}"
-            ),
-            "steps": lambda runs: f"{runs[0].result['steps']:,}",
-            "warm-up ended": lambda runs: _warmup_end(runs[0]),
-            **{
-                f"MB a worker sends in a step, {phase}": lambda runs, phase=phase: _bytes_cell(
-                    runs[0], phase, dense
-                )
-                for phase in phases
-            },
-            "MB a worker sent in all": lambda runs: _total_cell(runs[0], dense),
-            "optimizer state, bytes per parameter": lambda runs: (
-                f"{runs[0].result['state_bytes']:.2f}"
-            ),
-            **{
-                f"seconds per step, {phase} (median)": lambda runs, phase=phase: (
-                    f"{runs[0].seconds_a_step(phase):.3f}".replace("nan", "-")
-                )
-                for phase in phases
-            },
-        }
+        config, dense, last = first.config, _dense_bytes(first), window(len(first.rows))
+        phases = dict.fromkeys(x for [run, *_] in columns for x in run.result["bytes_a_step"])
+
+        def cells(runs: list[Run]) -> dict[str, str]:
+            run, sent = runs[0], runs[0].result["bytes_a_step"]
+            return {
+                "": run.label,
+                **{x: metric.cell(runs, columns[0]) for x, metric in self.metrics(first).items()},
+                f"training loss, mean of the last {last} logged steps": f"{run.last('loss'):.4f}",
+                "steps": f"{run.result['steps']:,}",
+                "warm-up ended": _warmup_end(run),
+                **{
+                    f"MB a worker sends in a step, {phase}": _bytes_cell(sent.get(phase), dense)
+                    for phase in phases
+                },
+                "MB a worker sent in all": _total_cell(run, dense),
+                "optimizer state, bytes per parameter": f"{run.result['state_bytes']:.2f}",
+                **{
+                    f"seconds per step, {phase} (median)": _seconds_cell(run, phase)
+                    for phase in phases
+                },
+            }
+
+        found = [cells(runs) for runs in columns]
         seeds = [run.config["seeds"][0] for run in columns[0]]
         several = "; medians over the seeds, and each of them" if len(seeds) > 1 else ""
         lines = [
             f"{config['batch_size']} {self.examples(config)} a step, seed "
             f"{', '.join(map(str, seeds))}, the same batches for each optimizer{several}. "
-            f"{self.corpus(config)} Held out: {self.held_out(result)}.",
+            f"{self.corpus(config)} Held out: {self.held_out(first.result)}.",
             "",
-            "| | " + " | ".join(run.label for [run, *_] in columns) + " |",
-            "|---" * (len(columns) + 1) + "|",
-            *(
-                f"| {title} | " + " | ".join(cell(runs) for runs in columns) + " |"
-                for title, cell in rows.items()
-            ),
+            *markdown([title, *(column[title] for column in found)] for title in found[0]),
         ]
         for [run, *_] in columns:
             lines += ["", f"What a step with {run.label} sends, read from its programs:", ""]
@@ -229,6 +226,7 @@ class Wording(NamedTuple):
     def _draw(
         self, sections: Mapping[str, Mapping[str, list[Run]]], title: str, path: pathlib.Path
     ) -> None:
+        where = record.where_and_when(record.context())
         if self.section:
             values, units = {}, {}
             for section, by_name in sections.items():
@@ -238,27 +236,25 @@ class Wording(NamedTuple):
                     OPTIMIZERS[name].label: [metric.of(run) for run in own]
                     for name, own in by_name.items()
                 }
-            where = record.where_and_when(record.context())
             draw_spread(values, f"{title}\n{where}", units, path)
             return
         runs = [run for [run, *_] in sections[""].values()]
-        curves = [
-            LossCurve(
-                run.label,
-                run.result[self.heldout_loss],
-                run.column("step"),
-                run.column("loss"),
-                run.column("bytes_sent"),
-                run.result["frozen_at"],
-                self.measure,
-                _warmup_bits(run),
-            )
-            for run in runs
-        ]
         config = runs[0].config
         steps = f"{runs[0].result['steps']:,} steps of {config['batch_size']}"
         what = f"{title}, {steps} {self.examples(config)}"
-        draw_losses(curves, f"{what}\n{record.where_and_when(record.context())}", path)
+        draw_losses([self._curve(run) for run in runs], f"{what}\n{where}", path)
+
+    def _curve(self, run: Run) -> LossCurve:
+        heldout, frozen_at = run.result[self.heldout_loss], run.result["frozen_at"]
+        steps, losses, sent = (run.column(key) for key in ("step", "loss", "bytes_sent"))
+        bits = _warmup_bits(run)
+        return LossCurve(run.label, heldout, steps, losses, sent, frozen_at, self.measure, bits)
+
+
+def markdown(rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a table, of which the first is the header."""
+    header, *lines = (f"| {' | '.join(row)} |" for row in rows)
+    return [header, re.sub(r"[^|]+", "---", header), *lines]
 
 
 def read_run(folder: pathlib.Path) -> Run | None:
@@ -287,17 +283,6 @@ def read_run(folder: pathlib.Path) -> Run | None:
 def loss_metric(key: str) -> Metric:
     """An entry of `result.json`, beside the first optimizer's."""
     return Metric(lambda run: run.result[key], beside=percent_more)
-
-
-def sequences(config: Config, unit: str) -> str:
-    """What a step of a run on text is made on."""
-    return f"sequences of {config['sequence_length']} {unit}"
-
-
-def corpus(config: Config) -> str:
-    """What a run on text was trained on."""
-    name = config["corpus"] or "the Python language reference (pydoc_data.topics)"
-    return f"Corpus: {name}."
 
 
 def _devices_of_a_worker(run: Run) -> int:
@@ -334,12 +319,15 @@ def _warmup_end(run: Run) -> str:
     )
 
 
-def _bytes_cell(run: Run, phase: str, dense: float) -> str:
-    sent = run.result["bytes_a_step"]
-    if phase not in sent:
+def _bytes_cell(sent: int | None, dense: float) -> str:
+    if sent is None:
         return "-"
-    cell = f"{sent[phase] / 1e6:.4g}"
-    return f"{cell} (1/{dense / sent[phase]:.1f} of dense)" if sent[phase] < dense else cell
+    cell = f"{sent / 1e6:.4g}"
+    return f"{cell} (1/{dense / sent:.1f} of dense)" if sent < dense else cell
+
+
+def _seconds_cell(run: Run, phase: str) -> str:
+    return f"{run.seconds_a_step(phase):.3f}".replace("nan", "-")
 
 
 def _total_cell(run: Run, dense: float) -> str:

@@ -11,15 +11,11 @@ class Stopped(Exception):  # noqa: N818 - it is no error
     """A run was stopped and saved.
 
     Attributes:
-        optimizer: which of the comparison's optimizers it was training with.
-        step: the updates made.
         signal: which one asked for it.
     """
 
     def __init__(self, optimizer: str, step: int, number: signal.Signals):
         super().__init__(f"{optimizer} stopped after step {step}")
-        self.optimizer = optimizer
-        self.step = step
         self.signal = number
 
 

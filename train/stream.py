@@ -1,11 +1,12 @@
 """Endless batches of shuffled examples, each process's share of them, that Grain can resume."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
+from jax.experimental import multihost_utils
 
 Arrays = dict[str, np.ndarray]
 
@@ -22,6 +23,23 @@ class Examples(NamedTuple):
     make: Callable[[int, np.random.Generator], Arrays]
     count: int
     unit: str
+
+
+def sequences(
+    make: Callable[[int, np.random.Generator], Arrays], count: int, length: int, least: int = 8
+) -> Examples:
+    """Sequences of tokens: what `make` gives, and `example_seed`, uint32, which dropout follows.
+
+    Raises:
+        ValueError: they are shorter than the `least` that makes sense.
+    """
+    check(length >= least, "sequence_length", length, f"at least {least}")
+
+    def seeded(index: int, rng: np.random.Generator) -> Arrays:
+        seed = np.array(rng.integers(2**32), np.uint32)
+        return make(index, rng) | {"example_seed": seed}
+
+    return Examples(seeded, count, f"sequences of {length} tokens")
 
 
 def stream(
@@ -50,15 +68,10 @@ def stream(
     """
     check(0 <= seed < 2**32, "seed", seed, "0 to 2**32 - 1")
     check(process_count >= 1, "process_count", process_count, "at least 1")
-    check(
-        0 <= process_index < process_count, "process_index", process_index, f"below {process_count}"
-    )
-    check(
-        batch_size >= 1 and batch_size % process_count == 0,
-        "batch_size",
-        batch_size,
-        f"a positive multiple of process_count, which is {process_count}",
-    )
+    is_one = 0 <= process_index < process_count
+    check(is_one, "process_index", process_index, f"below {process_count}")
+    multiple = f"a positive multiple of process_count, which is {process_count}"
+    check(batch_size >= 1 and batch_size % process_count == 0, "batch_size", batch_size, multiple)
     if examples.count < batch_size:
         raise ValueError(
             f"there are {examples.count} {examples.unit}, less than one batch: batch_size is "
@@ -111,6 +124,18 @@ def in_order(
         counts = places < examples.count
         rows = [examples.make(int(place), rng) for place in np.where(counts, places, 0)]
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]} | {"counts": counts}
+
+
+def of_examples(
+    batches: Iterable[Any], f: Callable[[Any], tuple[Any, ...]]
+) -> tuple[np.ndarray, ...]:
+    """What `f` gives for a batch, of each example of batches from `in_order`, on all processes."""
+    parts = []
+    for batch in batches:
+        made = multihost_utils.process_allgather((batch["counts"], *f(batch)), tiled=True)
+        counts, *columns = made
+        parts.append([column[counts] for column in columns])
+    return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
 def check(holds: bool, name: str, value: int, expected: str) -> None:

@@ -26,12 +26,15 @@ from onebit_jax.transforms.registry import Setting
 from train import checkpoint
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
-from train.metrics import MetricsLog
-from train.optimizers import OPTIMIZERS, warmup_end
+from train.metrics import MetricsLog, announced
+from train.models import decay_mask
+from train.optimizers import OPTIMIZERS
 from train.profiling import Profiler
-from train.progress import announced
 from train.stop import GaveUp, Stopped, StopRequest
 from train.stream import Arrays, Examples, first_batches, in_order, stream
+
+# Devices, or as many simulated workers.
+AnyMesh = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +45,11 @@ class Task:
         config: the options of the run.
         init: draws the parameters.
         loss_fn: as for `onebit_jax.train_step`, with metrics.
-        mask: which parameters are decayed.
         examples: what it is trained on.
         heldout: what it is judged on.
         judge: what `result.json` says of parameters on `heldout_batches`, as arrays on the mesh; it
             takes a model's state, where there is one, as `model_state`.
+        mask: which parameters are decayed.
         judged_whole: whether it is judged on all of `heldout`, in order; else on as many shuffled
             batches as the options say.
         write_files: writes what else belongs into the output folder.
@@ -58,10 +61,10 @@ class Task:
     config: RunConfig
     init: Callable[[], Any]
     loss_fn: Callable[..., tuple[Any, ...]]
-    mask: Callable[[Any], Any]
     examples: Examples
     heldout: Examples
     judge: Callable[..., dict[str, Any]]
+    mask: Callable[[Any], Any] = decay_mask
     judged_whole: bool = False
     write_files: Callable[[pathlib.Path], object] = lambda folder: None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -95,20 +98,19 @@ def make_optimizer(
     Raises:
         ValueError: a hyperparameter is out of range.
     """
-    optimizer = OPTIMIZERS[name]
+    warmup = config.warmup_steps
+    if warmup == "auto":
+        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup_steps)
+    same = {x: getattr(config, x) for x in ("steps", "b1", "b2", "eps", "weight_decay")}
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),
         axis_name=config.axis_name,
-        steps=config.steps,
-        warmup=warmup_end(config.warmup_steps, config.schedule_warmup_steps),
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+        warmup=warmup,
         mask=mask,
         exchange=config.exchange(),
+        **same,
     )
-    return optimizer.make(setting)
+    return OPTIMIZERS[name].make(setting)
 
 
 class Trainer:
@@ -124,13 +126,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        name: str,
-        config: RunConfig,
-        task: Task,
-        mesh: Mesh | AbstractMesh,
-        *,
-        any_rate: bool = False,
+        self, name: str, config: RunConfig, task: Task, mesh: AnyMesh, *, any_rate: bool = False
     ):
         self._name, self._task, self._mesh, self._any_rate = name, task, mesh, any_rate
         self._devices = mesh_of_arrays(mesh)
@@ -211,7 +207,7 @@ class Trainer:
                 )
             first = progress.step
             with profiler, MetricsLog(self._name, config, progress, self._bytes_sent) as log:
-                self._compiling = [log.compiling, lambda phase: profiler.compiling()]
+                self._compiling = [log.bar.compiling, lambda phase: profiler.compiling()]
                 for step, batch in zip(
                     range(first, config.steps), self._placed(batches), strict=False
                 ):
@@ -229,18 +225,15 @@ class Trainer:
                     due = config.diagnose_every is not None and done % config.diagnose_every == 0
                     if stopping or saving or due:
                         progress = log.land()
-                        found = onebit_jax.diagnose(
-                            *state[:2],
-                            self._mesh,
-                            axis_name=self._axis_name,
-                            model_state=state.model_state,
-                        )
-                        log.diagnosed(found)
+                        others = {"axis_name": self._axis_name, "model_state": state.model_state}
+                        log.diagnosed(onebit_jax.diagnose(*state[:2], self._mesh, **others))
                         log.flush()
                     if stopping or saving:
                         if OPTIMIZERS[self._name].local_steps:
                             state = state._replace(params=_synced(*state[:2]))
-                        checkpoint.save(checkpoints, progress, state, batches, self.optimizer)
+                        where = {"batches": batches.get_state()}
+                        extra = {"progress": dataclasses.asdict(progress), **where}
+                        checkpoints.save(done, *state, extra=extra, tx=self.optimizer)
                     if stopping:
                         checkpoints.close()
                         raise Stopped(self._name, done, stop.signal)
@@ -302,10 +295,9 @@ class Trainer:
 
     def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
         """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
-        by_axis: dict[str, list[wire.Collective]] = {}
-        for collective in self.collectives(phase):
-            by_axis.setdefault(collective.axis, []).append(collective)
-        return {axis: wire.bytes_sent(along) for axis, along in by_axis.items()}
+        found = self.collectives(phase)
+        axes = dict.fromkeys(x.axis for x in found)
+        return {axis: wire.bytes_sent(x for x in found if x.axis == axis) for axis in axes}
 
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
         return (to_mesh(batch, self._devices, self._batch_axes) for batch in batches)
@@ -368,7 +360,5 @@ def to_mesh(
 ) -> dict[str, jax.Array]:
     """This process's share of a batch, as a part of arrays that are split over axes of the mesh."""
     sharding = NamedSharding(mesh, P(axes))
-    return {
-        name: jax.make_array_from_process_local_data(sharding, array)
-        for name, array in batch.items()
-    }
+    place = functools.partial(jax.make_array_from_process_local_data, sharding)
+    return {name: place(array) for name, array in batch.items()}

@@ -47,7 +47,7 @@ def lm_case() -> Case:
 
 
 def bert_case() -> Case:
-    config = BertConfig(99, layers=2, hidden=32, heads=4, feed_forward=48, dropout=0.0)
+    config = BertConfig(2, 32, 4, 48, vocab_size=99, dropout=0.0)
     model = FineTuned(lambda rngs: SequenceClassifier(config, 3, rngs))
     nothing: Any = None
     params = model.init(Pretrained(config, {}, nothing), seed=0)

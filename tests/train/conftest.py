@@ -5,8 +5,9 @@ import pytest
 
 from tests.train.cifar10 import LABELS, PIXELS, write
 from train import images
-from train.bert import data
 from train.bert import model as bert_model
+from train.bert.tokenizer import train_tokenizer
+from train.corpus import read_corpus, split_heldout
 from train.lm import model
 
 
@@ -35,12 +36,12 @@ def small_bert():
 @pytest.fixture(scope="module")
 def documents():
     """The text inside Python itself, to train on and held out."""
-    return data.split_heldout(data.read_corpus(None))
+    return split_heldout(read_corpus(None))
 
 
 @pytest.fixture(scope="module")
 def tokenizer(documents):
-    return data.train_tokenizer(documents[0], 1024)
+    return train_tokenizer(documents[0], 1024)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from train.bert import data
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, train_tokenizer
+from train.corpus import read_corpus
 from train.stream import stream
 
 
@@ -191,10 +192,10 @@ def test_sequences_that_are_too_short(corpus):
 
 
 def test_real_corpus(shared_dir):
-    train = data.read_corpus(shared_dir / "data/corpus/train")
-    documents = data.read_corpus(shared_dir / "data/corpus/heldout")
+    train = read_corpus(shared_dir / "data/corpus/train")
+    documents = read_corpus(shared_dir / "data/corpus/heldout")
     assert (len(train), len(documents)) == (69, 62)
-    tokenizer = data.train_tokenizer(documents, 8192)
+    tokenizer = train_tokenizer(documents, 8192)
     assert tokenizer.vocab_size == 8192
     corpus = data.tokenize(documents, tokenizer)
     assert np.mean(corpus.tokens == tokenizer.unk_id) < 1e-3

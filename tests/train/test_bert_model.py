@@ -13,13 +13,13 @@ from train.bert.model import (
     SIZES,
     BertConfig,
     BertForPreTraining,
-    decay_mask,
     init_params,
     pretraining_loss,
 )
+from train.models import decay_mask
 
 VOCAB = 50
-SMALL = BertConfig(VOCAB, layers=2, hidden=16, heads=2, feed_forward=32)
+SMALL = BertConfig(layers=2, hidden=16, heads=2, feed_forward=32, vocab_size=VOCAB)
 BATCH, LENGTH, MASKED = 4, 12, 3
 
 init = jax.jit(init_params, static_argnums=0)
@@ -89,7 +89,7 @@ def test_unknown_size_names_the_known():
 
 
 def test_init_is_truncated_normal_and_follows_the_seed():
-    config = BertConfig(4096, layers=1, hidden=32, heads=2, feed_forward=64)
+    config = BertConfig(layers=1, hidden=32, heads=2, feed_forward=64, vocab_size=4096)
     params = init(config, 0)
     table = params["embeddings"]["token"]["embedding"]
     # Cut at two standard deviations, as TensorFlow's initializer of that name, and not rescaled.
@@ -168,11 +168,10 @@ def test_encoder_ends_in_a_layer_norm(batch):
     """Post-LN: while scales are 1 and biases 0, every token leaves with mean 0, variance 1."""
 
     @jax.jit
-    def encode(params, input_ids, token_type_ids, attention_mask):
-        return nnx.merge(graphdef, params).encode(input_ids, token_type_ids, attention_mask)
+    def encode(params, batch):
+        return nnx.merge(graphdef, params).encode(batch)
 
-    inputs = (batch[name] for name in ("input_ids", "token_type_ids", "attention_mask"))
-    hidden = encode(init(SMALL, 0), *inputs)
+    hidden = encode(init(SMALL, 0), batch)
     assert hidden.shape == (BATCH, LENGTH, SMALL.hidden)
     np.testing.assert_allclose(hidden.mean(-1), 0, atol=1e-6)
     np.testing.assert_allclose(hidden.var(-1), 1, rtol=1e-5)

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from train.bert import data
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, load_tokenizer, train_tokenizer
+from train.corpus import read_corpus, split_heldout
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -25,46 +25,46 @@ def write(folder: pathlib.Path, **texts: str) -> pathlib.Path:
 def test_files_are_read_in_order_and_blank_lines_part_documents(tmp_path):
     write(tmp_path, b="\n\nfour\r\n \t\r\nfive\r\n", a="one\ntwo \n\n\nthree")
     (tmp_path / "notes.md").write_text("not read")
-    assert data.read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
+    assert read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
 
 
 def test_missing_folder(tmp_path):
     with pytest.raises(ValueError, match=r"corpus folder .*nowhere does not exist"):
-        data.read_corpus(tmp_path / "nowhere")
+        read_corpus(tmp_path / "nowhere")
 
 
 def test_folder_without_text_files(tmp_path):
     (tmp_path / "corpus.csv").write_text("text")
     with pytest.raises(ValueError, match=r"has no \.txt files: give a folder"):
-        data.read_corpus(tmp_path)
+        read_corpus(tmp_path)
 
 
 def test_folder_of_empty_files(tmp_path):
     with pytest.raises(ValueError, match=r"all 2 \.txt files are empty"):
-        data.read_corpus(write(tmp_path, a="", b="\n \n"))
+        read_corpus(write(tmp_path, a="", b="\n \n"))
 
 
 def test_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
     write(tmp_path, a="fine")
     (tmp_path / "b.txt").write_bytes("é".encode() + "café".encode("latin-1"))
     with pytest.raises(ValueError, match=r"b\.txt is not UTF-8: byte 0xe9 at offset 5"):
-        data.read_corpus(tmp_path)
+        read_corpus(tmp_path)
 
 
 def test_embedded_corpus_has_each_paragraph_once_and_on_one_line():
-    documents = data.read_corpus(None)
+    documents = read_corpus(None)
     paragraphs = [paragraph for document in documents for paragraph in document]
     assert len(documents) > 50
     assert sum(map(len, paragraphs)) > 250_000
     assert len(set(paragraphs)) == len(paragraphs)
     assert not any("\n" in paragraph for paragraph in paragraphs)
     assert not any(set(paragraph) <= set("*=-+|~^ ") for paragraph in paragraphs)
-    assert documents == data.read_corpus(None)
+    assert documents == read_corpus(None)
 
 
 def test_heldout_is_a_twentieth_and_parts_the_documents():
     documents = [[f"{d} {p}" for p in range(400)] for d in range(4)]
-    train, heldout = data.split_heldout(documents)
+    train, heldout = split_heldout(documents)
     assert [len(document) for document in heldout] == [8] * 10
     assert train[0][-1] == "0 151"
     assert heldout[0][0] == "0 152"
@@ -78,7 +78,7 @@ def test_heldout_is_a_twentieth_and_parts_the_documents():
 
 def test_too_little_text_to_hold_out():
     with pytest.raises(ValueError, match="the corpus has 152 paragraphs, too few to hold out 8"):
-        data.split_heldout([["paragraph"] * 76] * 2)
+        split_heldout([["paragraph"] * 76] * 2)
 
 
 # ------------------------------------------------------------------------------------- tokenizer
@@ -87,7 +87,7 @@ def test_too_little_text_to_hold_out():
 def test_saved_vocabulary_gives_the_trained_tokenizer(tmp_path, tokenizer, documents):
     path = tokenizer.save_vocab(tmp_path)
     assert path == tmp_path / "vocab.txt"
-    loaded = data.load_tokenizer(path)
+    loaded = load_tokenizer(path)
     assert loaded.vocabulary == tokenizer.vocabulary
     assert loaded.vocabulary[:5] == SPECIAL_TOKENS
     assert loaded.vocab_size == 1024
@@ -121,7 +121,7 @@ def test_training_gives_the_same_vocabulary_in_every_process():
 
 def test_trained_alphabet_keeps_the_commonest_characters():
     rare = "".join(chr(0x4E00 + i) for i in range(1500))
-    tokenizer = data.train_tokenizer([["aaa bbb", rare]], 2000)
+    tokenizer = train_tokenizer([["aaa bbb", rare]], 2000)
     assert {"a", "##a", "b", "##b", chr(0x4E00)} <= set(tokenizer.vocabulary)
     assert chr(0x4E00 + 1499) not in tokenizer.vocabulary
 
@@ -148,9 +148,9 @@ def test_bad_vocabulary(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        data.load_tokenizer(path)
+        load_tokenizer(path)
 
 
 def test_vocabulary_size_below_the_characters():
     with pytest.raises(ValueError, match="vocab_size is 6; this corpus needs at least 9"):
-        data.train_tokenizer([["ab"]], 6)
+        train_tokenizer([["ab"]], 6)

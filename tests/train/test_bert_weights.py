@@ -16,7 +16,7 @@ from train.bert.model import BertConfig, Encoder, init_params
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 
 VOCABULARY = (*SPECIAL_TOKENS, *"abcdefghijk")
-CONFIG = BertConfig(len(VOCABULARY), layers=2, hidden=8, heads=2, feed_forward=16)
+CONFIG = BertConfig(layers=2, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
 
 
 @pytest.fixture
@@ -127,19 +127,19 @@ def packaged():
 def test_packaged_weights_give_the_hidden_states_that_transformers_gives(packaged):
     path = pathlib.Path(__file__).parent.parent / "data" / "bert_hidden_states.npz"
     with np.load(path) as recorded:
-        ids = [recorded[name] for name in ("input_ids", "token_type_ids", "attention_mask")]
+        ids = {name: recorded[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
         expected = {name: recorded[name] for name in ("embeddings", "last", "pooled")}
     abstract = nnx.eval_shape(lambda: Encoder(packaged.config, nnx.Rngs(0)))
     encoder = nnx.merge(nnx.graphdef(abstract), packaged.params)
-    counts = ids[2].astype(bool)
-    embeddings = encoder.embeddings(ids[0], ids[1], None)
-    last = encoder.encode(*ids)
+    counts = ids["attention_mask"].astype(bool)
+    embeddings = encoder.embeddings(ids, None)
+    last = encoder.encode(ids)
     # What padding is turned into is seen by no one.
     np.testing.assert_allclose(embeddings[counts], expected["embeddings"][counts], atol=1e-5)
     np.testing.assert_allclose(last[counts], expected["last"][counts], atol=1e-4)
     np.testing.assert_allclose(encoder.pool(last), expected["pooled"], atol=1e-4)
     assert counts.sum() < counts.size
-    assert ids[1].any()
+    assert ids["token_type_ids"].any()
 
 
 def test_packaged_weights_there_and_back(packaged, tmp_path):

@@ -12,8 +12,8 @@ from tests.train.bad_input import assert_refused
 from tests.train.runs import printed, result, rows
 from train import compare, comparison
 from train.bert import model
+from train.comparison import or_infinite, sweep
 from train.optimizers import OPTIMIZERS
-from train.sweep import or_infinite, sweep
 
 pytestmark = pytest.mark.usefixtures("small_bert")
 

@@ -15,8 +15,7 @@ import pytest
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, PIXELS
 from train import images
-from train.batch_norms import decay_mask
-from train.dcgan import data, evaluation, model
+from train.dcgan import evaluation, model
 from train.dcgan.__main__ import main
 from train.dcgan.model import (
     DCGANConfig,
@@ -24,6 +23,7 @@ from train.dcgan.model import (
     init_params,
     init_statistics,
 )
+from train.models import decay_mask
 from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +36,7 @@ BATCH = {"image": PIXELS, "noise_seed": np.full(16, 7, np.uint32)}
 def small_model():
     """A model that compiles fast, in the place of the default."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "small", 4)
+        patch.setitem(model.SIZES, "small", (4,))
         yield
 
 
@@ -150,7 +150,7 @@ def test_images_are_made_by_running_averages():
 
 def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
     seen, mirrored, seeds = [], 0, set()
-    for batch in itertools.islice(stream(data.examples(IMAGES), batch_size=4), 16):
+    for batch in itertools.islice(stream(images.mirrored_images(IMAGES), batch_size=4), 16):
         seeds |= set(batch["noise_seed"].tolist())
         for image in batch["image"]:
             [(number, swapped)] = [

@@ -8,9 +8,8 @@ import pytest
 
 from tests.train.bad_input import assert_refused
 from train.bert import weights
-from train.bert.inputs import join, shorten
 from train.bert.model import BertConfig, init_params
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, join, shorten
 from train.glue import data
 from train.glue.__main__ import main
 from train.glue.tasks import TASKS, accuracy, f1, matthews, pearson, read_examples, spearman
@@ -159,7 +158,7 @@ def test_the_examples_of_all_parts_follow_one_another(tmp_path):
 
 def checkpoint(folder):
     """A tiny checkpoint."""
-    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
     params = jax.tree.map(np.asarray, init_params(config, seed=0))
     weights.save(folder, weights.Pretrained(config, params, TOKENIZER))
     return folder

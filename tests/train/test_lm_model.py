@@ -14,11 +14,11 @@ from train.lm.model import (
     LMConfig,
     apply,
     attend,
-    decay_mask,
     init_params,
     next_token_loss,
     rotate,
 )
+from train.models import decay_mask
 
 CONFIG = LMConfig(layers=2, hidden=32, heads=4, feed_forward=48)
 INPUTS = jnp.asarray(np.random.default_rng(0).integers(256, size=(3, 20), dtype=np.int32))

@@ -12,7 +12,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.train.bad_input import assert_refused
-from train import schedules
 from train.bert import pretrain
 from train.bert.config import Config
 from train.config import check_folder, shared_options, write_config
@@ -102,14 +101,16 @@ def test_bad_input_from_the_shell(tmp_path):
 
 def test_exponential_schedule():
     """1-bit Adam's BERT: up to 4e-4 in 12.5 thousand steps, then 0.99 of it every 520."""
-    schedule = schedules.exponential(4e-4, warmup=12_500, rate=0.99, every=520)
+    options: Any = {"learning_rate": 4e-4, "schedule_warmup": 12_500, "decay_rate": 0.99}
+    config = Config(schedule="exponential", decay_every=520, steps=100_000, **options)
+    schedule = config.learning_rate_schedule()
     steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
     expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
     assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
 
 
 def test_cosine_schedule():
-    schedule = schedules.cosine(1e-3, warmup=10, steps=110)
+    schedule = Config(schedule_warmup=10, steps=110).learning_rate_schedule()
     rates = [np.asarray(schedule(step)) for step in (0, 9, 10, 60, 110)]
     assert rates == pytest.approx([1e-4, 1e-3, 1e-3, 5e-4, 0], rel=1e-5, abs=1e-9)
 

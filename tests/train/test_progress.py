@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tests import small_task
-from train.progress import StepBar, announced
+from train.metrics import StepBar, announced
 
 PLAIN, WARMUP, COMPRESSED = SAID = (
     "compiling the step",

@@ -15,10 +15,10 @@ from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from tests.train.runs import at_step, metrics, result, sigterm
 from train import images
-from train.batch_norms import decay_mask
-from train.resnet import data, model
+from train.models import decay_mask
+from train.resnet import model
 from train.resnet.__main__ import main
-from train.resnet.evaluation import Judge
+from train.resnet.evaluation import judge
 from train.resnet.model import (
     ResNetConfig,
     apply,
@@ -61,7 +61,7 @@ def cropped_pixel_by_pixel(image, top, left, mirrored):
 @pytest.mark.parametrize(("top", "left"), [(0, 0), (4, 4), (8, 3), (2, 8)])
 def test_a_crop_is_the_reference(top, left, mirrored):
     expected = cropped_pixel_by_pixel(PIXELS[0], top, left, mirrored)
-    np.testing.assert_array_equal(data.cropped(PIXELS[0], top, left, mirrored), expected)
+    np.testing.assert_array_equal(images.cropped(PIXELS[0], top, left, mirrored), expected)
 
 
 def test_batches_have_every_image_once_an_epoch_in_all_crops():
@@ -70,7 +70,7 @@ def test_batches_have_every_image_once_an_epoch_in_all_crops():
     pixels = np.stack([np.dstack([places, np.full((32, 32), 1 + i)]) for i in range(16)])
     real = images.Images(pixels.astype(np.uint8), LABELS)
     seen, drawn = [], []
-    for batch in itertools.islice(stream(data.examples(real), batch_size=4), 16):
+    for batch in itertools.islice(stream(images.cropped_images(real), batch_size=4), 16):
         assert batch["image"].shape == (4, 32, 32, 3)
         for image, label in zip(batch["image"], batch["label"], strict=True):
             row, column, number = image[16, 16].astype(int)
@@ -92,7 +92,7 @@ def test_every_crop_is_drawn():
     real = images.Images(pixel, np.zeros(3000, np.int32))
     found = {
         tuple(np.argwhere(image[..., 0])[0])
-        for batch in itertools.islice(stream(data.examples(real), batch_size=100), 30)
+        for batch in itertools.islice(stream(images.cropped_images(real), batch_size=100), 30)
         for image in batch["image"]
     }
     rows = set(range(10 - 4, 10 + 5))
@@ -216,7 +216,7 @@ def test_rematerialised_it_is_the_same():
 
 def test_judged_by_hand():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    found = Judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
+    found = judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
     logits = np.asarray(applied(params, state, PIXELS, train=False)[0], np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
     assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)

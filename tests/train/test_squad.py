@@ -13,8 +13,7 @@ from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 from train.squad.__main__ import main
 from train.squad.config import DEV, TRAIN
 from train.squad.data import read_questions, windows
-from train.squad.decoding import answers
-from train.squad.scoring import exact_match, f1, normalize, score
+from train.squad.evaluation import answers, exact_match, f1, normalize, score
 
 WORDS = "in the year 1066 william of normandy won a battle at hastings who when where ? ."
 VOCABULARY = (*SPECIAL_TOKENS, *dict.fromkeys(WORDS.split()), "##s", "cafe")
@@ -134,7 +133,7 @@ def test_the_real_file(shared_dir):
 
 
 def options(folder):
-    config = BertConfig(len(VOCABULARY), layers=1, hidden=8, heads=2, feed_forward=16)
+    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
     params = jax.tree.map(np.asarray, init_params(config, seed=0))
     weights.save(folder / "weights", weights.Pretrained(config, params, TOKENIZER))
     return [

@@ -1,6 +1,7 @@
 """The options of a pre-training of BERT."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from train.bert.model import MAX_POSITIONS
@@ -25,10 +26,8 @@ class Config(TextConfig):
     vocab: str | None = None
     vocab_size: Count = 4096
 
-    def requirements(self) -> list[tuple[str, bool, str]]:
+    def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """As those of all runs, and BERT's own."""
-        positions = f"at most {MAX_POSITIONS}, the model's positions"
-        return [
-            *super().requirements(),
-            ("sequence_length", self.sequence_length <= MAX_POSITIONS, positions),
-        ]
+        yield from super().requirements()
+        fits = self.sequence_length <= MAX_POSITIONS
+        yield "sequence_length", fits, f"at most {MAX_POSITIONS}, the model's positions"

@@ -3,7 +3,7 @@
     documents = read_corpus(folder)                    # folder None: the text inside Python itself
     documents, heldout = split_heldout(documents)      # or read_corpus(heldout_folder)
     tokenizer = train_tokenizer(documents, 8192)       # or load_tokenizer("vocab.txt")
-    corpus = tokenize(documents, tokenizer)            # all of these are what load(...) does
+    corpus = tokenize(documents, tokenizer)
     iterator = train.stream.stream(examples(corpus, 64), batch_size=32)
 
 Every example is a function of the seed and its number in the stream alone, so a Grain iterator's
@@ -13,34 +13,14 @@ whole state is one number, and any example can be made again.
 import bisect
 import itertools
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from train.bert.inputs import join
-from train.bert.tokenizer import (
-    SPECIAL_TOKENS,
-    WordPieceTokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
-from train.corpus import read_corpus, read_texts, split_heldout
-from train.stream import Examples, check
-
-__all__ = [
-    "TokenizedCorpus",
-    "examples",
-    "load",
-    "load_tokenizer",
-    "max_predictions",
-    "read_corpus",
-    "split_heldout",
-    "tokenize",
-    "train_tokenizer",
-]
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, join
+from train.stream import Arrays, Examples, check, sequences
 
 MASKED_PERCENT = 15
 IS_NEXT, IS_RANDOM = 0, 1
@@ -80,45 +60,20 @@ def tokenize(documents: Sequence[Sequence[str]], tokenizer: WordPieceTokenizer) 
         The corpus; sentences and documents without a token are left out.
     """
     sentences: list[str] = []
-    counts: list[int] = []
+    ends = [0]
     for document in documents:
-        before = len(sentences)
         for paragraph in document:
             sentences.extend(_SENTENCE_END.split(paragraph))
-        counts.append(len(sentences) - before)
+        ends.append(len(sentences))
     ids = tokenizer.encode(sentences)
     lengths = np.array([len(sentence) for sentence in ids], np.int64)
     kept = lengths > 0
-    document_ends = np.concatenate([[0], np.cumsum(kept)])[np.cumsum(counts, dtype=np.int64)]
     return TokenizedCorpus(
         tokens=np.concatenate([np.empty(0, np.int32), *ids]),
         sentence_starts=_starts(lengths[kept]),
-        document_starts=np.unique(np.concatenate([[0], document_ends])),
+        document_starts=np.unique(_starts(kept)[ends]),
         tokenizer=tokenizer,
     )
-
-
-def load(
-    corpus: str | os.PathLike[str] | None,
-    heldout: str | os.PathLike[str] | None,
-    *,
-    vocab: str | os.PathLike[str] | None,
-    vocab_size: int,
-) -> tuple[TokenizedCorpus, TokenizedCorpus]:
-    """Reads and encodes the texts to train on and those held out.
-
-    Args:
-        corpus: a folder of text files; None for the text inside Python itself.
-        heldout: a folder of the held-out text; None to hold out a part of the corpus.
-        vocab: WordPiece vocab.txt; None to train one on the corpus.
-        vocab_size: its size, where one is trained.
-
-    Raises:
-        ValueError: a text or the vocabulary is missing or unfit.
-    """
-    documents, judged_on = read_texts(corpus, heldout)
-    tokenizer = train_tokenizer(documents, vocab_size) if vocab is None else load_tokenizer(vocab)
-    return tokenize(documents, tokenizer), tokenize(judged_on, tokenizer)
 
 
 def max_predictions(sequence_length: int) -> int:
@@ -144,7 +99,7 @@ def examples(corpus: TokenizedCorpus, sequence_length: int) -> Examples:
     """
     check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
     make = _ExampleMaker(corpus, sequence_length)
-    return Examples(make, len(make.chunks), f"sequences of {sequence_length} tokens")
+    return sequences(make, len(make.chunks), sequence_length)
 
 
 class _ExampleMaker:
@@ -162,10 +117,8 @@ class _ExampleMaker:
         self.length = sequence_length
         self.room = sequence_length - _SPECIAL_POSITIONS
         self.corpus = corpus
-        special = [corpus.tokenizer.vocabulary.index(token) for token in SPECIAL_TOKENS]
-        self.ordinary = np.setdiff1d(
-            np.arange(corpus.tokenizer.vocab_size, dtype=np.int32), special
-        )
+        vocabulary = np.array(corpus.tokenizer.vocabulary)
+        self.ordinary = np.flatnonzero(~np.isin(vocabulary, SPECIAL_TOKENS)).astype(np.int32)
         longest = self.room // 2
         lengths = np.diff(corpus.sentence_starts)
         pieces = -(-lengths // longest)
@@ -194,19 +147,12 @@ class _ExampleMaker:
                 first = stop - 1 if starts[stop] > full else stop
         return np.array(chunks, np.int64).reshape(-1, 3)
 
-    def __call__(self, index: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        seed = rng.integers(2**32)
+    def __call__(self, index: int, rng: np.random.Generator) -> Arrays:
         label = IS_NEXT if rng.random() < 0.5 else IS_RANDOM
         a, b = self._pair(index, label, rng)
         inputs = join(self.corpus.tokenizer, a, b, self.length)
-        positions, labels, weights = self._mask(inputs["input_ids"], len(a), len(b), rng)
-        return inputs | {
-            "masked_positions": positions,
-            "masked_labels": labels,
-            "masked_weights": weights,
-            "next_sentence_label": np.array(label, np.int32),
-            "example_seed": np.array(seed, np.uint32),
-        }
+        masked = self._mask(inputs["input_ids"], len(a), len(b), rng)
+        return inputs | masked | {"next_sentence_label": np.array(label, np.int32)}
 
     def _pair(
         self, index: int, label: int, rng: np.random.Generator
@@ -233,7 +179,7 @@ class _ExampleMaker:
 
     def _mask(
         self, input_ids: np.ndarray, a_length: int, b_length: int, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ) -> Arrays:
         """Masks `input_ids` in place; returns positions, labels and weights, each `[P]`."""
         room = max_predictions(self.length)
         # As in BERT, [CLS] and [SEP] count towards the 15 %, though they are never masked.
@@ -241,8 +187,7 @@ class _ExampleMaker:
         count = max(1, round(used * MASKED_PERCENT / 100))
         chosen = np.sort(rng.permutation(a_length + b_length)[:count])
         where = chosen + 1 + (chosen >= a_length)
-        positions = np.zeros(room, np.int32)
-        labels = np.zeros(room, np.int32)
+        positions, labels = np.zeros((2, room), np.int32)
         weights = np.zeros(room, np.float32)
         positions[:count] = where
         labels[:count] = input_ids[where]
@@ -251,7 +196,7 @@ class _ExampleMaker:
         random_ids = self.ordinary[rng.integers(len(self.ordinary), size=count)]
         kept_or_random = np.where(fate < 0.9, random_ids, input_ids[where])
         input_ids[where] = np.where(fate < 0.8, self.corpus.tokenizer.mask_id, kept_or_random)
-        return positions, labels, weights
+        return {"masked_positions": positions, "masked_labels": labels, "masked_weights": weights}
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:

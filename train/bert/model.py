@@ -14,16 +14,15 @@ Parameters travel as a plain nested dict of arrays, as Optax and onebit_jax expe
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Params = dict[str, Any]
-Batch = Mapping[str, jax.Array]
-Losses = dict[str, jax.Array]
+from train import models
+from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
 
 MAX_POSITIONS = 512
 TOKEN_TYPES = 2
@@ -41,58 +40,45 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class BertConfig:
-    """The shape of a BERT, and how it is computed.
+class BertConfig(models.Shape):
+    """The shape of a BERT, and how it is computed; norms' statistics, softmax and heads in float32.
 
     Attributes:
-        vocab_size: number of tokens.
         layers: layers of attention and feed-forward.
         hidden: width of the hidden states.
         heads: attention heads.
         feed_forward: width between a layer's last two matrices.
+        vocab_size: number of tokens.
         dropout: rate.
-        bfloat16: whether to compute in bfloat16, but for norms' statistics, softmax and heads.
-        remat: whether to compute each layer again for its gradients, which takes less memory.
     """
 
-    vocab_size: int
+    SIZES: ClassVar = SIZES
+
     layers: int
     hidden: int
     heads: int
     feed_forward: int
+    vocab_size: int
     dropout: float = 0.1
-    bfloat16: bool = False
-    remat: bool = False
-
-    @classmethod
-    def of_size(cls, size: str, vocab_size: int, **options: Any) -> "BertConfig":
-        """One of the published sizes: tiny, mini, small, base or large."""
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(vocab_size, *SIZES[size], **options)
-
-    @property
-    def dtype(self) -> Any:
-        """What matrices are multiplied in."""
-        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> nnx.Linear:
-    init = jax.nn.initializers.truncated_normal(INIT_STDDEV)
-    return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
+_init = jax.nn.initializers.truncated_normal(INIT_STDDEV)
+
+
+def linear(inputs: int, outputs: int, rngs: nnx.Rngs, dtype: Any = jnp.float32) -> nnx.Linear:
+    """A matrix and biases; float32 unless they are an encoder layer's."""
+    return nnx.Linear(inputs, outputs, kernel_init=_init, dtype=dtype, rngs=rngs)
 
 
 def _embed(rows: int, config: BertConfig, rngs: nnx.Rngs) -> nnx.Embed:
-    init = jax.nn.initializers.truncated_normal(INIT_STDDEV)
-    return nnx.Embed(rows, config.hidden, embedding_init=init, dtype=config.dtype, rngs=rngs)
+    return nnx.Embed(rows, config.hidden, embedding_init=_init, dtype=config.dtype, rngs=rngs)
 
 
 def _layer_norm(config: BertConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.hidden, epsilon=LAYER_NORM_EPSILON, dtype=config.dtype, rngs=rngs)
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=False)
+_gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
 class Embeddings(nnx.Module):
@@ -103,15 +89,13 @@ class Embeddings(nnx.Module):
         self.position = _embed(MAX_POSITIONS, config, rngs)
         self.token_type = _embed(TOKEN_TYPES, config, rngs)
         self.norm = _layer_norm(config, rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
-    def __call__(
-        self, input_ids: jax.Array, token_type_ids: jax.Array, rngs: nnx.Rngs | None
-    ) -> jax.Array:
+    def __call__(self, batch: Batch, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B, S]` token ids and types to `[B, S, hidden]`."""
-        positions = self.position(jnp.arange(input_ids.shape[1]))
-        x = self.token(input_ids) + positions + self.token_type(token_type_ids)
-        return self.dropout(self.norm(x), deterministic=rngs is None, rngs=rngs)
+        positions = self.position(jnp.arange(batch["input_ids"].shape[1]))
+        x = self.token(batch["input_ids"]) + positions + self.token_type(batch["token_type_ids"])
+        return self.dropout(self.norm(x), rngs)
 
 
 class SelfAttention(nnx.Module):
@@ -120,9 +104,9 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         self.heads = config.heads
         self.query, self.key, self.value, self.output = (
-            _linear(config.hidden, config.hidden, rngs, config.dtype) for _ in range(4)
+            linear(config.hidden, config.hidden, rngs, config.dtype) for _ in range(4)
         )
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, visible: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         """`x` `[B, S, hidden]` attends to the tokens where `visible` `[B, 1, 1, S]` is true."""
@@ -132,8 +116,7 @@ class SelfAttention(nnx.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
         scores *= split[-1] ** -0.5
         weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
-        weights = weights.astype(value.dtype)
-        weights = self.dropout(weights, deterministic=rngs is None, rngs=rngs)
+        weights = self.dropout(weights.astype(value.dtype), rngs)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.output(mixed.reshape(batch, length, hidden))
 
@@ -144,26 +127,23 @@ class Layer(nnx.Module):
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         self.attention = SelfAttention(config, rngs)
         self.attention_norm = _layer_norm(config, rngs)
-        self.expand = _linear(config.hidden, config.feed_forward, rngs, config.dtype)
-        self.contract = _linear(config.feed_forward, config.hidden, rngs, config.dtype)
+        self.expand = linear(config.hidden, config.feed_forward, rngs, config.dtype)
+        self.contract = linear(config.feed_forward, config.hidden, rngs, config.dtype)
         self.feed_forward_norm = _layer_norm(config, rngs)
-        self.dropout = nnx.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, visible: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B, S, hidden]` to the same shape; `visible` as in `SelfAttention`."""
-
-        def dropout(y: jax.Array) -> jax.Array:
-            return self.dropout(y, deterministic=rngs is None, rngs=rngs)
-
-        x = self.attention_norm(x + dropout(self.attention(x, visible, rngs)))
-        return self.feed_forward_norm(x + dropout(self.contract(_gelu(self.expand(x)))))
+        x = self.attention_norm(x + self.dropout(self.attention(x, visible, rngs), rngs))
+        forwarded = self.contract(_gelu(self.expand(x)))
+        return self.feed_forward_norm(x + self.dropout(forwarded, rngs))
 
 
 class MlmHead(nnx.Module):
     """Vocabulary logits from hidden states; the output matrix is the token embedding itself."""
 
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
-        self.transform = _linear(config.hidden, config.hidden, rngs, config.dtype)
+        self.transform = linear(config.hidden, config.hidden, rngs, config.dtype)
         self.norm = _layer_norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros(config.vocab_size))
 
@@ -182,18 +162,17 @@ class Encoder(nnx.Module):
         self.remat = config.remat
         self.embeddings = Embeddings(config, rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
-        self.pooler = _linear(config.hidden, config.hidden, rngs)
+        self.pooler = linear(config.hidden, config.hidden, rngs)
 
-    def encode(
-        self,
-        input_ids: jax.Array,
-        token_type_ids: jax.Array,
-        attention_mask: jax.Array,
-        rngs: nnx.Rngs | None = None,
-    ) -> jax.Array:
-        """Hidden states `[B, S, hidden]` of `[B, S]` ids; dropout is on where `rngs` is given."""
-        visible = attention_mask[:, None, None, :] != 0
-        x = self.embeddings(input_ids, token_type_ids, rngs)
+    def encode(self, batch: Batch, rngs: nnx.Rngs | None = None) -> jax.Array:
+        """Hidden states `[B, S, hidden]` of a batch; dropout is on where `rngs` is given.
+
+        Args:
+            batch: has `input_ids`, `token_type_ids` and `attention_mask`, integers `[B, S]`.
+            rngs: of dropout.
+        """
+        visible = batch["attention_mask"][:, None, None, :] != 0
+        x = self.embeddings(batch, rngs)
         call = nnx.remat(Layer.__call__) if self.remat else Layer.__call__
         for layer in self.layers:
             x = call(layer, x, visible, rngs)
@@ -210,13 +189,11 @@ class BertForPreTraining(Encoder):
     def __init__(self, config: BertConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
         self.mlm_head = MlmHead(config, rngs)
-        self.nsp_head = _linear(config.hidden, 2, rngs)
+        self.nsp_head = linear(config.hidden, 2, rngs)
 
     def __call__(self, batch: Batch, rngs: nnx.Rngs | None = None) -> tuple[jax.Array, jax.Array]:
         """Logits of a batch: MLM `[B, P, vocab_size]` at the masked positions, NSP `[B, 2]`."""
-        hidden = self.encode(
-            batch["input_ids"], batch["token_type_ids"], batch["attention_mask"], rngs
-        )
+        hidden = self.encode(batch, rngs)
         # The vocabulary is by far the widest product: only the positions that are scored pay it.
         masked = jnp.take_along_axis(hidden, batch["masked_positions"][..., None], axis=1)
         return self.mlm_head(masked, self.embeddings.token), self.nsp_head(self.pool(hidden))
@@ -228,24 +205,10 @@ def init_params(config: BertConfig, seed: int) -> Params:
     Returns:
         A nested dict of float32 arrays.
     """
-    model = BertForPreTraining(config, nnx.Rngs(params=jax.random.key(seed)))
-    return nnx.to_pure_dict(nnx.state(model))
+    return models.draw_params(functools.partial(BertForPreTraining, config), seed)
 
 
-def decay_mask(params: Params) -> Params:
-    """Which parameters weight decay acts on: kernels and embeddings, not biases or LayerNorms."""
-    return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """`[..., classes]` logits and `[...]` class numbers to the cross entropy of each, in nats."""
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-
-def pretraining_loss(
-    config: BertConfig, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, Losses]]:
+def pretraining_loss(config: BertConfig, *, train: bool = True) -> Loss:
     """The function `(params, batch) -> (loss, {"mlm_loss", "nsp_loss"})` for a model's shape.
 
     The loss is the mean cross entropy over the batch's masked tokens, in nats, plus that of the
@@ -259,15 +222,12 @@ def pretraining_loss(
 
     Args:
         config: The model's shape.
-        train: Whether dropout is on. Its masks follow from the batch's first `example_seed`, so
-            they are the same however the run is cut into processes or resumed.
+        train: Whether dropout is on.
     """
-    abstract = nnx.eval_shape(lambda: BertForPreTraining(config, nnx.Rngs(0)))
-    graphdef = nnx.graphdef(abstract)
 
-    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Losses]:
-        model = nnx.merge(graphdef, params)
-        rngs = nnx.Rngs(dropout=jax.random.key(batch["example_seed"][0])) if train else None
+    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        model = models.merge(functools.partial(BertForPreTraining, config), params)
+        rngs = models.dropout_rngs(batch) if train else None
         mlm_logits, nsp_logits = model(batch, rngs)
         weights = batch["masked_weights"]
         mlm_losses = cross_entropy(mlm_logits, batch["masked_labels"])

@@ -11,7 +11,7 @@ The same command again goes on where it stopped. Of several processes, each runs
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,15 +19,12 @@ import jax
 from train import digest
 from train.bert import data
 from train.bert.config import Config
-from train.bert.model import (
-    BertConfig,
-    Losses,
-    decay_mask,
-    init_params,
-    pretraining_loss,
-)
+from train.bert.model import BertConfig, init_params, pretraining_loss
+from train.bert.tokenizer import load_tokenizer, train_tokenizer
+from train.corpus import read_texts
+from train.models import Batch, Loss
 from train.program import Program
-from train.report import Metric, Wording, corpus, loss_metric, sequences
+from train.report import Metric, Wording, loss_metric
 from train.training import Task
 
 
@@ -37,29 +34,27 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a text or the vocabulary is missing or unfit.
     """
-    train, heldout = data.load(
-        config.corpus, config.heldout, vocab=config.vocab, vocab_size=config.vocab_size
-    )
-    shape = config.size, train.tokenizer.vocab_size
+    texts = read_texts(config.corpus, config.heldout)
+    if config.vocab is None:
+        tokenizer = train_tokenizer(texts[0], config.vocab_size)
+    else:
+        tokenizer = load_tokenizer(config.vocab)
+    train, heldout = (data.tokenize(documents, tokenizer) for documents in texts)
+    shape = config.size, tokenizer.vocab_size
     model = BertConfig.of_size(*shape, dropout=config.dropout, **config.precision)
     return Task(
         config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=pretraining_loss(model),
-        mask=decay_mask,
         examples=data.examples(train, config.sequence_length),
         heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
-        write_files=train.tokenizer.save_vocab,
+        write_files=tokenizer.save_vocab,
         identity={"text_digest": digest.of_arrays(*train[:3], *heldout[:3])},
     )
 
 
-def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Losses]],
-    params: Any,
-    batches: Iterable[Mapping[str, Any]],
-) -> dict[str, float]:
+def heldout_losses(loss_fn: Loss, params: Any, batches: Iterable[Batch]) -> dict[str, float]:
     """Mean held-out losses: of a masked token, and of a next-sentence label.
 
     Args:
@@ -85,8 +80,6 @@ def heldout_losses(
 WORDING = Wording(
     program="train.bert.pretrain",
     title=lambda config: f"BERT {config['size']}",
-    examples=lambda config: sequences(config, "tokens"),
-    corpus=corpus,
     heldout_loss="heldout_mlm_loss",
     held_out=lambda result: f"{result['heldout_masked_tokens']:,} masked tokens",
     metrics=lambda _: {

@@ -1,4 +1,4 @@
-"""BERT's uncased WordPiece: trained on a corpus, or read from a `vocab.txt`."""
+"""BERT's uncased WordPiece, trained or read from a `vocab.txt`; and sequences of its tokens."""
 
 import collections
 import os
@@ -9,7 +9,8 @@ import numpy as np
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from train.corpus import in_parts, read_utf8
+from train.corpus import encodings, read_utf8
+from train.stream import Arrays
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -51,11 +52,8 @@ class WordPieceTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text, int32 `[tokens]`, without `[CLS]` and `[SEP]`."""
-        return [
-            np.array(encoding.ids, np.int32)
-            for part in in_parts(texts)
-            for encoding in self._tokenizer.encode_batch_fast(part, add_special_tokens=False)
-        ]
+        found = encodings(self._tokenizer.encode_batch_fast, texts)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """As `encode`, with the characters that each token begins and ends at, int32 `[tokens, 2]`.
@@ -63,12 +61,8 @@ class WordPieceTokenizer:
         They are places in the text as it was given, capitals and accents included.
         """
         return [
-            (
-                np.array(encoding.ids, np.int32),
-                np.array(encoding.offsets, np.int32).reshape(-1, 2),
-            )
-            for part in in_parts(texts)
-            for encoding in self._tokenizer.encode_batch(part, add_special_tokens=False)
+            (np.array(found.ids, np.int32), np.array(found.offsets, np.int32).reshape(-1, 2))
+            for found in encodings(self._tokenizer.encode_batch, texts)
         ]
 
     def save_vocab(self, folder: str | os.PathLike[str]) -> pathlib.Path:
@@ -164,3 +158,49 @@ def _continuing_characters(
         word = tokenizer.normalizer.normalize_str("a" + character)
         if len(tokenizer.pre_tokenizer.pre_tokenize_str(word)) == 1:
             yield _CONTINUING + character
+
+
+def join(
+    tokenizer: WordPieceTokenizer, first: np.ndarray, second: np.ndarray | None, length: int
+) -> Arrays:
+    """`[CLS] first [SEP]`, or `[CLS] first [SEP] second [SEP]`, of ids that fit.
+
+    Args:
+        tokenizer: has the special tokens' ids.
+        first: int32 `[tokens]`.
+        second: likewise, or None.
+        length: S, positions in a sequence.
+
+    Returns:
+        `input_ids`, `token_type_ids` (1 from the second text on) and `attention_mask` (0 on
+        padding), int32 `[S]`.
+    """
+    input_ids = np.full(length, tokenizer.pad_id, np.int32)
+    token_type_ids, attention_mask = np.zeros((2, length), np.int32)
+    used = len(first) + 2
+    input_ids[0] = tokenizer.cls_id
+    input_ids[1 : used - 1] = first
+    input_ids[used - 1] = tokenizer.sep_id
+    if second is not None:
+        begin, used = used, used + len(second) + 1
+        input_ids[begin : used - 1] = second
+        input_ids[used - 1] = tokenizer.sep_id
+        token_type_ids[begin:used] = 1
+    attention_mask[:used] = 1
+    return {
+        "input_ids": input_ids,
+        "token_type_ids": token_type_ids,
+        "attention_mask": attention_mask,
+    }
+
+
+def shorten(
+    first: np.ndarray, second: np.ndarray | None, length: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Cuts the ends of texts that `join` could not fit, a token at a time off the longer one."""
+    if second is None:
+        return first[: length - 2], None
+    room = length - 3
+    kept = max(room - len(second), (room + 1) // 2)
+    first = first[:kept]
+    return first, second[: room - len(first)]

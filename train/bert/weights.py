@@ -13,16 +13,11 @@ import jax
 import numpy as np
 
 from train import hugging_face
-from train.bert.model import (
-    LAYER_NORM_EPSILON,
-    MAX_POSITIONS,
-    TOKEN_TYPES,
-    BertConfig,
-    Params,
-    init_params,
-)
+from train.bert import model
+from train.bert.model import BertConfig
 from train.bert.tokenizer import WordPieceTokenizer, load_tokenizer
 from train.hugging_face import Place
+from train.models import Params
 
 # Parts that a checkpoint has or has not, as wholes; it always has the others.
 OPTIONAL = ("pooler", "mlm_head", "nsp_head")
@@ -49,9 +44,9 @@ _LAYER: dict[str, Place] = {
 _FIXED = {
     "model_type": "bert",
     "hidden_act": "gelu",
-    "layer_norm_eps": LAYER_NORM_EPSILON,
-    "max_position_embeddings": MAX_POSITIONS,
-    "type_vocab_size": TOKEN_TYPES,
+    "layer_norm_eps": model.LAYER_NORM_EPSILON,
+    "max_position_embeddings": model.MAX_POSITIONS,
+    "type_vocab_size": model.TOKEN_TYPES,
     "position_embedding_type": "absolute",
 }
 _SHAPE = {
@@ -126,18 +121,11 @@ def load(folder: str | os.PathLike[str]) -> Pretrained:
 
 def _read_config(path: pathlib.Path) -> BertConfig:
     values = hugging_face.read_config(path)
-    wrong = [
-        f"{name} is {values[name]!r}, not {expected!r}"
-        for name, expected in _FIXED.items()
-        if values.get(name, expected) != expected
-    ]
-    if wrong:
-        raise ValueError(f"{path} is of another architecture than BERT's: {'; '.join(wrong)}")
-    hugging_face.check_sizes(values, _SHAPE.values(), _SHAPE["heads"], path)
+    hugging_face.check_architecture(path, _FIXED | values, _FIXED, " than BERT's")
+    shape = hugging_face.sizes_of(values, _SHAPE, path)
     dropout = values.get("hidden_dropout_prob", 0.1)
     if not (type(dropout) in (int, float) and 0 <= dropout < 1):
         raise ValueError(f"{path}: hidden_dropout_prob is {dropout!r:.60}, not from 0 to below 1")
-    shape = {ours: values[theirs] for ours, theirs in _SHAPE.items()}
     return BertConfig(**shape, dropout=dropout)
 
 
@@ -158,11 +146,10 @@ def _of_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
         return load_tokenizer(root / "vocab.txt")
     path = root / _TOKENIZER
     found = hugging_face.read_config(path).get("model")
-    model = found if isinstance(found, dict) else {}
-    kind = model.get("type")
-    if kind != "WordPiece":
-        raise ValueError(f"{path} is a {kind} tokenizer, but BERT's is WordPiece")
-    ids = model.get("vocab")
+    read = found if isinstance(found, dict) else {}
+    if read.get("type") != "WordPiece":
+        raise ValueError(f"{path} is a {read.get('type')} tokenizer, but BERT's is WordPiece")
+    ids = read.get("vocab")
     if not isinstance(ids, dict) or not all(type(x) is int for x in ids.values()):
         raise ValueError(f"{path}: its vocab must give each token its id, a whole number")
     for expected, (own, token) in enumerate(sorted((own, token) for token, own in ids.items())):
@@ -207,7 +194,7 @@ def _fit(config: BertConfig, tensors: dict[str, np.ndarray], path: pathlib.Path)
     for name, same in _TIED.items():
         if name in tensors and np.array_equal(tensors[name], tensors.get(same, ())):
             del tensors[name]
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    shapes = jax.eval_shape(lambda: model.init_params(config, 0))
     return hugging_face.to_params(tensors, _places(config), shapes, path, OPTIONAL)
 
 

@@ -10,17 +10,14 @@ The same command again goes on where it stopped. Of several processes, each runs
 
 import base64
 import functools
-import pathlib
 import sys
 
-from train import digest, images
-from train.batch_norms import decay_mask
-from train.dcgan import data
 from train.dcgan.config import Config
-from train.dcgan.evaluation import Judge
+from train.dcgan.evaluation import judge
 from train.dcgan.model import DCGANConfig, adversarial_loss, init_params, init_statistics
+from train.images import image_task, mirrored_images, wording
 from train.program import Program
-from train.report import Metric, Run, Wording, loss_metric
+from train.report import Metric, Run, loss_metric
 from train.training import Task
 
 
@@ -30,18 +27,13 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a file of images is missing or unfit.
     """
-    train, test = images.read_folder(pathlib.Path(config.data))
     model = DCGANConfig.of_size(config.size, **config.precision)
-    return Task(
+    return image_task(
         config,
+        mirrored_images,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=adversarial_loss(model),
-        mask=decay_mask,
-        examples=data.examples(train),
-        heldout=images.heldout(test),
-        judged_whole=True,
-        judge=Judge(model, config.seed),
-        identity={"data_digest": digest.of_arrays(*train, *test)},
+        judge=judge(model, config.seed),
         init_model_state=functools.partial(init_statistics, model),
     )
 
@@ -50,13 +42,10 @@ def _write_samples(run: Run) -> None:
     (run.folder / "samples.png").write_bytes(base64.b64decode(run.result["samples"]))
 
 
-WORDING = Wording(
-    program="train.dcgan",
+WORDING = wording(
+    "train.dcgan",
     title=lambda config: f"DCGAN {config['size']}",
-    examples=lambda config: "images",
-    corpus=lambda config: "CIFAR-10.",
     heldout_loss="sliced_wasserstein",
-    held_out=lambda result: f"{result['heldout_images']:,} images",
     metrics=lambda _: {
         "sliced Wasserstein distance to held-out images, x 1,000": loss_metric(
             "sliced_wasserstein"

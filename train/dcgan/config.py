@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from train.config import Count, Fraction, ImageConfig, NotNegative, Positive, Share
+from train.config import Count, Fraction, NotNegative, Positive, Share
+from train.images import ImageConfig
 
 
 @dataclasses.dataclass(frozen=True)

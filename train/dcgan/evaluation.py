@@ -13,8 +13,9 @@ each where there are as many, in the place of 16,384 and 128.
 """
 
 import base64
+import functools
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jax.experimental import multihost_utils
 from scipy import ndimage
 
 from train.dcgan.model import NOISE, DCGANConfig, generate
+from train.stream import of_examples
 
 LEVELS = 2
 PATCH = 7
@@ -88,33 +90,24 @@ def sliced_wasserstein(real: np.ndarray, made: np.ndarray, seed: int = 0) -> lis
     return [1000 * distance(patches(a, rng), patches(b, rng), rng) for a, b in levels]
 
 
-class Judge:
-    """Says how a generator does; compiled once.
+def judge(config: DCGANConfig, seed: int) -> Callable[..., dict[str, Any]]:
+    """The function `(params, batches, model_state)` that says how a generator does; compiled once.
+
+    It gives `sliced_wasserstein`, and its mean over the levels; how many images; and 64 of them,
+    given the batches of `train.stream.in_order` and the batch norms' statistics.
 
     Args:
         config: the model's shape.
         seed: of the noise.
     """
+    made_of = jax.jit(functools.partial(generate, config))
 
-    def __init__(self, config: DCGANConfig, seed: int):
-        self._generate = jax.jit(
-            lambda params, statistics, noise: generate(config, params, statistics, noise)
-        )
-        self._seed = seed
-
-    def __call__(self, params: Any, batches: Iterable[Any], model_state: Any) -> dict[str, Any]:
-        """`sliced_wasserstein`, and its mean over the levels; how many images; and 64 of them.
-
-        Args:
-            params: of both networks.
-            batches: from `train.stream.in_order`.
-            model_state: the batch norms' statistics.
-        """
-        real = np.concatenate(list(_real(batches)))[:IMAGES]
-        noise = np.random.default_rng(self._seed).standard_normal((len(real), NOISE), np.float32)
+    def judged(params: Any, batches: Iterable[Any], model_state: Any) -> dict[str, Any]:
+        real = of_examples(batches, lambda batch: (batch["image"],))[0][:IMAGES]
+        noise = np.random.default_rng(seed).standard_normal((len(real), NOISE), np.float32)
         # In parts: all at once their layers would take gigabytes.
         parts = np.array_split(noise, -(-len(noise) // 128))
-        generated = (self._generate(params, model_state, part) for part in parts)
+        generated = (made_of(params, model_state, part) for part in parts)
         made = np.concatenate([multihost_utils.process_allgather(x, tiled=True) for x in generated])
         levels = sliced_wasserstein(real, made)
         return {
@@ -124,14 +117,7 @@ class Judge:
             "samples": png(made[: GRID**2]),
         }
 
-
-def _real(batches: Iterable[Any]) -> Iterator[np.ndarray]:
-    for batch in batches:
-        image, counts = (
-            multihost_utils.process_allgather(batch[name], tiled=True)
-            for name in ("image", "counts")
-        )
-        yield image[counts]
+    return judged
 
 
 def png(images: np.ndarray) -> str:

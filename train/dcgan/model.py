@@ -12,17 +12,15 @@ and batch-norm statistics are float32, and travel as plain nested dicts of array
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.batch_norms import Params, Statistics, merge, split
+from train import models
 from train.images import SIDE
-
-Batch = Mapping[str, jax.Array]
+from train.models import Batch, Params, StatefulLoss, StatefulLosses, Statistics
 
 NOISE = 100
 LEAK = 0.2
@@ -33,34 +31,20 @@ _STAGES = 3
 _SMALLEST = SIDE >> _STAGES
 
 # channels of the layers beside the image
-SIZES = {"small": 32, "large": 128}
+SIZES = {"small": (32,), "large": (128,)}
 
 
 @dataclasses.dataclass(frozen=True)
-class DCGANConfig:
-    """The shape of both networks.
+class DCGANConfig(models.Shape):
+    """The shape of both networks; statistics, images and logits are float32.
 
     Attributes:
         channels: of the layers beside the image; with every halving of the side they double.
-        bfloat16: whether to compute in bfloat16, but for statistics, images and logits.
-        remat: whether to compute each network again for its gradients, which takes less memory.
     """
 
+    SIZES: ClassVar = SIZES
+
     channels: int
-    bfloat16: bool = False
-    remat: bool = False
-
-    @classmethod
-    def of_size(cls, size: str, **options: bool) -> "DCGANConfig":
-        """One of the sizes small and large; else a `ValueError`."""
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(SIZES[size], **options)
-
-    @property
-    def dtype(self) -> Any:
-        """What is convolved in."""
-        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
     @property
     def widths(self) -> list[int]:
@@ -129,17 +113,17 @@ class DCGAN(nnx.Module):
 
 def init_params(config: DCGANConfig, seed: int) -> Params:
     """Parameters drawn from `seed`: `generator` and `discriminator`, nested dicts of float32."""
-    return split(DCGAN(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+    return models.draw_params(functools.partial(DCGAN, config), seed)
 
 
 def init_statistics(config: DCGANConfig) -> Statistics:
     """The batch norms' running means, 0, and variances, 1: as `init_params`."""
-    return split(DCGAN(config, nnx.Rngs(0)))[1]
+    return models.split(DCGAN(config, nnx.Rngs(0)))[1]
 
 
 def merged(config: DCGANConfig, params: Params, statistics: Statistics) -> DCGAN:
     """Both networks, with these parameters and statistics."""
-    return merge(functools.partial(DCGAN, config), params, statistics)
+    return models.merge(functools.partial(DCGAN, config), params, statistics)
 
 
 def scaled(images: jax.Array) -> jax.Array:
@@ -155,9 +139,7 @@ def generate(
     return jnp.round((made + 1) * 127.5).astype(jnp.uint8)
 
 
-def adversarial_loss(
-    config: DCGANConfig,
-) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, dict[str, jax.Array], Statistics]]:
+def adversarial_loss(config: DCGANConfig) -> StatefulLoss:
     r"""The function `(params, batch, model_state) -> (loss, metrics, model_state)` for a shape.
 
     With logits $D$, the loss is the sum of both networks' own, each cut off from the parameters of
@@ -173,9 +155,7 @@ def adversarial_loss(
     the first decides the noise. Metrics are both losses, in nats.
     """
 
-    def loss_fn(
-        params: Params, batch: Batch, model_state: Statistics
-    ) -> tuple[jax.Array, dict[str, jax.Array], Statistics]:
+    def loss_fn(params: Params, batch: Batch, model_state: Statistics) -> StatefulLosses:
         generator, discriminator = Generator.__call__, Discriminator.__call__
         if config.remat:
             generator = nnx.remat(generator, static_argnums=2)
@@ -191,6 +171,6 @@ def adversarial_loss(
         discriminator_loss = jnp.mean(jax.nn.softplus(-real_logits) + jax.nn.softplus(made_logits))
         generator_loss = jnp.mean(jax.nn.softplus(-discriminator(fixed, made)))
         metrics = {"discriminator_loss": discriminator_loss, "generator_loss": generator_loss}
-        return discriminator_loss + generator_loss, metrics, split(model)[1]
+        return discriminator_loss + generator_loss, metrics, models.split(model)[1]
 
     return loss_fn

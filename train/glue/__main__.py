@@ -15,7 +15,6 @@ import jax
 
 from train.bert import weights
 from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
-from train.bert.model import decay_mask
 from train.finetuning import identity, wording
 from train.glue import data
 from train.glue.config import Config, task_folder
@@ -41,7 +40,6 @@ def make_task(config: Config) -> Task:
         config,
         init=functools.partial(model.init, pretrained, config.seed),
         loss_fn=classification_loss(model, len(task.classes)),
-        mask=decay_mask,
         examples=data.examples([train], config.sequence_length),
         heldout=data.examples(list(dev.values()), config.sequence_length),
         judged_whole=True,

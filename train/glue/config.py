@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, ClassVar, Self
 
-from train.config import Range
+from train.config import names_of
 from train.finetuning import FineTuneConfig
 from train.glue.tasks import TASKS, read_examples
 
@@ -23,13 +23,7 @@ class Config(FineTuneConfig):
 
     MODEL: ClassVar[str] = "glue"
 
-    tasks: Annotated[
-        tuple[str, ...],
-        Range(
-            f"one or more, each once, of {', '.join(TASKS)}",
-            lambda x: 0 < len(x) == len(set(x)) and TASKS.keys() >= set(x),
-        ),
-    ] = ("mrpc",)
+    tasks: Annotated[tuple[str, ...], names_of(TASKS)] = ("mrpc",)
 
     def runs(self) -> list[Self]:
         """A run for each task and seed, of as many steps as the epochs have.

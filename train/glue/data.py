@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.bert.inputs import join, shorten
-from train.bert.tokenizer import WordPieceTokenizer
+from train.bert.tokenizer import WordPieceTokenizer, join, shorten
 from train.glue.tasks import GlueTask, read_examples
-from train.stream import Arrays, Examples, check
+from train.stream import Arrays, Examples, sequences
 
 
 class Encoded(NamedTuple):
@@ -26,15 +25,6 @@ class Encoded(NamedTuple):
     seconds: list[np.ndarray] | None
     labels: np.ndarray
     tokenizer: WordPieceTokenizer
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def example(self, index: int, length: int) -> Arrays:
-        """An example of so many positions, its longer sentence cut at the end to fit."""
-        second = None if self.seconds is None else self.seconds[index]
-        texts = shorten(self.firsts[index], second, length)
-        return join(self.tokenizer, *texts, length) | {"labels": self.labels[index]}
 
 
 def load(
@@ -63,7 +53,7 @@ def load(
 
 
 def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
-    """The examples of all parts, one part after another.
+    """The examples of all parts, one part after another; the longer sentence cut to fit.
 
     Args:
         parts: from `load`.
@@ -76,13 +66,14 @@ def examples(parts: Sequence[Encoded], sequence_length: int) -> Examples:
     Raises:
         ValueError: sequences are too short.
     """
-    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
-    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded))]
+    where = [(part, i) for part, encoded in enumerate(parts) for i in range(len(encoded.labels))]
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
-        part, within = where[index]
-        seed = np.array(rng.integers(2**32), np.uint32)
-        example = parts[part].example(within, sequence_length)
-        return example | {"part": np.array(part, np.int32), "example_seed": seed}
+        del rng
+        part, i = where[index]
+        firsts, seconds, labels, tokenizer = parts[part]
+        texts = shorten(firsts[i], None if seconds is None else seconds[i], sequence_length)
+        inputs = join(tokenizer, *texts, sequence_length)
+        return inputs | {"labels": labels[i], "part": np.array(part, np.int32)}
 
-    return Examples(make, len(where), f"sequences of {sequence_length} tokens")
+    return sequences(make, len(where), sequence_length)

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from train.glue.tasks import GlueTask
+from train.stream import of_examples
 
 
 def judge(
@@ -30,13 +29,9 @@ def judge(
         `metrics` in percent, by name and, where there are several parts, by part: `{"f1": 90.0}`,
         or `{"accuracy, dev_matched": 80.0, ...}`; and `heldout_examples`.
     """
-    columns = [[], [], []]
-    for batch in batches:
-        found = (apply(params, batch), batch["labels"], batch["part"])
-        counts, *made = multihost_utils.process_allgather((batch["counts"], *found), tiled=True)
-        for column, values in zip(columns, made, strict=True):
-            column.append(values[counts])
-    outputs, label, part = map(np.concatenate, columns)
+    outputs, label, part = of_examples(
+        batches, lambda batch: (apply(params, batch), batch["labels"], batch["part"])
+    )
     predictions = outputs.argmax(-1) if task.classes else outputs[:, 0]
     found = {}
     for number, name in enumerate(parts):

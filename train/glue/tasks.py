@@ -74,6 +74,8 @@ class GlueTask:
         return len(self.classes) or 1
 
 
+_ACCURACY: dict[str, Metric] = {"accuracy": accuracy}
+_F1: dict[str, Metric] = {"f1": f1, "accuracy": accuracy}
 _BINARY = ("0", "1")
 _ENTAILMENT = ("entailment", "not_entailment")
 _PAIR = ("sentence1", "sentence2")
@@ -82,30 +84,18 @@ TASKS: dict[str, GlueTask] = {
     task.name.lower(): task
     for task in (
         GlueTask("CoLA", (3,), 1, _BINARY, {"matthews": matthews}, header=False),
-        GlueTask("SST-2", ("sentence",), "label", _BINARY, {"accuracy": accuracy}),
-        GlueTask(
-            "MRPC",
-            ("#1 String", "#2 String"),
-            "Quality",
-            _BINARY,
-            {"f1": f1, "accuracy": accuracy},
-        ),
-        GlueTask("RTE", _PAIR, "label", _ENTAILMENT, {"accuracy": accuracy}),
-        GlueTask("QNLI", ("question", "sentence"), "label", _ENTAILMENT, {"accuracy": accuracy}),
-        GlueTask(
-            "QQP",
-            ("question1", "question2"),
-            "is_duplicate",
-            _BINARY,
-            {"f1": f1, "accuracy": accuracy},
-        ),
+        GlueTask("SST-2", ("sentence",), "label", _BINARY, _ACCURACY),
+        GlueTask("MRPC", ("#1 String", "#2 String"), "Quality", _BINARY, _F1),
+        GlueTask("RTE", _PAIR, "label", _ENTAILMENT, _ACCURACY),
+        GlueTask("QNLI", ("question", "sentence"), "label", _ENTAILMENT, _ACCURACY),
+        GlueTask("QQP", ("question1", "question2"), "is_duplicate", _BINARY, _F1),
         GlueTask("STS-B", _PAIR, "score", (), {"spearman": spearman, "pearson": pearson}),
         GlueTask(
             "MNLI",
             _PAIR,
             "gold_label",
             ("contradiction", "entailment", "neutral"),
-            {"accuracy": accuracy},
+            _ACCURACY,
             dev_files=("dev_matched.tsv", "dev_mismatched.tsv"),
         ),
     )
@@ -154,14 +144,13 @@ def read_examples(task: GlueTask, path: pathlib.Path) -> tuple[list[tuple[str, .
 
 
 def _places(task: GlueTask, path: pathlib.Path, header: Sequence[str]) -> list[int]:
-    missing = [name for name in (*task.sentences, task.label) if name not in header]
-    if missing:
+    names = [str(name) for name in (*task.sentences, task.label)]
+    if missing := [name for name in names if name not in header]:
+        no, given, expected = (", ".join(map(repr, x)) for x in (missing, header, names))
         raise ValueError(
-            f"{path}, line 1: no column {', '.join(map(repr, missing))} in "
-            f"{', '.join(map(repr, header))}; {task.name}'s files name "
-            f"{', '.join(map(repr, (*task.sentences, task.label)))}"
+            f"{path}, line 1: no column {no} in {given}; {task.name}'s files name {expected}"
         )
-    return [header.index(str(name)) for name in (*task.sentences, task.label)]
+    return [header.index(name) for name in names]
 
 
 def _number(task: GlueTask, label: str, where: str) -> float:

@@ -1,15 +1,17 @@
 """The options of a pre-training of a language model."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from train.config import AXIS, MOST, Count, Fraction, OptimizerNames, Positive, Range, TextConfig
+from train import config
+from train.config import AXIS, MOST
 from train.lm.sharding import FAST_AXES, FSDP
 from train.lm.tokenizer import BYTES
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(TextConfig):
+class Config(config.TextConfig):
     """Pre-trains a decoder-only language model with each of several optimizers, from one seed.
 
     All see the same batches. The same command again goes on where it stopped. At the end
@@ -25,22 +27,20 @@ class Config(TextConfig):
     """
 
     MODEL: ClassVar[str] = "lm"
-    FREE: ClassVar[tuple[str, ...]] = (*TextConfig.FREE, "mesh")
+    FREE: ClassVar[tuple[str, ...]] = (*config.TextConfig.FREE, "mesh")
 
     size: Literal["nano", "micro", "small", "medium"] = "nano"
-    optimizers: OptimizerNames = ("adam", "onebit_adam", "onebit_muon")
-    sequence_length: Annotated[
-        int, Range("a whole number of at least 2, below 2**31", lambda x: 2 <= x < 2**31)
-    ] = 128
-    dropout: Fraction = 0.0
+    optimizers: config.OptimizerNames = ("adam", "onebit_adam", "onebit_muon")
+    sequence_length: Annotated[int, config.whole(2)] = 128
+    dropout: config.Fraction = 0.0
     tokenizer: Literal["bytes", "bpe"] = "bytes"
     mesh: str | None = None
     scale_per: Literal["shard", "tensor"] = "shard"
     vocab_size: Annotated[
-        int, Range(f"more than the {BYTES} bytes, below 2**31", lambda x: BYTES < x < 2**31)
+        int, config.Range(f"more than the {BYTES} bytes, below 2**31", lambda x: BYTES < x < 2**31)
     ] = 1024
-    steps: Count = 400
-    learning_rate: Positive = 4e-3
+    steps: config.Count = 400
+    learning_rate: config.Positive = 4e-3
     schedule_warmup: int | float = 40
     warmup: int | float | Literal["auto"] = "auto"
 
@@ -94,8 +94,8 @@ class Config(TextConfig):
         own = {} if self.scale_per == "shard" else {"scale_per": self.scale_per}
         return super().exchange() | own
 
-    def requirements(self) -> list[tuple[str, bool, str]]:
+    def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Options, whether each suits the others, and what it must be."""
+        yield from super().requirements()
         split = self.scale_per == "shard" or bool(self.fast_axes)
-        expected = "shard, since no --mesh splits tensors"
-        return [*super().requirements(), ("scale_per", split, expected)]
+        yield "scale_per", split, "shard, since no --mesh splits tensors"

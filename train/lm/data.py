@@ -12,7 +12,7 @@ import numpy as np
 
 from train.corpus import read_texts
 from train.lm.tokenizer import ByteTokenizer, Tokenizer
-from train.stream import Arrays, Examples, check
+from train.stream import Arrays, Examples, sequences
 
 
 class Texts(NamedTuple):
@@ -73,15 +73,12 @@ def examples(text: np.ndarray, sequence_length: int) -> Examples:
     Raises:
         ValueError: sequences are too short.
     """
-    check(sequence_length >= 2, "sequence_length", sequence_length, "at least 2")
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
+        del rng
         start = index * sequence_length
         # The last target is the next sequence's first input.
         sequence = text[start : start + sequence_length + 1].astype(np.int32)
-        seed = np.array(rng.integers(2**32), np.uint32)
-        return {"inputs": sequence[:-1], "targets": sequence[1:], "example_seed": seed}
+        return {"inputs": sequence[:-1], "targets": sequence[1:]}
 
-    return Examples(
-        make, (len(text) - 1) // sequence_length, f"sequences of {sequence_length} tokens"
-    )
+    return sequences(make, (len(text) - 1) // sequence_length, sequence_length, least=2)

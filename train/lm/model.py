@@ -12,17 +12,16 @@ and onebit_jax expect them:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train import models
 from train.lm.tokenizer import BYTES
-
-Params = dict[str, Any]
-Batch = Mapping[str, jax.Array]
+from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
 
 INIT_STDDEV = 0.02
 NORM_EPSILON = 1e-6
@@ -38,8 +37,8 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LMConfig:
-    """The shape of a language model, and how it is computed.
+class LMConfig(models.Shape):
+    """The shape of a language model, and how it is computed: norms, rotations, loss in float32.
 
     Attributes:
         layers: blocks of attention and feed-forward.
@@ -47,31 +46,17 @@ class LMConfig:
         heads: attention heads.
         feed_forward: width of the gated layer.
         vocab_size: number of tokens.
-        bfloat16: whether to compute in bfloat16, but for norms, rotations and the loss.
-        remat: whether to compute each block again for its gradients, which takes less memory.
         dropout: rate: of embeddings, attention's weights, and what each branch adds.
     """
+
+    SIZES: ClassVar = SIZES
 
     layers: int
     hidden: int
     heads: int
     feed_forward: int
     vocab_size: int = BYTES
-    bfloat16: bool = False
-    remat: bool = False
     dropout: float = 0.0
-
-    @classmethod
-    def of_size(cls, size: str, vocab_size: int = BYTES, **options: Any) -> "LMConfig":
-        """One of the sizes nano, micro, small and medium; else a `ValueError`."""
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(*SIZES[size], vocab_size=vocab_size, **options)
-
-    @property
-    def dtype(self) -> Any:
-        """What matrices are multiplied in."""
-        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
 def _linear(
@@ -98,17 +83,6 @@ def rotate(x: jax.Array) -> jax.Array:
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-class Dropout(nnx.Module):
-    """Dropout where there are generators of random numbers."""
-
-    def __init__(self, config: LMConfig):
-        self.dropout = nnx.Dropout(config.dropout)
-
-    def __call__(self, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
-        """Any shape, to the same."""
-        return self.dropout(x, deterministic=rngs is None, rngs=rngs)
 
 
 def attend(
@@ -139,7 +113,7 @@ class Attention(nnx.Module):
             _linear(config, config.hidden, config.hidden, rngs) for _ in range(3)
         )
         self.output = _linear(config, config.hidden, config.hidden, rngs, last=True)
-        self.dropout = Dropout(config)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, length: int, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B * S, hidden]` to the same shape; `length` is S."""
@@ -170,7 +144,7 @@ class Block(nnx.Module):
         self.attention_norm, self.feed_forward_norm = (_norm(config, rngs) for _ in range(2))
         self.attention = Attention(config, rngs)
         self.feed_forward = SwiGLU(config, rngs)
-        self.dropout = Dropout(config)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, x: jax.Array, length: int, rngs: nnx.Rngs | None) -> jax.Array:
         """`[B * S, hidden]` to the same shape; `length` is S."""
@@ -189,7 +163,7 @@ class LanguageModel(nnx.Module):
         )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = _norm(config, rngs)
-        self.dropout = Dropout(config)
+        self.dropout = Dropout(config.dropout)
 
     def __call__(self, inputs: jax.Array, rngs: nnx.Rngs | None = None) -> jax.Array:
         """`[B, S]` tokens to float32 logits `[B, S, vocab_size]` of the token after each."""
@@ -208,26 +182,17 @@ class LanguageModel(nnx.Module):
 
 def init_params(config: LMConfig, seed: int) -> Params:
     """Parameters drawn from `seed`, a nested dict of float32 arrays."""
-    model = LanguageModel(config, nnx.Rngs(params=jax.random.key(seed)))
-    return nnx.to_pure_dict(nnx.state(model))
-
-
-def decay_mask(params: Params) -> Params:
-    """Which parameters weight decay acts on: all but the norms' scales."""
-    return jax.tree.map_with_path(lambda path, _: path[-1].key != "scale", params)
+    return models.draw_params(functools.partial(LanguageModel, config), seed)
 
 
 def apply(
     config: LMConfig, params: Params, inputs: jax.Array, rngs: nnx.Rngs | None = None
 ) -> jax.Array:
     """The logits of a model with given parameters: see `LanguageModel`."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(config, nnx.Rngs(0))))
-    return nnx.merge(graphdef, params)(inputs, rngs)
+    return models.merge(functools.partial(LanguageModel, config), params)(inputs, rngs)
 
 
-def next_token_loss(
-    config: LMConfig, *, train: bool = True
-) -> Callable[[Params, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
+def next_token_loss(config: LMConfig, *, train: bool = True) -> Loss:
     """The function `(params, batch) -> (loss, {"bits"})` for a model's shape.
 
     The loss is the mean cross entropy of the tokens, in nats; `bits` is the same in bits. `batch`
@@ -236,17 +201,13 @@ def next_token_loss(
 
     Args:
         config: the model's shape.
-        train: whether dropout is on. Its masks follow from the batch's first `example_seed`, so
-            they are the same however the run is cut into processes or resumed.
+        train: whether dropout is on.
     """
 
-    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        rngs = None
-        if train and config.dropout:
-            rngs = nnx.Rngs(dropout=jax.random.key(batch["example_seed"][0]))
+    def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        rngs = models.dropout_rngs(batch) if train and config.dropout else None
         logits = apply(config, params, batch["inputs"], rngs)
-        chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-        loss = jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+        loss = jnp.mean(cross_entropy(logits, batch["targets"]))
         return loss, {"bits": loss / math.log(2)}
 
     return loss_fn

@@ -24,11 +24,11 @@ import numpy as np
 from train import digest
 from train.lm import data
 from train.lm.config import Config
-from train.lm.model import LMConfig, decay_mask, init_params, next_token_loss
+from train.lm.model import LMConfig, init_params, next_token_loss
 from train.lm.sharding import gathered, param_specs
 from train.lm.tokenizer import FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from train.program import Program
-from train.report import Metric, Wording, corpus, loss_metric, sequences
+from train.report import Metric, Wording, loss_metric
 from train.training import Task
 
 
@@ -48,7 +48,6 @@ def make_task(config: Config) -> Task:
         config,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=gathered(next_token_loss(model), axes) if axes else next_token_loss(model),
-        mask=decay_mask,
         examples=data.examples(text, config.sequence_length),
         heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(
@@ -78,10 +77,7 @@ def make_tokenizer(config: Config, pieces: Sequence[str]) -> Tokenizer:
 
 
 def heldout_losses(
-    loss_fn: Callable[[Any, Any], tuple[Any, Any]],
-    token_bytes: np.ndarray,
-    params: Any,
-    batches: Iterable[Any],
+    loss_fn: Callable[[Any, Any], Any], token_bytes: np.ndarray, params: Any, batches: Iterable[Any]
 ) -> dict[str, float]:
     """The mean loss of a held-out token in nats, and of a byte in bits; and their numbers.
 
@@ -112,10 +108,6 @@ def heldout_losses(
 WORDING = Wording(
     program="train.lm.pretrain",
     title=lambda config: f"Language model {config['size']}",
-    examples=lambda config: sequences(
-        config, "tokens" if config["tokenizer"] == "bpe" else "bytes"
-    ),
-    corpus=corpus,
     heldout_loss="heldout_loss",
     held_out=lambda result: f"{result['heldout_bytes']:,} bytes",
     metrics=lambda _: {

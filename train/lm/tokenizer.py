@@ -4,13 +4,12 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from train.corpus import in_parts, read_utf8
+from train.corpus import encodings, read_utf8
 
 BYTES = 256
 FILE = "tokenizer.json"
@@ -18,28 +17,12 @@ FILE = "tokenizer.json"
 _MIN_FREQUENCY = 2
 
 
-class Tokenizer(Protocol):
-    """Text to tokens and back, without loss.
+class ByteTokenizer:
+    """Every byte of the UTF-8 is a token.
 
     Attributes:
         token_bytes: how many bytes each token stands for, int32 `[vocab_size]`.
         digest: of what decides the tokens; "" where nothing does.
-    """
-
-    token_bytes: np.ndarray
-    digest: str
-
-    def encode(self, pieces: Sequence[str]) -> np.ndarray:
-        """The tokens of pieces of a text, one after another, in the smallest unsigned type."""
-        ...
-
-    def save(self, folder: pathlib.Path) -> None:
-        """Writes what it needs to be made again into a folder."""
-        ...
-
-
-class ByteTokenizer:
-    """Every byte of the UTF-8 is a token.
 
     >>> ByteTokenizer().encode(["A", "é"])
     array([ 65, 195, 169], dtype=uint8)
@@ -59,6 +42,8 @@ class ByteTokenizer:
 class BPETokenizer:
     """Byte pairs, as in GPT-2: any text has tokens, since single bytes are among them.
 
+    Attributes are those of `ByteTokenizer`.
+
     Args:
         tokenizer: from `train_bpe` or `load_bpe`.
     """
@@ -76,12 +61,8 @@ class BPETokenizer:
         No token reaches from one piece into the next.
         """
         dtype = np.min_scalar_type(len(self.token_bytes) - 1)
-        ids = [
-            np.array(encoding.ids, dtype)
-            for part in in_parts(pieces)
-            for encoding in self._tokenizer.encode_batch_fast(part)
-        ]
-        return np.concatenate([np.empty(0, dtype), *ids])
+        found = encodings(self._tokenizer.encode_batch_fast, pieces)
+        return np.concatenate([np.empty(0, dtype), *(np.array(x.ids, dtype) for x in found)])
 
     def decode(self, tokens: np.ndarray) -> str:
         """The text of tokens that begin and end with a character."""
@@ -93,6 +74,9 @@ class BPETokenizer:
         unfinished = folder / f"{FILE}.tmp"
         unfinished.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         os.replace(unfinished, folder / FILE)
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def train_bpe(pieces: Sequence[str], vocab_size: int) -> BPETokenizer:

@@ -9,7 +9,6 @@ against the other, SwiGLU, no biases, as many heads of keys as of queries, tied 
 
 import os
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,13 @@ def load(folder: str | os.PathLike[str], **options: bool) -> tuple[LMConfig, Par
 def save(folder: str | os.PathLike[str], config: LMConfig, params: Params) -> None:
     """Writes a model as `load`, and Hugging Face's `LlamaForCausalLM`, read it: in float32."""
     tensors = hugging_face.to_tensors(params, _places(config))
-    hugging_face.write(pathlib.Path(folder), _described(config), tensors)
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": config.heads,
+        **_FIXED,
+    }
+    hugging_face.write(pathlib.Path(folder), described, tensors)
 
 
 _SIZES = {
@@ -71,69 +76,30 @@ _SIZES = {
 }
 
 
-def _described(config: LMConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.feed_forward,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        **_architecture(config.heads),
-    }
-
-
-def _architecture(heads: int) -> dict[str, Any]:
-    """What `config.json` must say of a model, beside its shape, to be of this architecture."""
-    return {
-        "model_type": "llama",
-        "num_key_value_heads": heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": NORM_EPSILON,
-        "rope_theta": ROTARY_BASE,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": True,
-    }
-
-
-# What Hugging Face takes where a config.json says nothing, if that is of this architecture.
-_DEFAULTS = {
+# What `config.json` must say of a model, beside its shape, to be of this architecture.
+_FIXED = {
+    "model_type": "llama",
     "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
+    "rms_norm_eps": NORM_EPSILON,
+    "rope_theta": ROTARY_BASE,
     "rope_scaling": None,
-    "rope_type": "default",
     "attention_bias": False,
     "mlp_bias": False,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
 }
+# What Hugging Face takes where it says nothing.
+_DEFAULTS = _FIXED | {"model_type": None, "tie_word_embeddings": False, "rope_type": "default"}
 
 
 def _config(path: pathlib.Path, options: dict[str, bool]) -> LMConfig:
     read = hugging_face.read_config(path)
-    hugging_face.check_sizes(read, _SIZES.values(), _SIZES["heads"], path)
-    sizes = {ours: read[theirs] for ours, theirs in _SIZES.items()}
-    config = LMConfig(**sizes, **options)
-    heads = config.heads
+    config = LMConfig(**hugging_face.sizes_of(read, _SIZES, path), **options)
+    heads = {"num_key_value_heads": config.heads, "head_dim": config.hidden // config.heads}
     # Newer files have what concerns rotary positions in an entry of its own.
     rotary = read.get("rope_parameters")
-    found = _DEFAULTS | {"num_key_value_heads": heads} | read
-    found |= rotary if isinstance(rotary, dict) else {}
-    if not found.get("head_dim"):
-        found["head_dim"] = config.hidden // heads
-    expected = _architecture(heads) | {
-        "head_dim": config.hidden // heads,
-        "rope_type": "default",
-    }
-    differing = [
-        f"{name} is {found.get(name)!r}, not {value!r}"
-        for name, value in expected.items()
-        if found.get(name) != value
-    ]
-    if differing:
-        raise ValueError(f"{path} is of another architecture: {'; '.join(differing)}")
+    found = _DEFAULTS | heads | read | (rotary if isinstance(rotary, dict) else {})
+    found["head_dim"] = found["head_dim"] or heads["head_dim"]
+    hugging_face.check_architecture(path, found, _FIXED | heads | {"rope_type": "default"})
     return config
 
 

@@ -10,16 +10,13 @@ The same command again goes on where it stopped. Of several processes, each runs
 """
 
 import functools
-import pathlib
 import sys
 
-from train import digest, images
-from train.batch_norms import decay_mask
+from train.images import cropped_images, image_task, wording
 from train.program import Program
-from train.report import Metric, Wording, loss_metric
-from train.resnet import data
+from train.report import Metric, loss_metric
 from train.resnet.config import Config
-from train.resnet.evaluation import Judge
+from train.resnet.evaluation import judge
 from train.resnet.model import ResNetConfig, classification_loss, init_params, init_statistics
 from train.training import Task
 
@@ -30,29 +27,21 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: a file of images is missing or unfit.
     """
-    train, test = images.read_folder(pathlib.Path(config.data))
     model = ResNetConfig.of_size(config.size, **config.precision)
-    return Task(
+    return image_task(
         config,
+        cropped_images,
         init=functools.partial(init_params, model, config.seed),
         loss_fn=classification_loss(model),
-        mask=decay_mask,
-        examples=data.examples(train),
-        heldout=images.heldout(test),
-        judged_whole=True,
-        judge=Judge(model),
-        identity={"data_digest": digest.of_arrays(*train, *test)},
+        judge=judge(model),
         init_model_state=functools.partial(init_statistics, model),
     )
 
 
-WORDING = Wording(
-    program="train.resnet",
+WORDING = wording(
+    "train.resnet",
     title=lambda config: f"ResNet-{config['size']}",
-    examples=lambda config: "images",
-    corpus=lambda config: "CIFAR-10.",
     heldout_loss="heldout_loss",
-    held_out=lambda result: f"{result['heldout_images']:,} images",
     metrics=lambda _: {
         "held-out accuracy": Metric(
             lambda run: 100 * run.result["heldout_accuracy"],

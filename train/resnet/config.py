@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from train.config import Count, ImageConfig, OptimizerNames
+from train.config import Count, OptimizerNames
+from train.images import ImageConfig
 
 
 @dataclasses.dataclass(frozen=True)

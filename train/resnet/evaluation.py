@@ -1,48 +1,37 @@
 """Held-out loss and accuracy of a residual network."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from train.resnet.model import ResNetConfig, apply
 
 
-class Judge:
-    """Says how a model does on held-out images; compiled once.
+def judge(config: ResNetConfig) -> Callable[..., dict[str, float]]:
+    """The function `(params, batches, model_state)` that says how a model does; compiled once.
 
-    Args:
-        config: the model's shape.
+    It gives the mean loss in nats, the share that is right, and how many images there were, given
+    the batches of `train.stream.in_order` and the batch norms' statistics.
     """
 
-    def __init__(self, config: ResNetConfig):
-        def sums(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, ...]:
-            logits, _ = apply(config, params, statistics, batch["image"], train=False)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-            right = logits.argmax(-1) == batch["label"]
-            counts = batch["counts"]
-            return jnp.where(counts, losses, 0).sum(), (right & counts).sum(), counts.sum()
+    @jax.jit
+    def sums(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, ...]:
+        logits, _ = apply(config, params, statistics, batch["image"], train=False)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        right, counts = logits.argmax(-1) == batch["label"], batch["counts"]
+        return jnp.where(counts, losses, 0).sum(), (right & counts).sum(), counts.sum()
 
-        self._sums = jax.jit(sums)
-
-    def __call__(self, params: Any, batches: Iterable[Any], model_state: Any) -> dict[str, float]:
-        """The mean loss in nats, the share that is right, and how many there were.
-
-        Args:
-            params: the model's parameters.
-            batches: from `train.stream.in_order`.
-            model_state: the batch norms' statistics.
-        """
-        loss, right, count = 0.0, 0, 0
-        for batch in batches:
-            of_batch = self._sums(params, model_state, batch)
-            loss += float(of_batch[0])
-            right += int(of_batch[1])
-            count += int(of_batch[2])
+    def judged(params: Any, batches: Iterable[Any], model_state: Any) -> dict[str, float]:
+        of_batches = [jax.device_get(sums(params, model_state, batch)) for batch in batches]
+        loss, right, count = np.asarray(of_batches, np.float64).sum(0)
         return {
-            "heldout_loss": loss / count,
-            "heldout_accuracy": right / count,
-            "heldout_images": count,
+            "heldout_loss": float(loss / count),
+            "heldout_accuracy": float(right / count),
+            "heldout_images": int(count),
         }
+
+    return judged

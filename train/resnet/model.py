@@ -13,18 +13,16 @@ dicts of arrays, as Optax and onebit_jax expect them:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from train.batch_norms import Params, Statistics, merge, split
+from train import models
 from train.images import CLASSES
-
-Batch = Mapping[str, jax.Array]
+from train.models import Batch, Params, StatefulLoss, StatefulLosses, Statistics
 
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -42,8 +40,8 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ResNetConfig:
-    """The shape of a residual network, and how it is computed.
+class ResNetConfig(models.Shape):
+    """The shape of a residual network; statistics, and what follows the pooling, are float32.
 
     Attributes:
         blocks: blocks of each stage; all stages but the first begin by halving height and width.
@@ -52,58 +50,32 @@ class ResNetConfig:
             else they are two 3 x 3 convolutions.
         projection: whether shortcuts into more channels, or to fewer pixels, are convolutions; else
             the pixels between are left out, and zeros are added as channels.
-        bfloat16: whether to compute in bfloat16, but for statistics, the mean over pixels, and what
-            follows it.
-        remat: whether to compute each block again for its gradients, which takes less memory.
     """
+
+    SIZES: ClassVar = SIZES
 
     blocks: tuple[int, ...]
     channels: tuple[int, ...]
     bottleneck: bool
     projection: bool
-    bfloat16: bool = False
-    remat: bool = False
-
-    @classmethod
-    def of_size(cls, size: str, **options: bool) -> "ResNetConfig":
-        """One of the sizes 20, 18 and 50; else a `ValueError`."""
-        if size not in SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(SIZES)}")
-        return cls(*SIZES[size], **options)
-
-    @property
-    def dtype(self) -> Any:
-        """What images are convolved in."""
-        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
 class ConvNorm(nnx.Module):
-    """A convolution without biases, and a batch norm."""
+    """A convolution without biases, and a batch norm.
 
-    def __init__(
-        self,
-        config: ResNetConfig,
-        inputs: int,
-        outputs: int,
-        rngs: nnx.Rngs,
-        *,
-        width: int = 3,
-        stride: int = 1,
-    ):
-        self.conv = nnx.Conv(
-            inputs,
-            outputs,
-            (width, width),
-            stride,
-            padding=width // 2,
-            use_bias=False,
-            dtype=config.dtype,
-            kernel_init=jax.nn.initializers.he_normal(),
-            rngs=rngs,
-        )
-        self.norm = nnx.BatchNorm(
-            outputs, momentum=MOMENTUM, epsilon=EPSILON, dtype=config.dtype, rngs=rngs
-        )
+    Args:
+        config: the network's shape.
+        sizes: the convolution's inputs, outputs, width and stride.
+        rngs: of its parameters.
+    """
+
+    def __init__(self, config: ResNetConfig, sizes: tuple[int, int, int, int], rngs: nnx.Rngs):
+        inputs, outputs, width, stride = sizes
+        shared: Any = {"dtype": config.dtype, "rngs": rngs}
+        own: Any = {"use_bias": False, "kernel_init": jax.nn.initializers.he_normal()}
+        kernel = (width, width)
+        self.conv = nnx.Conv(inputs, outputs, kernel, stride, padding=width // 2, **own, **shared)
+        self.norm = nnx.BatchNorm(outputs, momentum=MOMENTUM, epsilon=EPSILON, **shared)
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
@@ -118,18 +90,14 @@ class Block(nnx.Module):
     ):
         outputs = channels * (_EXPANSION if config.bottleneck else 1)
         self.outputs, self.stride = outputs, stride
+        convs = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
         if config.bottleneck:
-            shapes = [(inputs, channels, 1, 1), (channels, channels, 3, stride)]
-            shapes.append((channels, outputs, 1, 1))
-        else:
-            shapes = [(inputs, channels, 3, stride), (channels, channels, 3, 1)]
-        self.convs = nnx.List(
-            ConvNorm(config, i, o, rngs, width=width, stride=step) for i, o, width, step in shapes
-        )
-        if config.projection and (stride > 1 or inputs != outputs):
-            self.projection = ConvNorm(config, inputs, outputs, rngs, width=1, stride=stride)
-        else:
-            self.projection = None
+            middle = channels, channels, 3, stride
+            convs = [(inputs, channels, 1, 1), middle, (channels, outputs, 1, 1)]
+        self.convs = nnx.List(ConvNorm(config, sizes, rngs) for sizes in convs)
+        projected = config.projection and (stride > 1 or inputs != outputs)
+        sizes = inputs, outputs, 1, stride
+        self.projection = ConvNorm(config, sizes, rngs) if projected else None
 
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """`[B, H, W, inputs]` to `[B, H / stride, W / stride, outputs]`."""
@@ -151,7 +119,7 @@ class ResNet(nnx.Module):
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs):
         self.config = config
         features = config.channels[0]
-        self.stem = ConvNorm(config, 3, features, rngs)
+        self.stem = ConvNorm(config, (3, features, 3, 1), rngs)
         blocks = []
         for stage, (count, channels) in enumerate(zip(config.blocks, config.channels, strict=True)):
             for place in range(count):
@@ -183,35 +151,31 @@ def normalised(images: jax.Array) -> jax.Array:
 
 def init_params(config: ResNetConfig, seed: int) -> Params:
     """Parameters drawn from `seed`, a nested dict of float32 arrays."""
-    return split(ResNet(config, nnx.Rngs(params=jax.random.key(seed))))[0]
+    return models.draw_params(functools.partial(ResNet, config), seed)
 
 
 def init_statistics(config: ResNetConfig) -> Statistics:
     """The batch norms' running means, 0, and variances, 1: a nested dict of float32 arrays."""
-    return split(ResNet(config, nnx.Rngs(0)))[1]
+    return models.split(ResNet(config, nnx.Rngs(0)))[1]
 
 
 def apply(
     config: ResNetConfig, params: Params, statistics: Statistics, images: jax.Array, *, train: bool
 ) -> tuple[jax.Array, Statistics]:
     """The logits of a model with given parameters, see `ResNet`, and its statistics after it."""
-    model = merge(functools.partial(ResNet, config), params, statistics)
+    model = models.merge(functools.partial(ResNet, config), params, statistics)
     logits = model(images, train)
-    return logits, split(model)[1]
+    return logits, models.split(model)[1]
 
 
-def classification_loss(
-    config: ResNetConfig,
-) -> Callable[[Params, Batch, Statistics], tuple[jax.Array, dict[str, jax.Array], Statistics]]:
+def classification_loss(config: ResNetConfig) -> StatefulLoss:
     """The function `(params, batch, model_state) -> (loss, {"accuracy"}, model_state)` for a shape.
 
     The loss is the mean cross entropy in nats. `batch` is a dict of `image`, uint8
     `[B, 32, 32, 3]`, and `label`, int32 `[B]`; `model_state` are the batch norms' statistics.
     """
 
-    def loss_fn(
-        params: Params, batch: Batch, model_state: Statistics
-    ) -> tuple[jax.Array, dict[str, jax.Array], Statistics]:
+    def loss_fn(params: Params, batch: Batch, model_state: Statistics) -> StatefulLosses:
         logits, model_state = apply(config, params, model_state, batch["image"], train=True)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         right = logits.argmax(-1) == batch["label"]

@@ -16,19 +16,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from train.bert import weights
 from train.bert.heads import FineTuned, SpanFinder, span_loss
-from train.bert.model import decay_mask
 from train.finetuning import identity, wording
 from train.program import Program
 from train.report import Run
 from train.squad import data
 from train.squad.config import DEV, TRAIN, Config
-from train.squad.decoding import answers
-from train.squad.scoring import score
+from train.squad.evaluation import answers, score
+from train.stream import of_examples
 from train.training import Task
 
 
@@ -48,13 +45,9 @@ def make_task(config: Config) -> Task:
     apply = jax.jit(model.apply)
 
     def judge(params: Any, batches: Iterable[Any]) -> dict[str, Any]:
-        logits = []
-        for batch in batches:
-            made = apply(params, batch), batch["counts"]
-            of_batch, counts = multihost_utils.process_allgather(made, tiled=True)
-            logits.append(of_batch[counts])
+        [logits] = of_examples(batches, lambda batch: (apply(params, batch),))
         limits: Any = {"best": config.best, "longest": config.longest_answer}
-        predictions = answers(questions, dev, np.concatenate(logits), **limits)
+        predictions = answers(questions, dev, logits, **limits)
         return {
             "metrics": score(predictions, {q.name: q.answers for q in questions}),
             "heldout_examples": len(questions),
@@ -65,7 +58,6 @@ def make_task(config: Config) -> Task:
         config,
         init=functools.partial(model.init, pretrained, config.seed),
         loss_fn=span_loss(model),
-        mask=decay_mask,
         examples=data.examples(train, tokenizer, config.sequence_length),
         heldout=data.examples(dev, tokenizer, config.sequence_length),
         judged_whole=True,

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.bert.inputs import join
-from train.bert.tokenizer import WordPieceTokenizer
-from train.stream import Arrays, Examples, check
+from train.bert.tokenizer import WordPieceTokenizer, join
+from train.stream import Arrays, Examples, sequences
 
 
 class Question(NamedTuple):
@@ -161,15 +160,14 @@ def examples(
     Raises:
         ValueError: sequences are too short.
     """
-    check(sequence_length >= 8, "sequence_length", sequence_length, "at least 8")
 
     def make(index: int, rng: np.random.Generator) -> Arrays:
+        del rng
         window = found[index]
         return {
             **join(tokenizer, window.question, window.context, sequence_length),
             "starts": np.array(window.start, np.int32),
             "ends": np.array(window.end, np.int32),
-            "example_seed": np.array(rng.integers(2**32), np.uint32),
         }
 
-    return Examples(make, len(found), f"sequences of {sequence_length} tokens")
+    return sequences(make, len(found), sequence_length)
