@@ -25,6 +25,7 @@ from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Beside, Call, Late, check_fits, worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, made
 
@@ -92,8 +93,9 @@ class Algorithm:
         raise NotImplementedError
 
     def direction(self, state: Any, received: Any, update: Update) -> Arrays:
-        """The update itself, float32, from the result of :meth:`step`; ``progress`` counts it."""
-        raise NotImplementedError
+        """The update itself, float32, by default the result of :meth:`step`; already counted."""
+        del state, update
+        return received
 
     def upcoming(self, state: Any) -> Any:
         """The phases of the next updates: see :class:`~.phases.Progress`."""
@@ -317,6 +319,16 @@ def chain(
     return optax.GradientTransformationExtraArgs(chained.init, update_fn)
 
 
+def decay_and_rate(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """What follows a rescaled gradient, as in :func:`optax.adamw`; ``ValueError`` if invalid."""
+    validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
+    decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
+    return decay, optax.scale_by_learning_rate(learning_rate)
+
+
 # Queries of a state.
 
 
@@ -426,14 +438,24 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
     return [x for x in found if x is not None]
 
 
-def named(exchange: BoundExchange, pieces: Arrays) -> dict[str, jax.Array]:
-    """A dict of a worker's pieces by the names of their first tensors, for a state."""
-    return dict(zip(exchange.layout.names, pieces, strict=True))
+def named(exchange: BoundExchange, pieces: Arrays) -> PerWorker:
+    """A worker's pieces in a state: a dict by the names of their first tensors."""
+    return PerWorker(dict(zip(exchange.layout.names, pieces, strict=True)))
 
 
-def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
+def named_zeros(exchange: BoundExchange) -> PerWorker:
+    """The pieces before the first update."""
+    return named(exchange, worker_arrays(exchange.layout, jnp.float32))
+
+
+def named_alike(exchange: BoundExchange, tree: Any) -> PerWorker:
+    """The same pieces on every worker, of a tree that all share."""
+    return named(exchange, [x[None] for x in exchange.pieces(tree)])
+
+
+def pieces_of(exchange: BoundExchange, state: PerWorker) -> Arrays:
     """Undoes :func:`named`; raises ``ValueError`` for pieces of other tensors or workers."""
-    expected = named(exchange, worker_arrays(exchange.layout, jnp.float32))
+    held, expected = state.value, named_zeros(exchange).value
     if held.keys() != expected.keys():
         raise ValueError(
             f"the state is of the tensors {sorted(held)}, but the gradients are a tree with "
@@ -443,6 +465,8 @@ def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
     return [held[name] for name in exchange.layout.names]
 
 
-def fits(exchange: BoundExchange, state: Any) -> None:
-    """Raises ``ValueError`` for a state that does not fit a bound exchange."""
+def bound(how: Exchange, tree: Any, state: Any) -> BoundExchange:
+    """The exchange over a tree; raises ``ValueError`` if its state does not fit it."""
+    exchange = how.over(tree)
     check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)
+    return exchange

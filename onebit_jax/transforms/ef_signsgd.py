@@ -15,7 +15,7 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions, check_optio
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
 from onebit_jax.transforms.phases import Progress, keep
 
 
@@ -67,19 +67,13 @@ class EfSignsgd(Algorithm):
     def init(self, params: optax.Params) -> State:
         """No momentum and no residuals."""
         m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-        exchange = self.exchange.over(params)
-        state = exchange.activate(exchange.init(), ones)
-        return EfSignsgdState(phases.begin(), PerWorker(m), state)
+        return EfSignsgdState(phases.begin(), PerWorker(m), self.exchange.over(params).begin())
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
         m, tree = jax.tree.flatten(state.momentum.value)
-        rate, exchange = (
-            _at(self.learning_rate, state.progress.count),
-            self.exchange.over(update.grads),
-        )
-        fits(exchange, state.exchange)
+        rate = _at(self.learning_rate, state.progress.count)
+        exchange = bound(self.exchange, update.grads, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return self.momentum * m + g[None].astype(jnp.float32)
@@ -104,8 +98,7 @@ class EfSignsgd(Algorithm):
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Gives every worker this residual."""
         del state
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
-        return {"exchange": self.exchange.over(like).resumed(carried, ones)}
+        return {"exchange": self.exchange.over(like).resumed(carried)}
 
 
 def _decay_steps(

@@ -21,6 +21,7 @@ from onebit_jax.transforms.algorithm import (
     Step,
     Update,
     chain,
+    decay_and_rate,
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
@@ -461,9 +462,6 @@ def onebit_adam(
       in one step (DeepSpeed's users mask them by hand). :func:`onebit_jax.variance_stable` can end
       warm-up; the paper has such a rule too, which DeepSpeed never implemented.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
     return chain(
         scale_by_onebit_adam(
             b1,
@@ -477,8 +475,7 @@ def onebit_adam(
             variance_refreshes=variance_refreshes,
             exchange=exchange,
         ),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask),
     )
 
 

@@ -22,7 +22,7 @@ from onebit_jax.transforms.algorithm import (
     PhasedAlgorithm,
     Step,
     Update,
-    fits,
+    bound,
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
@@ -174,9 +174,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return state.progress.count + 1 >= self.variance_freeze
 
     def _bound(self, state: State) -> BoundExchange:
-        exchange = self.exchange.over(state.inverse_root)
-        fits(exchange, state.exchange)
-        return exchange
+        return bound(self.exchange, state.inverse_root, state.exchange)
 
     def decayed(self, state: State, updates: Arrays, p: Arrays, count: jax.Array) -> Arrays:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
