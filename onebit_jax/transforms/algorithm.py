@@ -81,7 +81,7 @@ class Algorithm:
     needs_params: str | None = None
 
     def init(self, params: optax.Params) -> Any:
-        """The state before the first update, with ``progress``."""
+        """The state before the first update; its ``progress`` is ``phases.begin()``."""
         raise NotImplementedError
 
     def tree(self, state: Any) -> Any:
@@ -208,11 +208,15 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
     """
     name = type(algorithm).__name__
 
+    def begun(params: optax.Params) -> Any:
+        state = algorithm.init(params)
+        check_contract(name, state)
+        return _with_upcoming(algorithm, state)
+
     def init_fn(params: optax.Params) -> Any:
         validation.check_parameters(params)
         bound_axes(algorithm.exchange.axis_name)
-        state = algorithm.init(params)
-        check_contract(name, state)
+        state = begun(params)
         _note(state.progress.count, algorithm, params)
         return state if jax.tree.leaves(params) else _filled(state)
 
@@ -233,7 +237,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         bound_axes(algorithm.exchange.axis_name)
         no_tensors = not jax.tree.leaves(updates)
         if no_tensors:
-            state = _emptied(state, jax.eval_shape(algorithm.init, updates))
+            state = _emptied(state, jax.eval_shape(begun, updates))
         like = algorithm.tree(state)
         if like is not None:
             for tree in (updates,) if params is None else (updates, params):
@@ -258,8 +262,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 phase=jnp.where(accepted, index, jnp.where(wanted, -1, was.phase)),
             )
         )
-        coming = algorithm.upcoming(new)
-        new = new._replace(progress=new.progress._replace(upcoming=coming))
+        new = _with_upcoming(algorithm, new)
         _check_same(name, new, state)
         u = algorithm.direction(new, received, update)
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
@@ -270,6 +273,12 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         return structure.unflatten(u), new if when is None else when.keep(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _with_upcoming(algorithm: Algorithm, state: Any) -> Any:
+    """The state that says which phases come next."""
+    coming = algorithm.upcoming(state)
+    return state._replace(progress=state.progress._replace(upcoming=coming))
 
 
 # optax.tree.map_params compares a state with one over a tree without tensors, and takes an empty

@@ -137,9 +137,8 @@ class Birder(Algorithm):
         seed = self.seed
         is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
-        coming = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         m, a = named_zeros(exchange), named_zeros(exchange)
-        return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
+        return ScaleByBirderState(begin(), key, held_elements(exchange), m, a)
 
     def upcoming(self, state: State) -> jax.Array:
         """``"warmup"`` for the first update, ``"compression"`` for all others."""

@@ -65,11 +65,10 @@ class LocalSteps(Algorithm):
         check_moves(self.outer, params)
         shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         groups = Fragments(shared, self.fragments).split(shared)
-        zero = jnp.zeros([], jnp.int32)
         return LocalStepsState(
-            progress=begin(self._upcoming(zero, zero)),
+            progress=begin(),
             plan=self.plan,
-            since_sync=zero,
+            since_sync=jnp.zeros([], jnp.int32),
             fragment=jnp.int32(1 % self.fragments),
             inner=PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], state)),
             outer=tuple(map(self.outer.init, groups)),
@@ -82,13 +81,9 @@ class LocalSteps(Algorithm):
 
     def upcoming(self, state: State) -> jax.Array:
         """The phases that ``every`` gives."""
-        return self._upcoming(state.progress.count, state.since_sync)
-
-    def _upcoming(self, count: jax.Array, since_sync: jax.Array) -> jax.Array:
-        found = []
+        found, since_sync, every = [], state.since_sync, self.every
         for i in range(OUTLOOK):
-            every = self.every
-            gap = every(count + i) if callable(every) else every // self.fragments
+            gap = every(state.progress.count + i) if callable(every) else every // self.fragments
             syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32) + self.delay
             found.append(jnp.where(syncs, _SYNC, _LOCAL))
             since_sync = jnp.where(syncs, self.delay, since_sync + 1)

@@ -149,7 +149,7 @@ class ZeroOneAdam(PhasedAlgorithm):
             return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
 
         return ZeroOneAdamState(
-            progress=phases.begin(self._upcoming(jnp.int32(0))),
+            progress=phases.begin(),
             local_steps=jnp.zeros([], jnp.int32),
             learning_rate_sum=jnp.zeros([], jnp.float32),
             m=PerWorker(zeros(1)),
@@ -162,9 +162,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def upcoming(self, state: State) -> jax.Array:
         """The phases that the step sets give."""
-        return self._upcoming(state.progress.count)
-
-    def _upcoming(self, count: jax.Array) -> jax.Array:
+        count = state.progress.count
         steps = (self.variance_freeze, self.variance_steps, self.sync_steps)
         coming = [step_sets.phase_at(count + i, *steps) for i in range(phases.OUTLOOK)]
         return jnp.stack(coming).astype(jnp.int32)
