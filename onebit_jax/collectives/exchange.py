@@ -186,7 +186,7 @@ class BoundExchange:
     @property
     def compresses(self) -> bool:
         """Whether there are values to compress, and other workers or nodes."""
-        return bool(self.layout.pieces) and not self.axes.single_node
+        return self.layout.compresses
 
     @property
     def _limit(self) -> int | None:

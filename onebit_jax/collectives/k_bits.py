@@ -27,12 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import (
-    Call,
-    Compensated,
-    ExchangeState,
-    worker_arrays,
-)
+from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack
 from onebit_jax.collectives.xla_workarounds import separate
@@ -116,25 +111,11 @@ class KBits:
         """The state before the first call: no residuals."""
         if not self.keeps_residuals:
             return ()
-        chunks = layout.pieces and not layout.axes.single_node
-        shape = layout.scale_shape if chunks else (1,)
-        nodes = (layout.axes.nodes,) if chunks else ()
-        dtype = jnp.float32
-        return ExchangeState(
-            worker=PerWorker(
-                Compensated(
-                    worker_arrays(layout, dtype), jnp.full((1, *nodes, *shape), _LEAST, dtype)
-                )
-            ),
-            server=PerWorker(
-                Compensated(
-                    [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if chunks],
-                    jnp.full((1, *shape), _LEAST, dtype),
-                )
-            ),
-            active=(),
-            residual_ratio=PerWorker(jnp.zeros((1,), dtype)),
-        )
+        shape = layout.scale_shape if layout.compresses else (1,)
+        nodes = (layout.axes.nodes,) if layout.compresses else ()
+        worker, server = (1, *nodes, *shape), (1, *shape)
+        scales = (jnp.full(x, _LEAST, jnp.float32) for x in (worker, server))
+        return begin(layout, jnp.float32, *scales)
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call

@@ -297,6 +297,11 @@ class Layout:
             first += rows
         return [Stack(tuple(pieces), 1, (first, BLOCK), first)] if pieces else []
 
+    @property
+    def compresses(self) -> bool:
+        """Whether there are values to compress, and other workers or nodes."""
+        return bool(self.pieces) and not self.axes.single_node
+
     # Trees and pieces.
 
     def gather(self, tree: Any) -> list[jax.Array]:

@@ -38,13 +38,7 @@ from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.error_feedback import (
-    Active,
-    Call,
-    Compensated,
-    ExchangeState,
-    worker_arrays,
-)
+from onebit_jax.collectives.error_feedback import Active, Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.collectives.xla_workarounds import materialize, separate
@@ -247,21 +241,11 @@ class OneBit:
         dtype, nodes = self.residual_dtype, (*layout.shards, layout.axes.nodes)
         # One element where there is nothing: Orbax saves no empty array.
         scales = jnp.zeros((1, *(layout.scale_shape if layout.pieces else (1,))), jnp.float32)
-        compressed = layout.pieces and not layout.axes.single_node
-        return ExchangeState(
-            worker=PerWorker(Compensated(worker_arrays(layout, dtype), scales)),
-            server=PerWorker(
-                Compensated(
-                    [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if compressed],
-                    scales,
-                )
-            ),
-            active=Active(
-                jnp.zeros((*nodes, layout.payload if compressed else 1), jnp.uint8),
-                jnp.zeros((*nodes, scales.shape[1]), jnp.float32),
-            ),
-            residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
+        none = Active(
+            jnp.zeros((*nodes, layout.payload if layout.compresses else 1), jnp.uint8),
+            jnp.zeros((*nodes, scales.shape[1]), jnp.float32),
         )
+        return begin(layout, dtype, scales, scales, none)
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call

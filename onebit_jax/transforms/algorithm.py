@@ -338,6 +338,11 @@ def decay_and_rate(
     return decay, optax.scale_by_learning_rate(learning_rate)
 
 
+def at_count(value: Any, count: jax.Array) -> Any:
+    """A number, or what a schedule gives after ``count`` updates."""
+    return value(count) if callable(value) else value
+
+
 # Queries of a state.
 
 

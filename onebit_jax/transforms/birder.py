@@ -151,8 +151,7 @@ class Birder(Algorithm):
         m, a = (pieces_of(exchange, x) for x in (state.m, state.a))
         g = [x[None] for x in exchange.node_mean(update.grads)]
         if exchange.compresses:
-            ask = was.count == 0 if update.phase is None else update.phase == "warmup"
-            m, a, u = self._exchanged(exchange, state, (m, a, g), update.grads, ask, update.when)
+            m, a, u = self._exchanged(exchange, state, (m, a, g), update)
         else:
             active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
             m, a = keep(update.when, self._averages(m, a, g, active), (m, a))
@@ -172,16 +171,15 @@ class Birder(Algorithm):
         exchange: BoundExchange,
         state: State,
         arrays: tuple[Arrays, Arrays, Arrays],
-        grads: Arrays,
-        ask: Any,
-        when: jax.Array,
+        update: Update,
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The new ``m`` and ``a``, and ``u`` from the exchange of their signs."""
-        (m, a, g), layout = arrays, exchange.layout
+        (m, a, g), layout, when = arrays, exchange.layout, update.when
+        ask = state.progress.count == 0 if update.phase is None else update.phase == "warmup"
         signs = cast(RandomSigns, exchange.compressor)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.progress.count)
-        active = equal_on_all_workers(find_active(exchange, a, grads, key, ask))
+        active = equal_on_all_workers(find_active(exchange, a, update.grads, key, ask))
         m, a = keep(when, self._averages(m, a, g, flags(exchange, active)), (m, a))
         z = [Ratio(x[0], y[0]) for x, y in zip(m, a, strict=True)]
         received, _ = exchange.all_reduce_shard(z, (), Draw(key, active))

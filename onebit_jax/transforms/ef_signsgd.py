@@ -15,7 +15,14 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions, check_optio
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Arrays,
+    Update,
+    at_count,
+    bound,
+    transformation,
+)
 from onebit_jax.transforms.phases import Progress, keep
 
 
@@ -39,10 +46,6 @@ class EfSignsgdState(NamedTuple):
     def diagnostics(self) -> dict[str, jax.Array]:
         """The ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
         return self.exchange.diagnostics()
-
-
-def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
-    return value(count) if callable(value) else value
 
 
 State = EfSignsgdState
@@ -72,7 +75,7 @@ class EfSignsgd(Algorithm):
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
         m, tree = jax.tree.flatten(state.momentum.value)
-        rate = _at(self.learning_rate, state.progress.count)
+        rate = at_count(self.learning_rate, state.progress.count)
         exchange = bound(self.exchange, update.grads, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
@@ -112,7 +115,7 @@ def _decay_steps(
         if params is None:
             raise ValueError("params=None: give update the parameters, which weight decay needs.")
         count = cast(jax.Array, state)
-        factor = _at(learning_rate, count) * _at(weight_decay, count)
+        factor = at_count(learning_rate, count) * at_count(weight_decay, count)
         steps = jax.tree.map(lambda u, p: u - (factor * p).astype(u.dtype), updates, params)
         return steps, count + 1
 
