@@ -177,13 +177,13 @@ class Drive:
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""
-        scales, at, keys = layout.scales(rows), layout.at, _keys(layout, rows)
+        scales, keys = layout.scales(rows), _keys(layout, rows)
         chunks = lax.iota(jnp.uint32, layout.axes.nodes)
         return [
             piece.array(
                 decoded(
-                    piece.bytes(rows, at),
-                    piece.scales_of(scales, at)[..., None, :, :],
+                    piece.bytes(rows),
+                    piece.scales_of(scales)[..., None, :, :],
                     random_signs(keys, chunks, *_blocks(layout, piece))[..., None, :, :, :],
                 )
             )

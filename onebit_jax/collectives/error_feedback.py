@@ -175,6 +175,19 @@ class Calls(NamedTuple):
         return Calls(self.count + jnp.asarray(when, jnp.int32))
 
 
+def begin(
+    layout: Layout, dtype: Any, worker_scales: Any, server_scales: Any, active: Any = ()
+) -> ExchangeState:
+    """The state before the first call, without residuals."""
+    served = [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if layout.compresses]
+    return ExchangeState(
+        worker=PerWorker(Compensated(worker_arrays(layout, dtype), worker_scales)),
+        server=PerWorker(Compensated(served, server_scales)),
+        active=active,
+        residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
+    )
+
+
 def worker_arrays(layout: Layout, dtype: Any) -> list[jax.Array]:
     """Zeros for a worker's values: for its shard; on a single node for all shards, of the mean."""
     shards = layout.shards if layout.axes.single_node else ()

@@ -5,7 +5,7 @@ binds it to a tree and to the axes that the program runs along, where those are 
 ``shard_map``, ``pmap`` or ``vmap``). For example, an error-compensated mean of gradients::
 
     exchange = Exchange("data", OneBit()).over(grads)
-    state = exchange.activate(exchange.init(), ones)                           # once
+    state = exchange.begin()                                                   # once
     received, state = exchange.all_reduce(exchange.node_mean(grads), state)    # in each step
     mean = exchange.mean(received, state)
 
@@ -186,7 +186,7 @@ class BoundExchange:
     @property
     def compresses(self) -> bool:
         """Whether there are values to compress, and other workers or nodes."""
-        return bool(self.layout.pieces) and not self.axes.single_node
+        return self.layout.compresses
 
     @property
     def _limit(self) -> int | None:
@@ -199,7 +199,7 @@ class BoundExchange:
         return cast(FeedbackCompressor, self.compressor)
 
     def init(self) -> Any:
-        """The state before the first call."""
+        """The state before the first call; at one bit no element is active yet."""
         state = self.compressor.init(self.layout)
         with_server = isinstance(state, ExchangeState) and self.one_stage
         return without_server(state) if with_server else state
@@ -445,6 +445,10 @@ class BoundExchange:
             return state
         return self.compressor.activate(self.layout, state, alike)
 
+    def begin(self, active: Any = None) -> Any:
+        """The state before the first call, with active elements as for :meth:`activate`, or all."""
+        return self.activate(self.init(), self.layout.full(1.0) if active is None else active)
+
     def restart(self, state: ExchangeState) -> ExchangeState:
         """The state with residuals of zero and the same active elements."""
         return jax.tree.map(jnp.zeros_like, state)._replace(active=state.active)
@@ -468,7 +472,7 @@ class BoundExchange:
         if not isinstance(state, ExchangeState):
             return ()
         if not self.compresses:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), self.layout.of_shapes())
+            return self.layout.full(0.0)
         return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
 
     def encode(self, tree: Any, state: ExchangeState) -> jax.Array:
@@ -487,16 +491,16 @@ class BoundExchange:
 
         return (jax.vmap(of_shard) if self.layout.shards else of_shard)(pieces, counts)
 
-    def resumed(self, residual: Any, alike: Any) -> Any:
+    def resumed(self, residual: Any, active: Any = None) -> Any:
         """A state with the same total residual, from which a run continues.
 
         A single node drops the residual. Without error feedback it is a fresh state.
 
         Args:
           residual: a tree, from :meth:`total_residual` on any number of workers.
-          alike: marks the active elements, as for :meth:`activate`.
+          active: as for :meth:`begin`.
         """
-        state = self.activate(self.init(), alike)
+        state = self.begin(active)
         if not self.compresses or not isinstance(state, ExchangeState):
             return state
         return self.feedback.with_residual(self.layout, state, self.layout.gather(residual))

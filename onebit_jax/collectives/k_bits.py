@@ -27,12 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import (
-    Call,
-    Compensated,
-    ExchangeState,
-    worker_arrays,
-)
+from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack
 from onebit_jax.collectives.xla_workarounds import separate
@@ -116,25 +111,11 @@ class KBits:
         """The state before the first call: no residuals."""
         if not self.keeps_residuals:
             return ()
-        chunks = layout.pieces and not layout.axes.single_node
-        shape = layout.scale_shape if chunks else (1,)
-        nodes = (layout.axes.nodes,) if chunks else ()
-        dtype = jnp.float32
-        return ExchangeState(
-            worker=PerWorker(
-                Compensated(
-                    worker_arrays(layout, dtype), jnp.full((1, *nodes, *shape), _LEAST, dtype)
-                )
-            ),
-            server=PerWorker(
-                Compensated(
-                    [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if chunks],
-                    jnp.full((1, *shape), _LEAST, dtype),
-                )
-            ),
-            active=(),
-            residual_ratio=PerWorker(jnp.zeros((1,), dtype)),
-        )
+        shape = layout.scale_shape if layout.compresses else (1,)
+        nodes = (layout.axes.nodes,) if layout.compresses else ()
+        worker, server = (1, *nodes, *shape), (1, *shape)
+        scales = (jnp.full(x, _LEAST, jnp.float32) for x in (worker, server))
+        return begin(layout, jnp.float32, *scales)
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call
@@ -147,7 +128,7 @@ class KBits:
         squared = jnp.float32(0)
         for piece, c in zip(layout.pieces, compensated, strict=True):
             # The last scales may exceed those of the last c: see `with_residual`.
-            last_s = piece.scales_of(state.worker.value.scales, layout.at)
+            last_s = piece.scales_of(state.worker.value.scales)
             s = jnp.where(call.when, block_scales(c), last_s)
             scales.append(s)
             sections.append(piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits))
@@ -168,7 +149,7 @@ class KBits:
         made: dict[int, jax.Array] = {}
         c: Any = ()
         for place in layout.backward_order():
-            scales = layout.pieces[place].scales_of(last_scales, layout.at)
+            scales = layout.pieces[place].scales_of(last_scales)
             scales = scales if call.late is None else separate(scales, c)
             e = residual(held[place], scales, self.bits)
             c = jnp.where(call.when, values[place][None] + call.residual_decay * e, held[place])
@@ -219,18 +200,16 @@ class KBits:
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""
-        scales, at = layout.scales(rows), layout.at
+        scales = layout.scales(rows)
         return [
-            piece.array(
-                self._numbers(piece.bytes(rows, at), piece.scales_of(scales, at)[..., None, :, :])
-            )
+            piece.array(self._numbers(piece.bytes(rows), piece.scales_of(scales)[..., None, :, :]))
             for piece in layout.pieces
         ]
 
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
         """The norm of the mean that this shard received."""
         del state
-        squared, at = jnp.float32(0), layout.at
+        squared = jnp.float32(0)
         # A worker at a time: with all in one array, and two axes of vmap, XLA for CPUs (JAX 0.10.2,
         # not reported) makes a program that crashes.
         all_rows = [received] if received.ndim == 2 else list(received)
@@ -239,8 +218,8 @@ class KBits:
             sample, times = _sampled_rows(length, planes * length * BLOCK)
             total = jnp.float32(0)
             for rows in all_rows:
-                S = piece.scales_of(layout.scales(rows), at)[..., None, :, sample]
-                total += self._numbers(piece.bytes(rows, at)[..., sample, :], S)
+                S = piece.scales_of(layout.scales(rows))[..., None, :, sample]
+                total += self._numbers(piece.bytes(rows)[..., sample, :], S)
             squared += times * jnp.sum(jnp.square(total))
         return jnp.sqrt(squared) / len(all_rows)
 
@@ -250,7 +229,7 @@ class KBits:
         """``e_i`` in pieces, and ``E_j``."""
         (held, s), (served, S) = state.worker.value, state.server.value
         e = [
-            residual(c, piece.scales_of(s, layout.at), self.bits)[0]
+            residual(c, piece.scales_of(s), self.bits)[0]
             for piece, c in zip(layout.pieces, held, strict=True)
         ]
         return e, [residual(a, S[:, None], self.bits)[0] for a in served]

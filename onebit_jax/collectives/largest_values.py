@@ -39,7 +39,7 @@ import numpy as np
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, worker_arrays
+from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.selection import kth_largest, places_of
 from onebit_jax.markers import PerWorker
@@ -98,12 +98,7 @@ class LargestValues:
         """No residuals; the threshold is set in the first call."""
         zero = jnp.zeros((1,), jnp.float32)
         threshold = Threshold(zero, jnp.zeros((1,), jnp.int32))
-        return ExchangeState(
-            worker=PerWorker(Compensated(worker_arrays(layout, jnp.float32), threshold)),
-            server=PerWorker(Compensated([], zero)),
-            active=(),
-            residual_ratio=PerWorker(zero),
-        )
+        return begin(layout, jnp.float32, threshold, zero)
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call

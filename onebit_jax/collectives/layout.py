@@ -32,7 +32,7 @@ from jax import lax
 
 from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Shape, join_sections, pack
+from onebit_jax.collectives.packing import Shape, join_sections, pack, unpack_flags
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
 Grouping = Literal["separate", "fused", "blocks"]
@@ -64,6 +64,7 @@ class Piece(NamedTuple):
       start: the first of their bytes in a row.
       first: the place of the first of their scales.
       scales: how many scales they have, in the last axis of those.
+      at: the layout's places to read from.
     """
 
     tensors: tuple[int, ...]
@@ -75,6 +76,7 @@ class Piece(NamedTuple):
     start: int
     first: int
     scales: int
+    at: Places
 
     @property
     def is_padded(self) -> bool:
@@ -82,9 +84,9 @@ class Piece(NamedTuple):
         in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
         return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
 
-    def scales_of(self, scales: jax.Array, at: Places) -> jax.Array:
+    def scales_of(self, scales: jax.Array) -> jax.Array:
         """This piece's part of all scales, by their last axis."""
-        return lax.dynamic_slice_in_dim(scales, at[self.first], self.scales, axis=-1)
+        return lax.dynamic_slice_in_dim(scales, self.at[self.first], self.scales, axis=-1)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Makes one scale for each tensor broadcast with the array."""
@@ -116,9 +118,13 @@ class Piece(NamedTuple):
         size = self.planes * math.prod(self.plane)
         return jnp.sum(padded(values, (len(self.tensors), self.chunks, size)), -1).T
 
-    def bytes(self, rows: jax.Array, at: Places) -> jax.Array:
+    def bytes(self, rows: jax.Array) -> jax.Array:
         """This piece's bytes in rows, ``[..., tensors, *plane]``."""
-        return _section(rows, at[self.start], len(self.tensors), self.plane)
+        return _section(rows, self.at[self.start], len(self.tensors), self.plane)
+
+    def flags(self, rows: jax.Array) -> jax.Array:
+        """One bit per element, from rows ``[..., chunks, bytes]`` to booleans like the array."""
+        return self.array(unpack_flags(self.bytes(rows), rows.ndim))
 
 
 class Stack(NamedTuple):
@@ -186,6 +192,7 @@ class Layout:
         self.shapes: list[Shape] = [tuple(x.shape) for x in leaves]
         self.shards: Shape = () if axes.local is None else (axes.per_node,)
         self._separate, self._in_blocks = grouping == "separate", grouping == "blocks"
+        self.at: dict[int, jax.Array] = {}
         self.tensors = self._grouped(grouping)
         self.stacks = self._stacks_in_blocks() if self._in_blocks else self._stacks()
         self.pieces = [piece for stack in self.stacks for piece in stack.pieces]
@@ -194,23 +201,22 @@ class Layout:
         self.scale_shape = (planes, scales) if self._in_blocks else (scales,)
         firsts = [self.tensors[piece.tensors[0]][0] for piece in self.pieces]
         self.names = [jax.tree_util.keystr(paths[leaf]) for leaf in firsts]
-        self.at: Places = self._hidden()
+        self._hide_places()
 
-    def _hidden(self) -> Places:
-        """All places that are read from: few constants, which those of a stack are made of."""
+    def _hide_places(self) -> None:
+        """Sets all places that are read from: few constants, which those of a stack are made of."""
         longest = max([places_in(self.shapes), *(len(piece.tensors) for piece in self.pieces)])
         constants = set(range(longest))
         constants |= {x for group in self.tensors if len(group) > 1 for x in self._starts(group)}
         in_stacks = [(stack.pieces[0], piece) for stack in self.stacks for piece in stack.pieces]
         constants |= {piece.first - head.first for head, piece in in_stacks}
         at = hide_constants(constants, self.axes.node)
-        places = dict(at)
+        self.at.update(at)
         for head, piece in in_stacks:
             index = at[piece.first - head.first]
             width = BLOCK if self._in_blocks else math.prod(piece.plane)
-            places.setdefault(piece.first, index + np.uint32(head.first))
-            places.setdefault(piece.start, index * np.uint32(width) + np.uint32(head.start))
-        return places
+            self.at.setdefault(piece.first, index + np.uint32(head.first))
+            self.at.setdefault(piece.start, index * np.uint32(width) + np.uint32(head.start))
 
     def _grouped(self, grouping: Grouping) -> list[tuple[int, ...]]:
         filled = [i for i, shape in enumerate(self.shapes) if math.prod(shape)]
@@ -243,7 +249,7 @@ class Layout:
                 else:
                     shape = self._held_shape(self.tensors[group[0]], plane)
                 lies = (self.axes.nodes, self.planes, plane, joined, start, first, len(group))
-                pieces.append(Piece(tuple(group), shape, *lies))
+                pieces.append(Piece(tuple(group), shape, *lies, self.at))
                 first, start = first + len(group), start + len(group) * math.prod(plane)
             stacks.append(Stack(tuple(pieces), len(tensors), plane, len(tensors)))
         return stacks
@@ -287,9 +293,14 @@ class Layout:
             plane = (rows, BLOCK)
             shape = (self.axes.nodes, self.planes, *plane)
             lies = (self.axes.nodes, self.planes, plane, False, first * BLOCK, first, rows)
-            pieces.append(Piece((i,), shape, *lies))
+            pieces.append(Piece((i,), shape, *lies, self.at))
             first += rows
         return [Stack(tuple(pieces), 1, (first, BLOCK), first)] if pieces else []
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there are values to compress, and other workers or nodes."""
+        return bool(self.pieces) and not self.axes.single_node
 
     # Trees and pieces.
 
@@ -378,9 +389,9 @@ class Layout:
         """A tree like this one."""
         return self._structure.unflatten(leaves)
 
-    def of_shapes(self) -> Any:
-        """The tree's shapes, float32."""
-        return self.tree([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in self.shapes])
+    def full(self, value: float) -> Any:
+        """A tree like this one whose elements all have one value; float32."""
+        return self.tree([jnp.full(shape, value, jnp.float32) for shape in self.shapes])
 
     def alike(self, leaves: Sequence[int] | None = None) -> Alike:
         """Arithmetic on the tree's leaves, or on some of them, small ones of one shape at once."""

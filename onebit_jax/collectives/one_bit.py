@@ -38,13 +38,7 @@ from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.error_feedback import (
-    Active,
-    Call,
-    Compensated,
-    ExchangeState,
-    worker_arrays,
-)
+from onebit_jax.collectives.error_feedback import Active, Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
 from onebit_jax.collectives.xla_workarounds import materialize, separate
@@ -161,10 +155,9 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
 
 def scaled_signs(layout: Layout, rows: jax.Array) -> list[jax.Array]:
     """Decodes rows of signs with a scale per tensor, ``[..., chunks, bytes]``, to pieces."""
-    scales, at = layout.scales(rows), layout.at
+    scales = layout.scales(rows)
     return [
-        piece.array(signed(piece.bytes(rows, at), piece.scales_of(scales, at)))
-        for piece in layout.pieces
+        piece.array(signed(piece.bytes(rows), piece.scales_of(scales))) for piece in layout.pieces
     ]
 
 
@@ -248,21 +241,11 @@ class OneBit:
         dtype, nodes = self.residual_dtype, (*layout.shards, layout.axes.nodes)
         # One element where there is nothing: Orbax saves no empty array.
         scales = jnp.zeros((1, *(layout.scale_shape if layout.pieces else (1,))), jnp.float32)
-        compressed = layout.pieces and not layout.axes.single_node
-        return ExchangeState(
-            worker=PerWorker(Compensated(worker_arrays(layout, dtype), scales)),
-            server=PerWorker(
-                Compensated(
-                    [jnp.zeros((1, *x.chunk_shape), dtype) for x in layout.stacks if compressed],
-                    scales,
-                )
-            ),
-            active=Active(
-                jnp.zeros((*nodes, layout.payload if compressed else 1), jnp.uint8),
-                jnp.zeros((*nodes, scales.shape[1]), jnp.float32),
-            ),
-            residual_ratio=PerWorker(jnp.zeros((1,), jnp.float32)),
+        none = Active(
+            jnp.zeros((*nodes, layout.payload if layout.compresses else 1), jnp.uint8),
+            jnp.zeros((*nodes, scales.shape[1]), jnp.float32),
         )
+        return begin(layout, dtype, scales, scales, none)
 
     def compress(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
@@ -299,17 +282,17 @@ class OneBit:
     ) -> list[jax.Array]:
         """``c_i`` in pieces; each after those that leave before it, if they leave early."""
         held, last_scales = state.worker.value
-        active, at, when = layout.shard(state.active), layout.at, jnp.asarray(call.when)
+        active, when = layout.shard(state.active), jnp.asarray(call.when)
         made: dict[int, jax.Array] = {}
         c: Any = ()
         for place in layout.backward_order():
             piece = layout.pieces[place]
-            scales = piece.scales_of(last_scales[0], at)
+            scales = piece.scales_of(last_scales[0])
             c = made[place] = compensate(
                 values[place],
                 held[place],
                 piece.spread(scales if call.late is None else separate(scales, c)),
-                piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2)),
+                piece.flags(active.bits),
                 call.residual_decay,
                 when,
             )
@@ -387,12 +370,12 @@ class OneBit:
         active = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
         # The newly active have c and a of 0, which would stand for residuals of -s and -S.
         born = layout.shard(active.bits & ~cast(Active, state.active).bits)
-        chunk, at = lax.axis_index(layout.axes.node), layout.at
+        chunk = lax.axis_index(layout.axes.node)
         held, scales = state.worker.value
         c = []
         for piece, x in zip(layout.pieces, held, strict=True):
-            s = piece.spread(piece.scales_of(scales[0], at))
-            new = piece.array(unpack_flags(piece.bytes(born, at), axis=2)).reshape(x.shape)
+            s = piece.spread(piece.scales_of(scales[0]))
+            new = piece.flags(born).reshape(x.shape)
             c.append(jnp.where(new, s.astype(x.dtype), x))
         served, (last_served, server_scales) = [], state.server.value
         for stack, a in zip(layout.stacks if last_served else (), last_served, strict=True):
@@ -409,18 +392,16 @@ class OneBit:
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """``e_i`` in pieces, and ``E_j`` for each stack; 0 where not active."""
-        active, at = layout.shard(state.active), layout.at
-        bits = active.bits[lax.axis_index(layout.axes.node)]
+        bits = layout.shard(state.active).bits
+        served_bits = bits[lax.axis_index(layout.axes.node)]
         (held, s), (served, S) = state.worker.value, state.server.value
         e, E = [], []
         for piece, c in zip(layout.pieces, held, strict=True):
-            scales = piece.spread(piece.scales_of(s[0], at))
-            takes_part = piece.array(unpack_flags(piece.bytes(active.bits, at), axis=2))
-            own = residual(c[0], scales)
-            e.append(jnp.where(takes_part, own, 0.0))
+            own = residual(c[0], piece.spread(piece.scales_of(s[0])))
+            e.append(jnp.where(piece.flags(bits), own, 0.0))
         for stack, a in zip(layout.stacks if served else (), served, strict=True):
             own = residual(a[0], across(stack.scales_of(S[0]), a[0]))
-            E.append(jnp.where(unpack_flags(stack.bytes(bits), axis=1), own, 0.0))
+            E.append(jnp.where(unpack_flags(stack.bytes(served_bits), axis=1), own, 0.0))
         return e, E
 
     def with_residual(

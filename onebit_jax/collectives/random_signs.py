@@ -168,10 +168,10 @@ class RandomSigns:
     ) -> tuple[list[jax.Array], Any]:
         """``Q(z_i)``; of an inactive element, whether its denominator is not 0."""
         key = _words(layout, call.key, lax.axis_index(layout.axes.node))
-        at, firsts, sections = layout.at, _first_words(layout), []
+        firsts, sections = _first_words(layout), []
         for piece, z in zip(layout.pieces, values, strict=True):
             numerator, denominator = map(piece.chunks_of, z)
-            active = unpack_flags(piece.bytes(call.active, at), axis=2).swapaxes(0, 1)
+            active = unpack_flags(piece.bytes(call.active), axis=2).swapaxes(0, 1)
             inactive = jnp.where(denominator != 0, 1.0, -1.0)
             sent = Ratio(
                 jnp.where(active, numerator, inactive), jnp.where(active, denominator, 1.0)
@@ -224,9 +224,8 @@ class RandomSigns:
         """+1 or -1, or means of them, in pieces; of an inactive element undefined."""
         if not self.requantize:
             return mean_signs(layout, rows)
-        at = layout.at
         return [
-            piece.array(jnp.where(unpack_flags(piece.bytes(rows, at), rows.ndim), 1.0, -1.0))
+            piece.array(jnp.where(unpack_flags(piece.bytes(rows), rows.ndim), 1.0, -1.0))
             for piece in layout.pieces
         ]
 

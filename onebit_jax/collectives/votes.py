@@ -128,12 +128,11 @@ def mean_signs(layout: Layout, received: jax.Array) -> list[jax.Array]:
 
     Whole numbers up to the division: half the votes give an exact 0.
     """
-    workers, at = layout.axes.nodes, layout.at
+    workers, axis = layout.axes.nodes, received.ndim
     digits = jnp.split(received, workers.bit_length(), -1)
     return [
-        piece.array((2 * counts_of([piece.bytes(x, at) for x in digits], axis) - workers) / workers)
+        piece.array((2 * counts_of([piece.bytes(x) for x in digits], axis) - workers) / workers)
         for piece in layout.pieces
-        for axis in [received.ndim]
     ]
 
 
@@ -194,9 +193,8 @@ class Votes:
         """+1 or -1 for each element, or means of them; float32, in pieces."""
         if self.mean:
             return mean_signs(layout, rows)
-        at = layout.at
         ones = [jnp.ones((*rows.shape[:-1], len(x.tensors)), jnp.float32) for x in layout.pieces]
         return [
-            piece.array(signed(piece.bytes(rows, at), scale))
+            piece.array(signed(piece.bytes(rows), scale))
             for piece, scale in zip(layout.pieces, ones, strict=True)
         ]

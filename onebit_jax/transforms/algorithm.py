@@ -25,6 +25,7 @@ from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Beside, Call, Late, check_fits, worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, made
 
@@ -80,7 +81,7 @@ class Algorithm:
     needs_params: str | None = None
 
     def init(self, params: optax.Params) -> Any:
-        """The state before the first update, with ``progress``."""
+        """The state before the first update; its ``progress`` is ``phases.begin()``."""
         raise NotImplementedError
 
     def tree(self, state: Any) -> Any:
@@ -92,8 +93,9 @@ class Algorithm:
         raise NotImplementedError
 
     def direction(self, state: Any, received: Any, update: Update) -> Arrays:
-        """The update itself, float32, from the result of :meth:`step`; ``progress`` counts it."""
-        raise NotImplementedError
+        """The update itself, float32, by default the result of :meth:`step`; already counted."""
+        del state, update
+        return received
 
     def upcoming(self, state: Any) -> Any:
         """The phases of the next updates: see :class:`~.phases.Progress`."""
@@ -206,11 +208,15 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
     """
     name = type(algorithm).__name__
 
+    def begun(params: optax.Params) -> Any:
+        state = algorithm.init(params)
+        check_contract(name, state)
+        return _with_upcoming(algorithm, state)
+
     def init_fn(params: optax.Params) -> Any:
         validation.check_parameters(params)
         bound_axes(algorithm.exchange.axis_name)
-        state = algorithm.init(params)
-        check_contract(name, state)
+        state = begun(params)
         _note(state.progress.count, algorithm, params)
         return state if jax.tree.leaves(params) else _filled(state)
 
@@ -231,7 +237,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         bound_axes(algorithm.exchange.axis_name)
         no_tensors = not jax.tree.leaves(updates)
         if no_tensors:
-            state = _emptied(state, jax.eval_shape(algorithm.init, updates))
+            state = _emptied(state, jax.eval_shape(begun, updates))
         like = algorithm.tree(state)
         if like is not None:
             for tree in (updates,) if params is None else (updates, params):
@@ -256,8 +262,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 phase=jnp.where(accepted, index, jnp.where(wanted, -1, was.phase)),
             )
         )
-        coming = algorithm.upcoming(new)
-        new = new._replace(progress=new.progress._replace(upcoming=coming))
+        new = _with_upcoming(algorithm, new)
         _check_same(name, new, state)
         u = algorithm.direction(new, received, update)
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
@@ -268,6 +273,12 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         return structure.unflatten(u), new if when is None else when.keep(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _with_upcoming(algorithm: Algorithm, state: Any) -> Any:
+    """The state that says which phases come next."""
+    coming = algorithm.upcoming(state)
+    return state._replace(progress=state.progress._replace(upcoming=coming))
 
 
 # optax.tree.map_params compares a state with one over a tree without tensors, and takes an empty
@@ -315,6 +326,21 @@ def chain(
         return updates, (new[0], *keep(accepted, new[1:], state[1:]))
 
     return optax.GradientTransformationExtraArgs(chained.init, update_fn)
+
+
+def decay_and_rate(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, mask: Any
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """What follows a rescaled gradient, as in :func:`optax.adamw`; ``ValueError`` if invalid."""
+    validation.check_learning_rate(learning_rate)
+    validation.check_weight_decay(weight_decay)
+    decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
+    return decay, optax.scale_by_learning_rate(learning_rate)
+
+
+def at_count(value: Any, count: jax.Array) -> Any:
+    """A number, or what a schedule gives after ``count`` updates."""
+    return value(count) if callable(value) else value
 
 
 # Queries of a state.
@@ -426,14 +452,24 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
     return [x for x in found if x is not None]
 
 
-def named(exchange: BoundExchange, pieces: Arrays) -> dict[str, jax.Array]:
-    """A dict of a worker's pieces by the names of their first tensors, for a state."""
-    return dict(zip(exchange.layout.names, pieces, strict=True))
+def named(exchange: BoundExchange, pieces: Arrays) -> PerWorker:
+    """A worker's pieces in a state: a dict by the names of their first tensors."""
+    return PerWorker(dict(zip(exchange.layout.names, pieces, strict=True)))
 
 
-def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
+def named_zeros(exchange: BoundExchange) -> PerWorker:
+    """The pieces before the first update."""
+    return named(exchange, worker_arrays(exchange.layout, jnp.float32))
+
+
+def named_alike(exchange: BoundExchange, tree: Any) -> PerWorker:
+    """The same pieces on every worker, of a tree that all share."""
+    return named(exchange, [x[None] for x in exchange.pieces(tree)])
+
+
+def pieces_of(exchange: BoundExchange, state: PerWorker) -> Arrays:
     """Undoes :func:`named`; raises ``ValueError`` for pieces of other tensors or workers."""
-    expected = named(exchange, worker_arrays(exchange.layout, jnp.float32))
+    held, expected = state.value, named_zeros(exchange).value
     if held.keys() != expected.keys():
         raise ValueError(
             f"the state is of the tensors {sorted(held)}, but the gradients are a tree with "
@@ -443,6 +479,8 @@ def pieces_of(exchange: BoundExchange, held: dict[str, jax.Array]) -> Arrays:
     return [held[name] for name in exchange.layout.names]
 
 
-def fits(exchange: BoundExchange, state: Any) -> None:
-    """Raises ``ValueError`` for a state that does not fit a bound exchange."""
+def bound(how: Exchange, tree: Any, state: Any) -> BoundExchange:
+    """The exchange over a tree; raises ``ValueError`` if its state does not fit it."""
+    exchange = how.over(tree)
     check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)
+    return exchange

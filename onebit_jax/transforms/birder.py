@@ -13,11 +13,9 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.error_feedback import worker_arrays
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.one_bit import evenly_sampled
-from onebit_jax.collectives.packing import unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Transport
 from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
@@ -26,7 +24,10 @@ from onebit_jax.transforms.algorithm import (
     Algorithm,
     Arrays,
     Update,
+    decay_and_rate,
     named,
+    named_alike,
+    named_zeros,
     pieces_of,
     transformation,
 )
@@ -136,12 +137,8 @@ class Birder(Algorithm):
         seed = self.seed
         is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
-        m, a = (
-            PerWorker(named(exchange, worker_arrays(exchange.layout, jnp.float32)))
-            for _ in range(2)
-        )
-        coming = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
-        return ScaleByBirderState(begin(coming), key, held_elements(exchange), m, a)
+        m, a = named_zeros(exchange), named_zeros(exchange)
+        return ScaleByBirderState(begin(), key, held_elements(exchange), m, a)
 
     def upcoming(self, state: State) -> jax.Array:
         """``"warmup"`` for the first update, ``"compression"`` for all others."""
@@ -151,11 +148,10 @@ class Birder(Algorithm):
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``; on a single node ``u = m / a``."""
         exchange, was = self.exchange.over(update.tree), state.progress
-        m, a = (pieces_of(exchange, x.value) for x in (state.m, state.a))
+        m, a = (pieces_of(exchange, x) for x in (state.m, state.a))
         g = [x[None] for x in exchange.node_mean(update.grads)]
         if exchange.compresses:
-            ask = was.count == 0 if update.phase is None else update.phase == "warmup"
-            m, a, u = self._exchanged(exchange, state, (m, a, g), update.grads, ask, update.when)
+            m, a, u = self._exchanged(exchange, state, (m, a, g), update)
         else:
             active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
             m, a = keep(update.when, self._averages(m, a, g, active), (m, a))
@@ -163,7 +159,7 @@ class Birder(Algorithm):
             alike = zip(*equal_on_all_workers((m, a)), strict=True)
             u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
         progress = was._replace(frozen_at=jnp.where(update.when, 1, was.frozen_at))
-        m, a = (PerWorker(named(exchange, x)) for x in (m, a))
+        m, a = (named(exchange, x) for x in (m, a))
         return state._replace(progress=progress, m=m, a=a), jax.tree.leaves(u)
 
     def _averages(self, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
@@ -175,16 +171,15 @@ class Birder(Algorithm):
         exchange: BoundExchange,
         state: State,
         arrays: tuple[Arrays, Arrays, Arrays],
-        grads: Arrays,
-        ask: Any,
-        when: jax.Array,
+        update: Update,
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The new ``m`` and ``a``, and ``u`` from the exchange of their signs."""
-        (m, a, g), layout = arrays, exchange.layout
+        (m, a, g), layout, when = arrays, exchange.layout, update.when
+        ask = state.progress.count == 0 if update.phase is None else update.phase == "warmup"
         signs = cast(RandomSigns, exchange.compressor)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.progress.count)
-        active = equal_on_all_workers(find_active(exchange, a, grads, key, ask))
+        active = equal_on_all_workers(find_active(exchange, a, update.grads, key, ask))
         m, a = keep(when, self._averages(m, a, g, flags(exchange, active)), (m, a))
         z = [Ratio(x[0], y[0]) for x, y in zip(m, a, strict=True)]
         received, _ = exchange.all_reduce_shard(z, (), Draw(key, active))
@@ -199,27 +194,17 @@ class Birder(Algorithm):
         pieces = zip(signs.decompress(layout, received), flags(exchange, active), strict=True)
         return m, a, layout.scatter([jnp.where(y.reshape(x.shape), x, 0.0) for x, y in pieces])
 
-    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
-        """``u``."""
-        del state, update
-        return received
-
     def carry(self, state: State, like: Any) -> Any:
         """The means of ``m_i`` and ``a_i`` over the workers."""
         exchange = self.exchange.over(like)
-        m, a = (
-            exchange.whole_means([x.value[name] for name in exchange.layout.names])
-            for x in (state.m, state.a)
-        )
+        m, a = (exchange.whole_means(pieces_of(exchange, x)) for x in (state.m, state.a))
         # Rounding must not make |m| exceed a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Gives these means to every worker."""
         exchange = self.exchange.over(like)
-        m, a = (
-            PerWorker(named(exchange, [x[None] for x in exchange.pieces(tree)])) for tree in carried
-        )
+        m, a = (named_alike(exchange, tree) for tree in carried)
         return {"m": m, "a": a, "elements": held_elements(exchange)}
 
 
@@ -267,9 +252,7 @@ def find_active(
 
 def flags(exchange: BoundExchange, bits: jax.Array) -> list[jax.Array]:
     """Unpacks rows of bits ``[..., chunks, bytes]`` to booleans, in pieces ``[1, ..., *shape]``."""
-    layout, axis = exchange.layout, bits.ndim
-    at = layout.at
-    return [piece.array(unpack_flags(piece.bytes(bits, at), axis))[None] for piece in layout.pieces]
+    return [piece.flags(bits)[None] for piece in exchange.layout.pieces]
 
 
 def scale_by_birder(
@@ -399,9 +382,6 @@ def birder(
       Inactive coordinates do not move; by the formula they would walk at random. On all others
       :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q` tosses a fair coin.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_birder(
             b,
@@ -412,8 +392,7 @@ def birder(
             amsgrad=amsgrad,
             exchange=exchange,
         ),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask),
     )
 
 

@@ -72,20 +72,20 @@ class Cada(Algorithm):
     def init(self, params: optax.Params) -> State:
         """Nothing was sent: the first update exchanges."""
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        due = jnp.bool(True)
         return CadaState(
-            progress=begin(_upcoming(due)),
+            progress=begin(),
             mean=zeros,
             sent=PerWorker(jax.tree.map(lambda x: x[None], zeros)),
             params=zeros,
             moves=jnp.zeros((self.delay,), jnp.float32),
             age=jnp.zeros([], jnp.int32),
-            due=due,
+            due=jnp.bool(True),
         )
 
     def upcoming(self, state: State) -> jax.Array:
         """Whether the next update exchanges; of the one after it that is not known yet."""
-        return _upcoming(state.due)
+        coming = jnp.where(state.due, _SYNC, _LOCAL)
+        return jnp.stack([coming, jnp.int32(-1)]).astype(jnp.int32)
 
     def accepts(self, progress: Progress, phase: Phase) -> jax.Array | bool:
         """Any phase, but an exchange first."""
@@ -138,10 +138,6 @@ class Cada(Algorithm):
         """The mean gradient as of the last exchange."""
         del received, update
         return jax.tree.leaves(state.mean)
-
-
-def _upcoming(due: jax.Array) -> jax.Array:
-    return jnp.stack([jnp.where(due, _SYNC, _LOCAL), jnp.int32(-1)]).astype(jnp.int32)
 
 
 def cada(

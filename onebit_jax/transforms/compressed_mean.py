@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
@@ -12,7 +11,7 @@ from onebit_jax.collectives.error_feedback import Calls, ExchangeState
 from onebit_jax.collectives.exchange import Compressor, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.phases import Progress
 
@@ -57,22 +56,14 @@ class CompressedMean(Algorithm):
 
     def init(self, params: optax.Params) -> State:
         """No residuals, and all elements active."""
-        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-        exchange = self.exchange.over(params)
-        return CompressedMeanState(phases.begin(), exchange.activate(exchange.init(), ones))
+        return CompressedMeanState(phases.begin(), self.exchange.over(params).begin())
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``u = EC(g_1, ..., g_n)``."""
-        exchange = self.exchange.over(update.grads)
-        fits(exchange, state.exchange)
+        exchange = bound(self.exchange, update.grads, state.exchange)
         call = update.call(self.residual_decay, self.residual_decay)
         mean, kept = exchange.average(update.grads, state.exchange, call)
         return state._replace(exchange=kept), mean
-
-    def direction(self, state: State, received: Arrays, update: Update) -> Arrays:
-        """The mean."""
-        del state, update
-        return received
 
     def carry(self, state: State, like: Any) -> Any:
         """The total residual of all workers and servers."""
@@ -81,8 +72,7 @@ class CompressedMean(Algorithm):
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Gives every worker this residual."""
         del state
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
-        return {"exchange": self.exchange.over(like).resumed(carried, ones)}
+        return {"exchange": self.exchange.over(like).resumed(carried)}
 
 
 def compressed_mean(

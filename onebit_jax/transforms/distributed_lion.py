@@ -10,7 +10,6 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.error_feedback import worker_arrays
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.votes import Turn, Votes
@@ -21,7 +20,10 @@ from onebit_jax.transforms.algorithm import (
     Algorithm,
     Arrays,
     Update,
+    decay_and_rate,
     named,
+    named_alike,
+    named_zeros,
     pieces_of,
     transformation,
 )
@@ -62,14 +64,12 @@ class DistributedLion(Algorithm):
 
     def init(self, params: optax.Params) -> State:
         """``m_i = 0``."""
-        exchange = self.exchange.over(params)
-        m = PerWorker(named(exchange, worker_arrays(exchange.layout, jnp.float32)))
-        return ScaleByDistributedLionState(phases.begin(), m)
+        return ScaleByDistributedLionState(phases.begin(), named_zeros(self.exchange.over(params)))
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """Votes with ``sgn(b1 m_i + (1 - b1) g_i)``; sets ``m_i <- b2 m_i + (1 - b2) g_i``."""
         exchange = self.exchange.over(update.tree)
-        m, g = pieces_of(exchange, state.momentum.value), exchange.node_mean(update.grads)
+        m, g = pieces_of(exchange, state.momentum), exchange.node_mean(update.grads)
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
             received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
@@ -80,7 +80,7 @@ class DistributedLion(Algorithm):
         kept: tuple[Arrays, Any] = (m, received)
         m, received = materialize(kept, exchange.axes.node)
         new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
-        m = PerWorker(named(exchange, keep(update.when, new, m)))
+        m = named(exchange, keep(update.when, new, m))
         return state._replace(momentum=m), received
 
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
@@ -94,14 +94,12 @@ class DistributedLion(Algorithm):
     def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
         exchange = self.exchange.over(like)
-        return exchange.whole_means(pieces_of(exchange, state.momentum.value))
+        return exchange.whole_means(pieces_of(exchange, state.momentum))
 
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """Gives the mean momentum to every worker."""
         del state
-        exchange = self.exchange.over(like)
-        m = [x[None] for x in exchange.pieces(carried)]
-        return {"momentum": PerWorker(named(exchange, m))}
+        return {"momentum": named_alike(self.exchange.over(like), carried)}
 
 
 def scale_by_distributed_lion(
@@ -203,13 +201,9 @@ def distributed_lion(
       and back by one learning rate; with ``"mean"`` by ``1/n`` of it, or, with an even number of
       workers, not at all.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_distributed_lion(
             b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange
         ),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask),
     )

@@ -15,7 +15,14 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions, check_optio
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker, own
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Arrays,
+    Update,
+    at_count,
+    bound,
+    transformation,
+)
 from onebit_jax.transforms.phases import Progress, keep
 
 
@@ -41,10 +48,6 @@ class EfSignsgdState(NamedTuple):
         return self.exchange.diagnostics()
 
 
-def _at(value: optax.ScalarOrSchedule, count: jax.Array) -> Any:
-    return value(count) if callable(value) else value
-
-
 State = EfSignsgdState
 
 
@@ -67,19 +70,13 @@ class EfSignsgd(Algorithm):
     def init(self, params: optax.Params) -> State:
         """No momentum and no residuals."""
         m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        ones = jax.tree.map(lambda p: jnp.ones(p.shape, jnp.float32), params)
-        exchange = self.exchange.over(params)
-        state = exchange.activate(exchange.init(), ones)
-        return EfSignsgdState(phases.begin(), PerWorker(m), state)
+        return EfSignsgdState(phases.begin(), PerWorker(m), self.exchange.over(params).begin())
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
         m, tree = jax.tree.flatten(state.momentum.value)
-        rate, exchange = (
-            _at(self.learning_rate, state.progress.count),
-            self.exchange.over(update.grads),
-        )
-        fits(exchange, state.exchange)
+        rate = at_count(self.learning_rate, state.progress.count)
+        exchange = bound(self.exchange, update.grads, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return self.momentum * m + g[None].astype(jnp.float32)
@@ -104,8 +101,7 @@ class EfSignsgd(Algorithm):
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Gives every worker this residual."""
         del state
-        ones = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like)
-        return {"exchange": self.exchange.over(like).resumed(carried, ones)}
+        return {"exchange": self.exchange.over(like).resumed(carried)}
 
 
 def _decay_steps(
@@ -119,7 +115,7 @@ def _decay_steps(
         if params is None:
             raise ValueError("params=None: give update the parameters, which weight decay needs.")
         count = cast(jax.Array, state)
-        factor = _at(learning_rate, count) * _at(weight_decay, count)
+        factor = at_count(learning_rate, count) * at_count(weight_decay, count)
         steps = jax.tree.map(lambda u, p: u - (factor * p).astype(u.dtype), updates, params)
         return steps, count + 1
 

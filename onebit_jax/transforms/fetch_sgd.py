@@ -16,7 +16,7 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.layout import end_to_end
 from onebit_jax.collectives.selection import places_of_largest
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, at_count, transformation
 from onebit_jax.transforms.phases import Progress, keep
 
 # The table's program has as many parts as it has rows.
@@ -84,8 +84,7 @@ class FetchSgd(Algorithm):
                 "init again."
             )
         mean = dense_mean(sketch.table(flat), bound_axes(self.exchange.axis_name))
-        rate = self.learning_rate
-        rate = rate(state.progress.count) if callable(rate) else rate
+        rate = at_count(self.learning_rate, state.progress.count)
         u = self.momentum * state.momentum + mean
         v = state.error + rate * u
         estimates = sketch.estimates(v, size)

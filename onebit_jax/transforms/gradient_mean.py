@@ -81,6 +81,5 @@ class GradientMean:
         """A state with this total residual, in the worker view."""
         if not self.has_feedback:
             return ()
-        leaves = jax.tree.leaves(like)
-        begun = self.exchange().over(leaves)
-        return begun.resumed(carried or [jnp.zeros(x.shape, jnp.float32) for x in leaves], leaves)
+        exchange = self.exchange().over(jax.tree.leaves(like))
+        return exchange.resumed(carried or exchange.layout.full(0.0))

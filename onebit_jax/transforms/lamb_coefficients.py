@@ -17,6 +17,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.axes import least_over_shards, sum_over_shards
+from onebit_jax.transforms.algorithm import at_count
 from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 
 
@@ -110,9 +111,7 @@ def _for_each(
 
 def decay_rates(h: Any, params: optax.Params, count: jax.Array) -> Any:
     """``lambda``, from the optimizer's hyperparameters: one number, or float32 ``[P]``."""
-    decay: Any = h.weight_decay
-    value: Any = decay(count) if callable(decay) else decay
-    rate = validation.float32(value)
+    rate = validation.float32(at_count(h.weight_decay, count))
     if h.mask is None:
         return rate
     mask = h.mask(params) if callable(h.mask) else h.mask

@@ -17,7 +17,7 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compr
 from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, fits, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
 from onebit_jax.transforms.fragments import Fragments
 from onebit_jax.transforms.local_steps_checks import (
     check_exchanges_nothing,
@@ -65,34 +65,25 @@ class LocalSteps(Algorithm):
         check_moves(self.outer, params)
         shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         groups = Fragments(shared, self.fragments).split(shared)
-        zero = jnp.zeros([], jnp.int32)
         return LocalStepsState(
-            progress=begin(self._upcoming(zero, zero)),
+            progress=begin(),
             plan=self.plan,
-            since_sync=zero,
+            since_sync=jnp.zeros([], jnp.int32),
             fragment=jnp.int32(1 % self.fragments),
             inner=PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], state)),
             outer=tuple(map(self.outer.init, groups)),
             shared=shared,
             own=PerWorker(jax.tree.map(lambda x: x[None], shared)),
-            exchange=tuple(self._no_residuals(group) for group in groups),
+            exchange=tuple(
+                self.exchange.over(group).begin() if self.compresses else () for group in groups
+            ),
         )
-
-    def _no_residuals(self, group: Any) -> Any:
-        if not self.compresses:
-            return ()
-        exchange = self.exchange.over(group)
-        return exchange.activate(exchange.init(), jax.tree.map(jnp.ones_like, group))
 
     def upcoming(self, state: State) -> jax.Array:
         """The phases that ``every`` gives."""
-        return self._upcoming(state.progress.count, state.since_sync)
-
-    def _upcoming(self, count: jax.Array, since_sync: jax.Array) -> jax.Array:
-        found = []
+        found, since_sync, every = [], state.since_sync, self.every
         for i in range(OUTLOOK):
-            every = self.every
-            gap = every(count + i) if callable(every) else every // self.fragments
+            gap = every(state.progress.count + i) if callable(every) else every // self.fragments
             syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32) + self.delay
             found.append(jnp.where(syncs, _SYNC, _LOCAL))
             since_sync = jnp.where(syncs, self.delay, since_sync + 1)
@@ -107,8 +98,7 @@ class LocalSteps(Algorithm):
         if not self.compresses:
             D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
         else:
-            exchange = self.exchange.over(shared)
-            fits(exchange, of_exchange)
+            exchange = bound(self.exchange, shared, of_exchange)
             D, of_exchange = yield from exchange.average_in_stages(gradient, of_exchange, call)
         moves, new_outer = self.outer.update(D, of_outer, shared)
         new = optax.apply_updates(shared, moves), new_outer
@@ -200,10 +190,9 @@ class LocalSteps(Algorithm):
         del state
         if not self.compresses:
             return {}
-        ones = self._groups(jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), like))
         resumed = [
-            self.exchange.over(group).resumed(residual, group)
-            for group, residual in zip(ones, carried, strict=True)
+            self.exchange.over(group).resumed(residual)
+            for group, residual in zip(self._groups(like), carried, strict=True)
         ]
         return {"exchange": tuple(resumed)}
 

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from onebit_jax.collectives.error_feedback import ExchangeState, check_fits
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, whole_pieces
 from onebit_jax.collectives.one_bit import OneBit
-from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.algorithm import Arrays, Update
-from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
 
 
@@ -67,66 +65,6 @@ def compressed(exchange: BoundExchange, momentum: Momentum) -> Arrays:
     return exchange.mean_in_pieces(momentum.received, momentum.exchange)
 
 
-def update_moments(
-    exchange: BoundExchange,
-    gradient_mean: GradientMean,
-    decays: tuple[Any, Any],
-    kept: tuple[Momentum, Any, Arrays],
-    grads: Arrays,
-    when: jax.Array,
-) -> tuple[Momentum, Any, Arrays]:
-    """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2`` for the mean gradient ``g``.
-
-    Processes about a quarter of the tensors at a time: otherwise XLA averages all gradients into
-    new memory before it uses the first.
-
-    Args:
-      exchange: the exchange over the tree of the gradients.
-      gradient_mean: averages the gradients.
-      decays: ``b1`` and ``b2``.
-      kept: the momentum in its dense phase; the state of ``gradient_mean``; ``v`` of each tensor.
-      grads: the worker's gradient of each tensor.
-      when: where false, all stay as they are; the same on all workers.
-
-    Returns:
-      The new values of ``kept``.
-    """
-    layout, (b1, b2), (momentum, gradient_state, v) = exchange.layout, decays, kept
-    averaged = gradient_mean.compresses
-    if averaged:
-        grads, gradient_state = gradient_mean.average(grads, gradient_state, when)
-
-    def first_moment(m: jax.Array, g: jax.Array) -> jax.Array:
-        mean = jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)
-        return mean.astype(m.dtype)
-
-    def second_moment(v: jax.Array, g: jax.Array) -> jax.Array:
-        return b2 * v + (1 - b2) * g**2
-
-    m, v = list(momentum.m_then_compensated.value), list(v)
-    for group in layout.quarters():
-        leaves = [i for place in group for i in layout.leaves_of(place)]
-
-        def turn(over: Any, own: Any, group: Any = group, leaves: Any = leaves) -> Any:
-            g = own if averaged else gradient_mean.dense(own)
-            pieces = layout.gather_pieces(group, dict(zip(leaves, g, strict=True)))
-            new_m = [first_moment(x, y) for x, y in zip(over[0], pieces, strict=True)]
-            return new_m, layout.alike(leaves).map(second_moment, over[1], g)
-
-        new_m, new_v = overwrite_if(
-            when,
-            turn,
-            ([m[place] for place in group], [v[i] for i in leaves]),
-            [grads[i] for i in leaves],
-            axis_names=exchange.axes.names,
-        )
-        for place, new in zip(group, new_m, strict=True):
-            m[place] = new
-        for i, new in zip(leaves, new_v, strict=True):
-            v[i] = new
-    return momentum._replace(m_then_compensated=PerWorker(m)), gradient_state, v
-
-
 def activate(
     exchange: BoundExchange, momentum: Momentum, arrays: Sequence[jax.Array], alike: Any
 ) -> Momentum:
@@ -145,9 +83,17 @@ def activate(
 
 def reactivate(exchange: BoundExchange, momentum: Momentum, alike: Any) -> Momentum:
     """Marks the active elements again; newly active ones begin with residuals of 0."""
-    arrays = momentum.m_then_compensated.value
-    state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
-    arrays, state = exchange.hand_back(arrays, state)
+    return _taken_back(exchange, momentum, exchange.activate(_handed(exchange, momentum), alike))
+
+
+def _handed(exchange: BoundExchange, momentum: Momentum) -> ExchangeState:
+    """The state of the exchange with the arrays that the momentum holds for it."""
+    return exchange.hand_over(momentum.m_then_compensated.value, momentum.exchange)
+
+
+def _taken_back(exchange: BoundExchange, momentum: Momentum, state: ExchangeState) -> Momentum:
+    """Undoes :func:`_handed` after a call."""
+    arrays, state = exchange.hand_back(momentum.m_then_compensated.value, state)
     return momentum._replace(m_then_compensated=PerWorker(arrays), exchange=state)
 
 
@@ -172,12 +118,10 @@ def compress(
     # Before the first compressed update the residuals' array holds m, and nothing was received, so
     # m_i lacks m. Adding m as a residual, times the decay, avoids a separate program for it.
     residual_decay = jnp.where(first, jnp.asarray(decay, jnp.float32), 1.0)
-    arrays = momentum.m_then_compensated.value
-    handed = exchange.hand_over(arrays, momentum.exchange)
-    received, state = exchange.all_reduce(m_i, handed, update.call(residual_decay))
-    arrays, state = exchange.hand_back(arrays, state)
-    received = jnp.where(update.when, received, momentum.received)
-    return Momentum(PerWorker(arrays), received, state)
+    handed, call = _handed(exchange, momentum), update.call(residual_decay)
+    received, state = exchange.all_reduce(m_i, handed, call)
+    new = _taken_back(exchange, momentum, state)
+    return new._replace(received=jnp.where(update.when, received, momentum.received))
 
 
 def whole(exchange: BoundExchange, momentum: Momentum, made: jax.Array, phase: Phase | None) -> Any:
@@ -229,9 +173,8 @@ def carry(exchange: BoundExchange, momentum: Momentum, progress: Progress) -> Ca
     if is_dense(progress):
         m = exchange.layout.scatter(dense(momentum))
         return Carried(m, jax.tree.map(jnp.zeros_like, m))
-    handed = exchange.hand_over(momentum.m_then_compensated.value, momentum.exchange)
     m = exchange.layout.scatter(compressed(exchange, momentum))
-    return Carried(m, exchange.total_residual(handed))
+    return Carried(m, exchange.total_residual(_handed(exchange, momentum)))
 
 
 def is_dense(progress: Progress) -> bool:
@@ -279,8 +222,6 @@ def resume(
     coarser = layout.scatter(compressed(exchange, momentum))
     coarser = jax.tree.map(lambda x, y: jnp.where(y > 0, x, 0.0), coarser, like)
     R = jax.tree.map(lambda r, x, c: r + decay * (x - c), R, m, coarser)
-    zeros = momentum.m_then_compensated.value
-    handed = exchange.hand_over(zeros, momentum.exchange)
-    handed = exchange.feedback.with_residual(layout, handed, layout.gather(R))
-    arrays, state = exchange.hand_back(zeros, handed)
-    return momentum._replace(m_then_compensated=PerWorker(arrays), exchange=state)
+    handed = _handed(exchange, momentum)
+    state = exchange.feedback.with_residual(layout, handed, layout.gather(R))
+    return _taken_back(exchange, momentum, state)

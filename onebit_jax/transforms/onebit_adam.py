@@ -17,12 +17,13 @@ from onebit_jax.transforms import phases, step_sets
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import (
     Arrays,
-    PhasedAlgorithm,
     Step,
     Update,
     chain,
+    decay_and_rate,
     transformation,
 )
+from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
@@ -105,7 +106,7 @@ State = ScaleByOnebitAdamState
 
 
 @dataclasses.dataclass(frozen=True)
-class OnebitAdam(PhasedAlgorithm):
+class OnebitAdam(FrozenVariance):
     """The algorithm; :func:`onebit_adam` documents its fields."""
 
     b1: Any
@@ -118,39 +119,18 @@ class OnebitAdam(PhasedAlgorithm):
     exchange: Exchange
     gradient_mean: GradientMean
 
-    def before(self) -> Mapping[Phase, Step]:
-        """Dense updates."""
-        return {"warmup": self.dense_step}
-
     def after(self) -> Mapping[Phase, Step]:
         """Compressed updates, and those that refresh the variance."""
-        refresh: dict[Phase, Step] = (
-            {} if self.refreshes is None else {"refresh": self.refresh_step}
-        )
-        return {"compression": self.compressed_step, **refresh}
-
-    def tree(self, state: State) -> Any:
-        """The variance, or its reciprocal root."""
-        return state.v_then_inverse_root
+        steps = super().after()
+        return steps if self.refreshes is None else {**steps, "refresh": self.refresh_step}
 
     def init(self, params: optax.Params) -> State:
         """``m = v = 0``."""
-        return ScaleByOnebitAdamState(
-            progress=phases.begin(self._upcoming(jnp.int32(0), jnp.bool(False))),
-            momentum_decay=jnp.asarray(self.b1, jnp.float32),
-            variance_record=warmup_end.no_record(params),
-            variance_at=jnp.full([], -1, jnp.int32),
-            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
-            momentum=moments.begin(self.exchange.over(params)),
-            gradients=self.gradient_mean.init(params),
-        )
+        return ScaleByOnebitAdamState(variance_at=jnp.full([], -1, jnp.int32), **self.begin(params))
 
     def upcoming(self, state: State) -> jax.Array:
         """The phases that the warm-up and the set of refreshes give."""
-        return self._upcoming(state.progress.count, state.progress.frozen_at >= 0)
-
-    def _upcoming(self, count: jax.Array, frozen: jax.Array) -> jax.Array:
-        coming = warmup_end.upcoming(self.warmup, count, frozen)
+        coming, count = super().upcoming(state), state.progress.count
         if self.refreshes is None:
             return coming
         due = jnp.stack([jnp.asarray(self.refreshes(count + i)) for i in range(phases.OUTLOOK)])
@@ -164,39 +144,22 @@ class OnebitAdam(PhasedAlgorithm):
         b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
         return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
 
-    def _bound(self, state: State) -> BoundExchange:
-        return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
-
     def dense_step(self, state: State, update: Update) -> State:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
-        exchange = self._bound(state)
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        momentum, gradients, v = moments.update_moments(
-            exchange,
-            self.gradient_mean,
-            (self.b1, self.b2),
-            (state.momentum, state.gradients, v),
-            update.grads,
-            update.when,
-        )
+        exchange = self.bound(state)
+        state = self.with_dense_moments(exchange, state, update)
+        v = jax.tree.leaves(state.v_then_inverse_root)
         _, correction = self.corrections(state.progress.count + 1)
         norms = sum_over_shards(exchange.layout.alike().sums(v)) / correction
         return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
-            v_then_inverse_root=tree.unflatten(v),
-            momentum=momentum,
-            gradients=gradients,
+            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when)
         )
-
-    def ends(self, state: State) -> jax.Array:
-        """Whether this update is the last of the warm-up."""
-        return warmup_end.ends(self.warmup, state)
 
     def freeze(self, state: State, params: Any) -> State:
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
         del params
         _, correction = self.corrections(state.progress.count + 1)
-        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+        exchange, (v, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
 
         def inverse(v: jax.Array) -> jax.Array:
             return jnp.where(v > 0, 1 / root(v, correction, self.eps, self.eps_root), 0.0)
@@ -211,7 +174,7 @@ class OnebitAdam(PhasedAlgorithm):
 
     def compressed_step(self, state: State, update: Update) -> State:
         """``m <- EC1(b1 m + (1 - b1) g_i)``."""
-        exchange = self._bound(state)
+        exchange = self.bound(state)
         m, g = moments.last(exchange, state.momentum), exchange.node_mean(update.grads)
         return self._with_momentum(exchange, state, m, g, update)
 
@@ -226,7 +189,7 @@ class OnebitAdam(PhasedAlgorithm):
 
     def refresh_step(self, state: State, update: Update) -> State:
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
-        exchange, t = self._bound(state), state.progress.count + 1
+        exchange, t = self.bound(state), state.progress.count + 1
         mean, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
         _, correction = self.corrections(t)
         share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
@@ -253,7 +216,7 @@ class OnebitAdam(PhasedAlgorithm):
     def direction(self, state: State, received: Any, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""
         del received
-        exchange = self._bound(state)
+        exchange = self.bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0
         compressed = update.phase in self.after()
@@ -267,20 +230,6 @@ class OnebitAdam(PhasedAlgorithm):
 
         arrays = map(jax.tree.leaves, (m, state.v_then_inverse_root))
         return exchange.layout.alike().map(over_root, *arrays)
-
-    def carry(self, state: State, like: Any) -> Any:
-        """Momentum and residuals."""
-        momentum = moments.carry(self.exchange.over(like), state.momentum, state.progress)
-        return momentum, self.gradient_mean.carry(like, state.gradients)
-
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """Momentum and residuals."""
-        active, decay = state.v_then_inverse_root, state.momentum_decay
-        exchange = self.exchange.over(like)
-        return {
-            "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
-            "gradients": self.gradient_mean.resume(like, carried[1]),
-        }
 
 
 def _unless_auto(value: Any, default: Any) -> Any:
@@ -461,9 +410,6 @@ def onebit_adam(
       in one step (DeepSpeed's users mask them by hand). :func:`onebit_jax.variance_stable` can end
       warm-up; the paper has such a rule too, which DeepSpeed never implemented.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
     return chain(
         scale_by_onebit_adam(
             b1,
@@ -477,8 +423,7 @@ def onebit_adam(
             variance_refreshes=variance_refreshes,
             exchange=exchange,
         ),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask),
     )
 
 

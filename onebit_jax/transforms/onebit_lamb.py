@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,19 +19,12 @@ from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms import fused_momentum as fused
 from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms import phases
 from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import (
-    Arrays,
-    PhasedAlgorithm,
-    Step,
-    Update,
-    chain,
-    transformation,
-)
+from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
+from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
+from onebit_jax.transforms.phases import PHASES, Progress, keep
 from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
 
 
@@ -98,7 +91,7 @@ State = ScaleByOnebitLambState
 
 
 @dataclasses.dataclass(frozen=True)
-class OnebitLamb(PhasedAlgorithm):
+class OnebitLamb(FrozenVariance):
     """The algorithm; :func:`onebit_lamb` documents its fields."""
 
     b1: Any
@@ -112,61 +105,23 @@ class OnebitLamb(PhasedAlgorithm):
     gradient_mean: GradientMean
     needs_params = "LAMB's coefficients are ratios to their norms"
 
-    def before(self) -> Mapping[Phase, Step]:
-        """LAMB's updates."""
-        return {"warmup": self.dense_step}
-
-    def after(self) -> Mapping[Phase, Step]:
-        """Compressed updates."""
-        return {"compression": self.compressed_step}
-
-    def tree(self, state: State) -> Any:
-        """The variance, or its reciprocal root."""
-        return state.v_then_inverse_root
-
     def init(self, params: optax.Params) -> State:
         """``m = v = c~ = 0``."""
         exchange, count = self.exchange.over(params), len(jax.tree.leaves(params))
         return ScaleByOnebitLambState(
-            progress=phases.begin(warmup_end.upcoming(self.warmup, jnp.int32(0), jnp.bool(False))),
-            momentum_decay=jnp.asarray(self.b1, jnp.float32),
-            variance_record=warmup_end.no_record(params),
-            v_then_inverse_root=optax.tree.zeros_like(params, dtype=jnp.float32),
             fresh_variance=jnp.zeros(fused.shape(exchange), jnp.float32),
-            momentum=moments.begin(exchange),
-            gradients=self.gradient_mean.init(params),
             coefficients=jnp.zeros((count,), jnp.float32),
             ratios=jnp.ones((count,), jnp.float32),
             momentum_scales=jnp.ones((count,), jnp.float32),
             factors=jnp.ones((count,), jnp.float32),
+            **self.begin(params),
         )
-
-    def upcoming(self, state: State) -> jax.Array:
-        """The phases that the warm-up gives."""
-        progress = state.progress
-        return warmup_end.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
-
-    def ends(self, state: State) -> jax.Array:
-        """Whether this update is the last of the warm-up."""
-        return warmup_end.ends(self.warmup, state)
-
-    def _bound(self, state: State) -> BoundExchange:
-        return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
     def dense_step(self, state: State, update: Update) -> State:
         """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
-        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        momentum, gradients, v = moments.update_moments(
-            exchange,
-            self.gradient_mean,
-            (self.b1, self.b2),
-            (state.momentum, state.gradients, v),
-            update.grads,
-            update.when,
-        )
-        state = state._replace(
-            v_then_inverse_root=tree.unflatten(v), momentum=momentum, gradients=gradients
-        )
+        exchange = self.bound(state)
+        state = self.with_dense_moments(exchange, state, update)
+        v, tree = jax.tree.flatten(state.v_then_inverse_root)
         rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
 
         def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
@@ -187,7 +142,7 @@ class OnebitLamb(PhasedAlgorithm):
     def freeze(self, state: State, params: Any) -> State:
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
         del params
-        exchange, (v, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+        exchange, (v, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
 
         def inverse(v: jax.Array) -> jax.Array:
@@ -208,7 +163,7 @@ class OnebitLamb(PhasedAlgorithm):
 
     def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
         """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
-        exchange, roots = self._bound(state), jax.tree.leaves(state.v_then_inverse_root)
+        exchange, roots = self.bound(state), jax.tree.leaves(state.v_then_inverse_root)
         alike = exchange.layout.alike()
 
         def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
@@ -221,7 +176,7 @@ class OnebitLamb(PhasedAlgorithm):
 
     def compressed_step(self, state: State, update: Update) -> State:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
-        exchange, first = self._bound(state), state.progress.count == state.progress.frozen_at
+        exchange, first = self.bound(state), state.progress.count == state.progress.frozen_at
         alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
         g = exchange.node_mean(lamb.scaled(alike, state.momentum_scales, grads))
         m = moments.last(exchange, state.momentum)
@@ -265,7 +220,7 @@ class OnebitLamb(PhasedAlgorithm):
         del received
         last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
         compressed = state.progress.phase == PHASES.index("compression")
-        exchange, (y, tree) = self._bound(state), jax.tree.flatten(state.v_then_inverse_root)
+        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         alike, u = exchange.layout.alike(), []
         if update.phase != "warmup":
             tensors = self._compressed_tensors(exchange, state, update.params, last)
@@ -281,22 +236,15 @@ class OnebitLamb(PhasedAlgorithm):
         factors = alike.numbers(state.factors)
         return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
 
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: State, like: Any) -> tuple[Any, ...]:
         """Momentum, residuals and the fresh variance of each tensor."""
-        exchange = self.exchange.over(like)
-        momentum = moments.carry(exchange, state.momentum, state.progress)
-        gradients = self.gradient_mean.carry(like, state.gradients)
-        return momentum, gradients, fused.cut(exchange, state.fresh_variance)
+        fresh = fused.cut(self.exchange.over(like), state.fresh_variance)
+        return *super().carry(state, like), fresh
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum, residuals and the fresh variance of each tensor."""
-        active, decay = state.v_then_inverse_root, state.momentum_decay
-        exchange = self.exchange.over(like)
-        return {
-            "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
-            "gradients": self.gradient_mean.resume(like, carried[1]),
-            "fresh_variance": fused.join(exchange, carried[2]),
-        }
+        fresh = fused.join(self.exchange.over(like), carried[2])
+        return {**super().resume(state, carried, like), "fresh_variance": fresh}
 
 
 def scale_by_onebit_lamb(

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import optax
 
-from onebit_jax import validation
 from onebit_jax.collectives.exchange_options import ExchangeOptions
+from onebit_jax.transforms.algorithm import decay_and_rate
 from onebit_jax.transforms.distributed_lion import scale_by_distributed_lion
 
 
@@ -81,11 +81,7 @@ def signum(
       votes, with two workers) moves it in the same direction each time. Here such a parameter stays
       within one learning rate of its initial value.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
     return optax.chain(
         scale_by_distributed_lion(b1, b1, axis_name=axis_name, exchange=exchange),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask),
     )

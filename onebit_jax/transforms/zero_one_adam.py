@@ -22,7 +22,8 @@ from onebit_jax.transforms.algorithm import (
     PhasedAlgorithm,
     Step,
     Update,
-    fits,
+    at_count,
+    bound,
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
@@ -135,8 +136,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def rate(self, count: jax.Array) -> jax.Array:
         """The learning rate of the update that follows ``count`` updates."""
-        rate = self.learning_rate
-        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+        return jnp.asarray(at_count(self.learning_rate, count), jnp.float32)
 
     def tree(self, state: State) -> Any:
         """The inverse root of the variance."""
@@ -149,7 +149,7 @@ class ZeroOneAdam(PhasedAlgorithm):
             return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
 
         return ZeroOneAdamState(
-            progress=phases.begin(self._upcoming(jnp.int32(0))),
+            progress=phases.begin(),
             local_steps=jnp.zeros([], jnp.int32),
             learning_rate_sum=jnp.zeros([], jnp.float32),
             m=PerWorker(zeros(1)),
@@ -162,9 +162,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def upcoming(self, state: State) -> jax.Array:
         """The phases that the step sets give."""
-        return self._upcoming(state.progress.count)
-
-    def _upcoming(self, count: jax.Array) -> jax.Array:
+        count = state.progress.count
         steps = (self.variance_freeze, self.variance_steps, self.sync_steps)
         coming = [step_sets.phase_at(count + i, *steps) for i in range(phases.OUTLOOK)]
         return jnp.stack(coming).astype(jnp.int32)
@@ -174,26 +172,23 @@ class ZeroOneAdam(PhasedAlgorithm):
         return state.progress.count + 1 >= self.variance_freeze
 
     def _bound(self, state: State) -> BoundExchange:
-        exchange = self.exchange.over(state.inverse_root)
-        fits(exchange, state.exchange)
-        return exchange
+        return bound(self.exchange, state.inverse_root, state.exchange)
 
-    def decayed(self, state: State, updates: Arrays, p: Arrays, count: jax.Array) -> Arrays:
+    def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
-        decay: Any = self.weight_decay
-        decay = decay(count) if callable(decay) else decay
+        decay = at_count(self.weight_decay, count)
         if not isinstance(decay, (int, float)) or decay != 0:
             decay = -self.rate(count) * jnp.asarray(decay, jnp.float32)
-        tx, params = optax.add_decayed_weights(decay, self.mask), _like(state, p)
-        return jax.tree.leaves(tx.update(_like(state, updates), tx.init(params), params)[0])
+        tx = optax.add_decayed_weights(decay, self.mask)
+        return tx.update(updates, tx.init(p), p)[0]
 
-    def adam_update(self, state: State, params: Arrays, count: jax.Array) -> Arrays:
+    def adam_update(self, state: State, params: Arrays, count: jax.Array) -> Any:
         """``- lr (m / (sqrt(v) + eps) + wd p)``."""
         lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
         shared = [lax.squeeze(m, (0,)) for m in equal_on_all_workers(jax.tree.leaves(state.m))]
         alike, roots = self._bound(state).layout.alike(), jax.tree.leaves(state.inverse_root)
         u = alike.map(lambda m, root: -lr * (m * root), shared, roots)
-        return self.decayed(state, u, p, count)
+        return self.decayed(_like(state, u), _like(state, p), count)
 
     def dense_step(self, state: State, update: Update) -> State:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
@@ -205,7 +200,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         new_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in new_v]
         v, roots = alike.unstack(new_v), alike.unstack(new_roots)
         new = state._replace(
-            m=PerWorker(_like(state, momentum(self.b1, state, g))),
+            m=momentum(self.b1, state.m, _like(state, g)),
             inverse_root=_like(state, roots),
             v_then_y=_like(state, v),
             exchange=exchange.activate(state.exchange, v),
@@ -215,66 +210,59 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def compressed_step(self, state: State, update: Update) -> State:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
-        roots = jax.tree.leaves(state.inverse_root)
-        mean, exchanged = self._bound(state).average(
-            update.grads, state.exchange, Call(update.when)
-        )
+        exchange, grads = self._bound(state), _like(state, update.grads)
+        mean, exchanged = exchange.average(grads, state.exchange, Call(update.when))
         # The mean received for an inactive element is undefined, and must not enter its momentum.
-        G = [
-            jnp.where(root > 0, x, 0.0)
-            for x, root in zip(jax.tree.leaves(mean), roots, strict=True)
-        ]
-        m = keep(update.when, momentum(self.b1, state, G), jax.tree.leaves(state.m))
-        return state._replace(m=PerWorker(_like(state, m)), exchange=exchanged)
+        G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), mean, state.inverse_root)
+        m = keep(update.when, momentum(self.b1, state.m, G), state.m)
+        return state._replace(m=m, exchange=exchanged)
 
     def freeze(self, state: State, params: Arrays) -> State:
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
         u = self.adam_update(state, params, state.progress.count)
-        y = [p.astype(jnp.float32) + x for p, x in zip(params, u, strict=True)]
+        y = jax.tree.map(lambda p, x: p.astype(jnp.float32) + x, _like(state, params), u)
         exchange = self._bound(state).restart(state.exchange)
-        return state._replace(v_then_y=_like(state, y), exchange=exchange)
+        return state._replace(v_then_y=y, exchange=exchange)
 
-    def _add_up(self, state: State, m: Arrays) -> tuple[Arrays, jax.Array]:
+    def _add_up(self, state: State, m: PerWorker) -> tuple[PerWorker, jax.Array]:
         """Adds this update to ``B_i`` and ``G``."""
         lr, begun = self.rate(state.progress.count), state.local_steps > 0
-        old = jax.tree.leaves(state.accumulated)
-        B = [jnp.where(begun, x, 0.0) + lr * y for x, y in zip(old, m, strict=True)]
+        B = jax.tree.map(lambda x, y: jnp.where(begun, x, 0.0) + lr * y, state.accumulated, m)
         return B, jnp.where(begun, state.learning_rate_sum, 0.0) + lr
 
-    def _decayed_y(self, state: State) -> Arrays:
-        y = jax.tree.leaves(state.v_then_y)
-        return self.decayed(state, y, y, state.progress.count)
+    def _decayed_y(self, state: State) -> Any:
+        return self.decayed(state.v_then_y, state.v_then_y, state.progress.count)
 
     def local_step(self, state: State, update: Update) -> State:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         exchange = self._bound(state)
-        m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
+        m = momentum(self.b1, state.m, exchange.node_mean_tree(_like(state, update.grads)))
         # The new m is written over the old m first: else XLA copies the old m, to compute B.
-        m = materialize(keep(update.when, m, jax.tree.leaves(state.m)), exchange.axes.node)
+        m = materialize(keep(update.when, m, state.m), exchange.axes.node)
         B, G = self._add_up(state, m)
         new = state._replace(
             local_steps=state.local_steps + 1,
             learning_rate_sum=G,
-            v_then_y=_like(state, self._decayed_y(state)),
-            accumulated=PerWorker(_like(state, B)),
+            v_then_y=self._decayed_y(state),
+            accumulated=B,
         )
-        return keep(update.when, new, state)._replace(m=PerWorker(_like(state, m)))
+        return keep(update.when, new, state)._replace(m=m)
 
     def sync_step(self, state: State, update: Update) -> State:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
-        exchange, roots = self._bound(state), jax.tree.leaves(state.inverse_root)
-        m = momentum(self.b1, state, exchange.node_mean_tree(update.grads))
+        exchange = self._bound(state)
+        m = momentum(self.b1, state.m, exchange.node_mean_tree(_like(state, update.grads)))
         B_i, G = self._add_up(state, m)
-        values = exchange.pieces([x[0] for x in B_i])
+        values = exchange.pieces(jax.tree.map(lambda x: x[0], B_i))
         received, exchanged = exchange.all_reduce(values, state.exchange, Call(update.when))
-        B = jax.tree.leaves(exchange.mean(received, exchanged))
-        y = [x - b * root for x, b, root in zip(self._decayed_y(state), B, roots, strict=True)]
+        B, y = exchange.mean(received, exchanged), self._decayed_y(state)
+        y = jax.tree.map(lambda x, b, root: x - b * root, y, B, state.inverse_root)
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
         new = state._replace(
             local_steps=jnp.zeros_like(state.local_steps),
             learning_rate_sum=jnp.zeros_like(G),
-            m=PerWorker(_like(state, [b[None] * per_rate for b in B])),
-            v_then_y=_like(state, y),
+            m=PerWorker(jax.tree.map(lambda b: b[None] * per_rate, B)),
+            v_then_y=y,
         )
         return keep(update.when, new, state)._replace(exchange=exchanged)
 
@@ -283,7 +271,8 @@ class ZeroOneAdam(PhasedAlgorithm):
         del received
         before = after = None
         if update.phase not in ("local", "sync"):
-            before = self.adam_update(state, update.params, state.progress.count - 1)
+            u = self.adam_update(state, update.params, state.progress.count - 1)
+            before = jax.tree.leaves(u)
         if update.phase not in ("warmup", "compression"):
             begun, trees = state.local_steps > 0, (state.v_then_y, state.inverse_root)
             B = [lax.squeeze(x, (0,)) for x in jax.tree.leaves(state.accumulated)]
@@ -315,10 +304,13 @@ def _like(state: State, arrays: Arrays) -> Any:
     return jax.tree.unflatten(jax.tree.structure(state.inverse_root), arrays)
 
 
-def momentum(b1: Any, state: State, g: Arrays) -> Arrays:
+def momentum(b1: Any, m: PerWorker, g: Any) -> PerWorker:
     """``b1 m + (1 - b1) g``."""
-    m = jax.tree.leaves(state.m)
-    return [b1 * x + (1 - b1) * y.astype(jnp.float32)[None] for x, y in zip(m, g, strict=True)]
+
+    def one(m: jax.Array, g: jax.Array) -> jax.Array:
+        return b1 * m + (1 - b1) * g.astype(jnp.float32)[None]
+
+    return PerWorker(jax.tree.map(one, m.value, g))
 
 
 def zero_one_adam(

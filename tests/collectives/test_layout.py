@@ -90,10 +90,10 @@ def test_rows(monkeypatch, sizes, grouping, planes, small):
         sections = [p.pack(x, bits) for p, x in zip(layout.pieces, numbers, strict=True)]
         count = layout.axes.nodes * math.prod(layout.scale_shape)
         scales = jnp.arange(float(count)).reshape(-1, *layout.scale_shape)
-        rows, at, nodes = layout.row(sections, scales), layout.at, layout.axes.nodes
+        rows, nodes = layout.row(sections, scales), layout.axes.nodes
         assert rows.shape[-1] == -(-(layout.payload + 4 * count // nodes) // 128) * 128
         of_stacks = [stack.scales_of(scales) for stack in layout.stacks]
-        of_pieces = [piece.scales_of(scales, at) for piece in layout.pieces]
+        of_pieces = [piece.scales_of(scales) for piece in layout.pieces]
         pairs = [(layout.scales(rows), scales)]
         pairs += [(jnp.concatenate(x, -1), scales) for x in (of_stacks, of_pieces)]
         split = [
@@ -102,7 +102,7 @@ def test_rows(monkeypatch, sizes, grouping, planes, small):
             for part in stack.split(unpack(stack.bytes(rows), bits, axis=2))
         ]
         for piece, x, served in zip(layout.pieces, numbers, split, strict=True):
-            own = unpack(piece.bytes(rows, at), bits, axis=2)
+            own = unpack(piece.bytes(rows), bits, axis=2)
             chunks = piece.chunks_of(x).astype(jnp.float32)
             sums = jnp.sum(chunks, range(2, chunks.ndim)).T
             pairs += [(piece.array(own), x), (piece.array(served), x)]

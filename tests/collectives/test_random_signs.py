@@ -9,7 +9,6 @@ import pytest
 
 from onebit_jax.collectives import random_signs
 from onebit_jax.collectives.exchange import BoundExchange
-from onebit_jax.collectives.packing import unpack_flags
 from onebit_jax.collectives.random_signs import RandomSigns, Ratio
 from tests import reference
 from tests.collectives.exchanging import Exchanging, assert_equal
@@ -111,8 +110,7 @@ def newly_active(exchange: Exchanging) -> Any:
         layout, signs = bound.layout, exchange.compressor
         bits = [p.pack(x > 0, 1) for p, x in zip(layout.pieces, layout.gather(active), strict=True)]
         news = signs.newly_active(layout, received, layout.row(bits, None))
-        flags = [unpack_flags(piece.bytes(news, layout.at), news.ndim) for piece in layout.pieces]
-        return layout.scatter([p.array(x) for p, x in zip(layout.pieces, flags, strict=True)])
+        return layout.scatter([piece.flags(news) for piece in layout.pieces])
 
     return exchange.over(told, exchange.received, exchange.active)
 
