@@ -134,8 +134,9 @@ class ShardedModel:
             known = getattr(x, "sharding", None)
             wanted = NamedSharding(mesh, spec)
             # Shapes to lower for have no devices, and on Explicit meshes an abstract mesh.
-            placed = isinstance(known, NamedSharding) and isinstance(known.mesh, Mesh)
-            if placed and not known.is_equivalent_to(wanted, x.ndim):
+            if not isinstance(known, NamedSharding) or isinstance(known.mesh, AbstractMesh):
+                continue
+            if not known.is_equivalent_to(wanted, x.ndim):
                 raise ValueError(
                     f"opt_state{jax.tree_util.keystr(path)} is split by {known.spec}, but {spec} "
                     f"is needed: param_specs changed since init. Take those that the state was "
