@@ -5,13 +5,23 @@ are simulated by ``jax.vmap`` on JAX's first device, which holds the rows of all
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+
+Axes = Mesh | AbstractMesh | Mapping[str, int]
+
+
+def abstract_mesh(axes: Axes) -> AbstractMesh:
+    """A mesh without devices, of the same axes or of their sizes by name, all of type Auto."""
+    sizes = dict(axes.shape) if isinstance(axes, (Mesh, AbstractMesh)) else dict(axes)
+    # JAX makes axes Explicit where nothing is said, since 0.11.
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def mesh_of_arrays(mesh: Mesh | AbstractMesh) -> Mesh:
@@ -42,19 +52,26 @@ def over_workers(
 
 
 def traced_on_mesh(
-    f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any, arguments: Any
+    f: Callable[..., Any], axes: Axes, in_specs: Any, out_specs: Any, arguments: Any
 ) -> jax.stages.Traced:
-    """The program of workers that are simulated as it is on devices, where it has collectives."""
-    # JAX makes axes Explicit where nothing is said, since 0.11.
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    """The program of workers as it is on devices, with its collectives, whether there are any."""
+    mesh = abstract_mesh(axes)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), arguments
-    )
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        known = jax.typeof(x)
+        return jax.ShapeDtypeStruct(np.shape(x), known.dtype, weak_type=known.weak_type)
+
     # From the size of another mesh JAX goes to this one only by way of none.
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-        return jax.jit(mapped).trace(*shapes)
+        return jax.jit(mapped).trace(*jax.tree.map(shape, arguments))
+
+
+def over_axes(f: Callable[..., Any], axes: Mapping[str, int], in_axes: Any = 0) -> Any:
+    """``jax.vmap`` over named axes, the first outermost."""
+    for name, size in reversed([*axes.items()]):
+        f = jax.vmap(f, in_axes=in_axes, axis_name=name, axis_size=size)
+    return f
 
 
 def _simulated(
@@ -76,10 +93,7 @@ def _simulated(
             ]
             return f(*structure.unflatten(values))
 
-        mapped: Callable[..., Any] = one_worker
-        for name, size in zip(reversed(mesh.axis_names), reversed(sizes), strict=True):
-            mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
-        results = mapped(rows)
+        results = over_axes(one_worker, mesh.shape)(rows)
         specs = jax.tree.broadcast(out_specs, results)
         return jax.tree.map(lambda spec, x: _whole(x, spec, workers, len(sizes)), specs, results)
 

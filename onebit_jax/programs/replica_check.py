@@ -84,21 +84,11 @@ def check_replicas(
     phase = None if local or nodes_with("phases", opt_state) else "compression"
     update = _update_of_own_gradients(tx, axes, phase)
 
-    def traced(extra_args: dict[str, Any]) -> Any:
-        in_specs, out_specs = (P(), specs, P()), (P(), specs)
-        given = params, opt_state, extra_args
-        if isinstance(mesh, AbstractMesh):
-            program = traced_on_mesh(update, mesh, in_specs, out_specs, given)
-            return program.jaxpr, program.out_info
-        mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-        return jax.make_jaxpr(mapped, return_shape=True)(*given)
-
     guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
     for guess in guesses:
         try:
-            program, results = traced(guess)
+            given = params, opt_state, guess
+            traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
             break
         except TypeError as error:
             _check_takes_phase(error)
@@ -110,12 +100,13 @@ def check_replicas(
             raise
     else:
         return None
-    varies = [over & frozenset(axes) for over in check_collectives(program.jaxpr)]
-    updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
+    program = traced.jaxpr.jaxpr
+    varies = [over & frozenset(axes) for over in check_collectives(program)]
+    updates, state = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
     _check_state(state, specs, axes)
     if not local:
         _check_updates(updates, axes)
-    return program.jaxpr
+    return program
 
 
 def _update_of_own_gradients(

@@ -14,7 +14,7 @@ The first axis of length 1 in a :class:`~onebit_jax.PerWorker` falls away: in a 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +63,11 @@ class _Parameter(NamedTuple):
 def is_placed(node: Any) -> bool:
     """True for a :class:`Placed`: the ``is_leaf`` of trees of them."""
     return isinstance(node, Placed)
+
+
+def map_placed(f: Callable[..., Any], placed: Any, *states: Any) -> Any:
+    """``jax.tree.map`` over a tree of :class:`Placed`, and the leaves of states that lie so."""
+    return jax.tree.map(f, placed, *states, is_leaf=is_placed)
 
 
 def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
@@ -163,14 +168,12 @@ def _alike(
 
 def to_worker_view(placed: Any, state: Any) -> Any:
     """From this device's part of one worker's state that in the worker view."""
-    return jax.tree.map(lambda p, x: p.to_worker(x), placed, state, is_leaf=is_placed)
+    return map_placed(Placed.to_worker, placed, state)
 
 
 def from_worker_view(placed: Any, state: Any) -> Any:
     """Undoes :func:`to_worker_view`."""
-    return jax.tree.map(
-        lambda p, x: p.from_worker(jnp.asarray(x)), placed, state, is_leaf=is_placed
-    )
+    return map_placed(lambda p, x: p.from_worker(jnp.asarray(x)), placed, state)
 
 
 def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Array:
@@ -197,7 +200,7 @@ def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Arra
 
 def specs_of(placed: Any) -> Any:
     """The partition specs in a tree of :class:`Placed`."""
-    return jax.tree.map(lambda p: p.spec, placed, is_leaf=is_placed)
+    return map_placed(lambda p: p.spec, placed)
 
 
 def by_place(axes: MeshAxes, placed: Placed, x: Any) -> Any:
