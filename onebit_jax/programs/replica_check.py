@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.markers import named_leaves, nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 from onebit_jax.programs.over_workers import traced_on_mesh
 from onebit_jax.transforms.phases import Phase
@@ -136,11 +136,8 @@ def _check_takes_phase(error: TypeError) -> None:
 
 def _check_same_structure(new: Any, given: Any) -> None:
     if jax.tree.structure(new) != jax.tree.structure(given):
-        paths, others = (
-            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (new, given)
-        )
-        differing = min(paths ^ others, default="the types of its nodes")
+        names, others = ({name for name, _ in named_leaves(tree)} for tree in (new, given))
+        differing = min(names ^ others, default="the types of its nodes")
         raise ValueError(
             f"the optimizer's update returns a state of another structure than init: they differ "
             f"in {differing}. A step is compiled, and a checkpoint restored, for one structure: "

@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.collective_check import programs_in
 from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
 from onebit_jax.sharded.state_layout import Placed, is_placed
@@ -128,10 +129,10 @@ def _mixing(program: Jaxpr) -> Iterator[Any]:
 
 def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
     """The name of a parameter that is split over a fast axis, if any is."""
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(shards)
-    for (path, _), spec in zip(with_paths, structure.flatten_up_to(specs), strict=True):
+    of_leaves = jax.tree.structure(shards).flatten_up_to(specs)
+    for (name, _), spec in zip(named_leaves(shards), of_leaves, strict=True):
         if set(names_of(spec)) & set(axes.fast_names):
-            return jax.tree_util.keystr(path)
+            return name
     return None
 
 
@@ -150,14 +151,11 @@ def check_state(axes: MeshAxes, state: Any, placed: Any) -> None:
             "what init returned for them, or restore a checkpoint with target=tx.init(params)."
         )
     of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed)
-    for (path, x), expected in zip(
-        jax.tree_util.tree_leaves_with_path(state), of_leaves, strict=True
-    ):
-        name, mend = (
-            f"state{jax.tree_util.keystr(path)}",
-            "the parameters' shapes or sharding, or the mesh, changed since init. Take those that "
-            "the state was made for, or call init again.",
-        )
+    mend = (
+        "the parameters' shapes or sharding, or the mesh, changed since init. Take those that the "
+        "state was made for, or call init again."
+    )
+    for (name, x), expected in zip(named_leaves(state, "state"), of_leaves, strict=True):
         if (x.shape, x.dtype) != (expected.shape, expected.dtype):
             raise ValueError(
                 f"{name} has shape {x.shape} and dtype {x.dtype}, but {expected.shape} and "
@@ -177,20 +175,17 @@ def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> N
       grads: the gradients.
       params: the parameters.
     """
-    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (grads, params))
-    shapes = [
-        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)
-    ]
-    if shapes[0] != shapes[1]:
+    got, wanted = ([(name, x.shape) for name, x in named_leaves(y)] for y in (grads, params))
+    if got != wanted:
         raise ValueError(
-            f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "
-            f"parameters {shapes[1][:3]}...: give update the gradients of these parameters."
+            f"the gradients are not a tree like the parameters: they have {got[:3]}..., the "
+            f"parameters {wanted[:3]}...: give update the gradients of these parameters."
         )
     specs = [jax.tree.leaves(x) for x in (of_grads, of_params)]
-    for (path, _), of_grad, of_param in zip(got, *specs, strict=True):
+    for (name, _), of_grad, of_param in zip(got, *specs, strict=True):
         if of_grad != of_param:
             raise ValueError(
-                f"the gradient of {jax.tree_util.keystr(path)} is split by {of_grad}, the "
+                f"the gradient of {name} is split by {of_grad}, the "
                 f"parameter by {of_param}: give both one sharding, by jax.reshard."
             )
 
@@ -216,12 +211,11 @@ def check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
             f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
             f"the update: the optimizer does that itself, at one bit."
         )
-    with_paths = jax.tree_util.tree_leaves_with_path(grads)
-    for (path, g), is_batched in zip(with_paths, jax.tree.leaves(batched), strict=True):
+    for (name, g), is_batched in zip(named_leaves(grads), jax.tree.leaves(batched), strict=True):
         stated = spec_in_type(g) if is_batched else None
         if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
             raise ValueError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the type "
+                f"the gradient of {name} has the type "
                 f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
                 f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
                 f"batch and the parameters over {axes.slow!r}, and average nothing before the "

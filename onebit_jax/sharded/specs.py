@@ -8,6 +8,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
+
 Specs = Any | Callable[[Any], Any] | None
 
 
@@ -101,7 +103,7 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
       ValueError: where specs are missing, do not fit the tree, differ from what types state, name
         an axis that the mesh lacks or a slow one, or where an axis does not divide.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = named_leaves(tree)
     if specs is None and not axes.tells_types():
         raise ValueError(
             f"specs=None, but the axes {axes.fast_names} of the mesh are not all Explicit, so that "
@@ -110,11 +112,8 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
             f"them is split."
         )
     given = [None] * len(leaves) if specs is None else _given(specs, tree, len(leaves))
-    found = [
-        _checked(axes, jax.tree_util.keystr(path), leaf, spec)
-        for (path, leaf), spec in zip(leaves, given, strict=True)
-    ]
-    return structure.unflatten(found)
+    found = [_checked(axes, *leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]
+    return jax.tree.structure(tree).unflatten(found)
 
 
 def _given(specs: Specs, tree: Any, count: int) -> list[Any]:

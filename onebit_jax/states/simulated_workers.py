@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding
 
 from onebit_jax.collectives.axes import tensors_split_along
-from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.markers import is_key, is_per_worker, on_key_data
 from onebit_jax.programs.over_workers import over_axes
 from onebit_jax.transforms.algorithm import Noted, algorithms_of
 
@@ -40,9 +40,7 @@ class Workers(NamedTuple):
 def on_host(x: Any) -> Any:
     """All of an array, in this process."""
     if is_key(x):
-        return jax.random.wrap_key_data(
-            jnp.asarray(on_host(jax.random.key_data(x))), impl=jax.random.key_impl(x)
-        )
+        return on_key_data(lambda data: jnp.asarray(on_host(data)), x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -51,8 +49,7 @@ def on_host(x: Any) -> Any:
 def put(x: Any, sharding: NamedSharding) -> Any:
     """A part of an array on each device; without asking other processes, which have the same."""
     if is_key(x):
-        data = put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return on_key_data(lambda data: put(data, sharding), x)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.training.model_state import check_same_state
 from onebit_jax.watching.metrics import Metrics
 
@@ -57,10 +58,10 @@ def loss_and_gradients(
     Raises:
       ValueError: for a ``loss_fn`` whose results have a wrong type or shape.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in named_leaves(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which "
+                f"parameter {name} has dtype {jnp.result_type(leaf)}, which "
                 f"has no gradient. Pass it as model_state, or hold it as float32 and freeze it by "
                 f"optax.partition with optax.set_to_zero."
             )

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.collectives.error_feedback import Beside
-from onebit_jax.markers import nodes_with
+from onebit_jax.markers import named_leaves, nodes_with
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharded.on_mesh import OnMesh
 from onebit_jax.sharded.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
@@ -119,15 +119,15 @@ class ShardedModel:
         mesh = self.axes.mesh
         placement.check_state(opt_state, self.state_shapes(params), mesh)
         expected = jax.tree.leaves(self.state_specs(params))
-        leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-        for (path, x), spec in zip(leaves, expected, strict=True):
+        leaves = named_leaves(opt_state, "opt_state")
+        for (name, x), spec in zip(leaves, expected, strict=True):
             known = getattr(x, "sharding", None)
             # Shapes to lower for have no devices, and on Explicit meshes an abstract mesh.
             if not isinstance(known, NamedSharding) or not isinstance(known.mesh, Mesh):
                 continue
             if not known.is_equivalent_to(NamedSharding(mesh, spec), x.ndim):
                 raise ValueError(
-                    f"opt_state{jax.tree_util.keystr(path)} is split by {known.spec}, but {spec} "
+                    f"{name} is split by {known.spec}, but {spec} "
                     f"is needed: param_specs changed since init. Take those that the state was "
                     f"made for, or call onebit_jax.init again."
                 )
