@@ -4,7 +4,6 @@ A mesh without devices, :class:`jax.sharding.AbstractMesh`, says how many worker
 are simulated by ``jax.vmap`` on JAX's first device, which holds the rows of all of them.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,36 +77,25 @@ def _simulated(
     f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     sizes = mesh.axis_sizes
-    workers = math.prod(sizes)
 
     def run(*arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arguments)
         given = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(arguments)
-        own = [spec != P() for spec in jax.tree.leaves(jax.tree.broadcast(given, arguments))]
-        rows = [_rows(x, sizes) for x, is_own in zip(leaves, own, strict=True) if is_own]
+        in_axes = jax.tree.map(lambda spec: None if spec == P() else 0, given)
 
-        def one_worker(rows: list[Any]) -> Any:
-            of_worker = iter(rows)
-            values = [
-                next(of_worker) if is_own else x for x, is_own in zip(leaves, own, strict=True)
-            ]
-            return f(*structure.unflatten(values))
+        def rows(spec: P, x: Any) -> Any:
+            if spec == P():
+                return x
+            return x.reshape(*sizes, x.shape[0] // mesh.size, *x.shape[1:])
 
-        results = over_axes(one_worker, mesh.shape)(rows)
-        specs = jax.tree.broadcast(out_specs, results)
-        return jax.tree.map(lambda spec, x: _whole(x, spec, workers, len(sizes)), specs, results)
+        def whole(spec: P, x: jax.Array) -> jax.Array:
+            """What all workers have, once; of each one's own all rows, one after another."""
+            if spec == P():
+                return x[(0,) * len(sizes)]
+            of_worker, *others = x.shape[len(sizes) :]
+            return x.reshape(mesh.size * of_worker, *others)
+
+        split = jax.tree.map(rows, jax.tree.broadcast(given, arguments), arguments)
+        results = over_axes(f, mesh.shape, in_axes)(*split)
+        return jax.tree.map(whole, jax.tree.broadcast(out_specs, results), results)
 
     return run
-
-
-def _rows(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    workers = math.prod(sizes)
-    return x.reshape(*sizes, x.shape[0] // workers, *x.shape[1:])
-
-
-def _whole(x: jax.Array, spec: P, workers: int, axes: int) -> jax.Array:
-    """What all workers have, once; of what is each one's own all rows, one after another."""
-    if spec == P():
-        return x[(0,) * axes]
-    shape = x.shape[axes:]
-    return x.reshape(workers * shape[0], *shape[1:])

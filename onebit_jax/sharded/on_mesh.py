@@ -22,12 +22,13 @@ from onebit_jax.programs.over_workers import abstract_mesh, over_workers
 from onebit_jax.sharded import state_layout
 from onebit_jax.sharded.flax_variables import with_shardings
 from onebit_jax.sharded.refusals import (
-    check_algorithms,
     check_elementwise,
     check_gradients,
+    check_local_steps,
     check_state,
     check_workers,
     missing_vmap,
+    split_parameter,
 )
 from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 from onebit_jax.states import placement
@@ -182,14 +183,16 @@ class OnMesh:
             return jax.eval_shape(in_worker_view, shards)
 
         with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names, specs):
-            check_algorithms(self._tx, shards, specs, mesh, axes)
+            split = split_parameter(shards, specs, axes)
+            if split is not None:
+                check_local_steps(self._tx, shards, split, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)
             program = replica_check.check_replicas(
                 self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
             )
-            if program is not None:
-                check_elementwise(program, shards, specs, axes)
+            if program is not None and split is not None:
+                check_elementwise(program, "optimizer", split, axes)
         return state_layout.place_leaves(self._axes, state, like, specs)
 
     def _common(self, x: jax.Array, is_own: bool) -> jax.Array:

@@ -46,19 +46,15 @@ missing_vmap.def_abstract_eval(lambda *avals: list(avals))
 mlir.register_lowering(missing_vmap, _refuse)
 
 
-def check_algorithms(
-    tx: optax.GradientTransformation,
-    shards: Any,
-    specs: Any,
-    mesh: AbstractMesh,
-    axes: MeshAxes,
+def check_local_steps(
+    tx: optax.GradientTransformation, shards: Any, split: str, mesh: AbstractMesh, axes: MeshAxes
 ) -> None:
-    """Raises ``ValueError`` for optimizers that would not be right on shards.
+    """Raises ``ValueError`` for local steps of optimizers that would not be right on shards.
 
     Args:
       tx: the optimizer.
       shards: the shapes of the parameters' shards.
-      specs: how the parameters are split.
+      split: from :func:`split_parameter`.
       mesh: all axes.
       axes: the same, slow and fast.
     """
@@ -70,47 +66,32 @@ def check_algorithms(
 
     mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     jax.eval_shape(mapped, shards)
-    split = _split(shards, specs, axes)
-    if split is None:
-        return
     for algorithm in made:
         if isinstance(algorithm, LocalSteps):
             for role, own in (("inner", algorithm.inner), ("outer", algorithm.outer)):
                 state = jax.eval_shape(own.init, shards)
                 program = jax.make_jaxpr(own.update)(shards, state, shards).jaxpr
-                _check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
+                check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
 
 
-def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:
+def check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
     """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
 
     Args:
       program: the update, traced.
-      shards: the shapes of the parameters' shards.
-      specs: how the parameters are split.
+      who: makes it, for the message.
+      split: from :func:`split_parameter`.
       axes: of the mesh.
     """
-    split = _split(shards, specs, axes)
-    if split is not None:
-        _check_elementwise(program, "optimizer", split, axes)
-
-
-def _check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
-    mixing = next(_mixing(program), None)
-    if mixing is not None:
+    for mixing in _mixing(program):
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
-            f"a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
+            f"a norm, trust ratios and orthogonalization do, but parameter {split} is split over "
+            f"{axes.fast_names}, and within on_mesh an optimizer has shards alone. Let what needs "
+            f"whole tensors stand outside, as in optax.chain(optax.clip_by_global_norm(1.0), "
+            f"onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, axis_name=axis, "
+            f"specs=specs), optax.contrib.muon(0.02))."
         )
-
-
-def _but(split: str, axes: MeshAxes) -> str:
-    return (
-        f"but parameter {split} is split over {axes.fast_names}, and within on_mesh an optimizer "
-        f"has shards alone. Let what needs whole tensors stand outside, as in optax.chain("
-        f"optax.clip_by_global_norm(1.0), onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), "
-        f"mesh, axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
-    )
 
 
 def _mixing(program: Jaxpr) -> Iterator[Any]:
@@ -127,7 +108,7 @@ def _mixing(program: Jaxpr) -> Iterator[Any]:
                 yield from _mixing(below)
 
 
-def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
+def split_parameter(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
     """The name of a parameter that is split over a fast axis, if any is."""
     of_leaves = jax.tree.structure(shards).flatten_up_to(specs)
     for (name, _), spec in zip(named_leaves(shards), of_leaves, strict=True):
