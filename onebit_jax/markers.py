@@ -48,6 +48,11 @@ def is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
+def outermost(tree: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """The outermost nodes of a tree of which something holds."""
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
+
+
 def is_key(x: Any) -> bool:
     """True for an array of typed random keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)

@@ -97,19 +97,15 @@ def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
         shape, known = of_one[path], mirrored.get(path)
         if not shape and not own:
             known = _Parameter((), P(), ())
-        if known is not None:
-            placed.append(Placed(known.shape, x.dtype, known.spec, False, own))
-            continue
-        parameter = _alike(axes, shape, parameters, used)
-        if parameter is None:
-            parameter = _Parameter(shape, P(*[None] * len(shape)), shape)
-        missing = tuple(name for name in axes.fast_names if name not in names_of(parameter.spec))
-        if not missing:
-            placed.append(Placed(parameter.shape, x.dtype, parameter.spec, False, own))
-            continue
-        count = math.prod(axes.mesh.shape[name] for name in missing)
-        spec = P(missing[0] if len(missing) == 1 else missing, *parameter.spec)
-        placed.append(Placed((count, *parameter.shape), x.dtype, spec, True, own))
+        like = known or _alike(axes, shape, parameters, used)
+        like = like or _Parameter(shape, P(*[None] * len(shape)), shape)
+        covered = axes.fast_names if known else names_of(like.spec)
+        missing = tuple(name for name in axes.fast_names if name not in covered)
+        whole, spec = like.shape, like.spec
+        if missing:
+            whole = (math.prod(axes.mesh.shape[name] for name in missing), *whole)
+            spec = P(missing, *spec)
+        placed.append(Placed(whole, x.dtype, spec, bool(missing), own))
     return jax.tree.structure(state).unflatten(placed)
 
 
@@ -151,9 +147,7 @@ def _alike(
     used: dict[Any, int],
 ) -> _Parameter | None:
     """A parameter whose shards have this shape: of several that over most axes, in turn."""
-    if not shape:
-        return None
-    fitting = [path for path, x in parameters.items() if x.of_shard == shape]
+    fitting = [path for path, x in parameters.items() if shape and x.of_shard == shape]
 
     def left(path: Any) -> tuple[int, int]:
         covered = set(names_of(parameters[path].spec))

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
+from onebit_jax.markers import outermost
 from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
@@ -181,11 +182,7 @@ def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:
 
 def _only(kind: type, state: Any) -> Any:
     """The one state of a type inside another."""
-
-    def is_one(x: Any) -> bool:
-        return isinstance(x, kind)
-
-    found = list(filter(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+    found = outermost(state, lambda x: isinstance(x, kind))
     if len(found) != 1:
         raise ValueError(f"the state has {len(found)} of {kind.__name__} in it, expected one.")
     return found[0]

@@ -55,9 +55,7 @@ class SplitState(WholeState):
         specs: Any,
     ):
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        first, *others = slow
-        axis_name: Any = slow if others else first
-        model = ShardedModel(tx, cast(Mesh, mesh), axis_name, specs)
+        model = ShardedModel(tx, cast(Mesh, mesh), cast(Any, slow), specs)
         specs, axes = model.specs(params), model.axes
         self.tx, self._mesh, self._axes = tx, mesh, axes
         self.like = jax.tree.map(

@@ -10,7 +10,7 @@ import optax
 
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import nodes_with
+from onebit_jax.markers import nodes_with, outermost
 from onebit_jax.transforms.algorithm import has_progress
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
@@ -29,7 +29,7 @@ def _is_progress(node: Any) -> bool:
 
 def progress_of(opt_state: optax.OptState) -> list[Progress]:
     """The accounts of all optimizers in a state that have several phases."""
-    nodes = filter(_is_progress, jax.tree.leaves(opt_state, is_leaf=_is_progress))
+    nodes = outermost(opt_state, _is_progress)
     return [node for node in nodes if not isinstance(node.upcoming, tuple)]
 
 
