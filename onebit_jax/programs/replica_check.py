@@ -5,7 +5,6 @@ same on all workers, except for state in a :class:`~onebit_jax.PerWorker`. The t
 whether they are (:mod:`onebit_jax.programs.collective_check`).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax.markers import named_leaves, nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 from onebit_jax.programs.over_workers import traced_on_mesh
-from onebit_jax.transforms.phases import Phase
 
 # What to use instead of some wrappers of Optax, by the name of their state.
 _ADVICE = {
@@ -82,7 +80,15 @@ def check_replicas(
     local = bool(nodes_with("synced_parameters", opt_state))
     # Tracing one phase is faster than tracing all; most optimizers without local steps have it.
     phase = None if local or nodes_with("phases", opt_state) else "compression"
-    update = _update_of_own_gradients(tx, axes, phase)
+    with_extra_args = optax.with_extra_args_support(tx)
+
+    def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        # Gradients differ between workers.
+        index = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
+        updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
+        _check_same_structure(new_state, state)
+        return updates, new_state
 
     guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
     for guess in guesses:
@@ -107,22 +113,6 @@ def check_replicas(
     if not local:
         _check_updates(updates, axes)
     return program
-
-
-def _update_of_own_gradients(
-    tx: optax.GradientTransformation, axes: tuple[str, ...], phase: Phase | None
-) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
-    """An update, in the worker view, with gradients that differ between workers."""
-    with_extra_args = optax.with_extra_args_support(tx)
-
-    def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        index = lax.axis_index(axes)
-        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
-        updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
-        _check_same_structure(new_state, state)
-        return updates, new_state
-
-    return update
 
 
 def _check_takes_phase(error: TypeError) -> None:
