@@ -1,6 +1,6 @@
-"""What leaves of a state are: one worker's alone, or random keys."""
+"""What leaves of a state are: one worker's alone, or random keys; and what they are called."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +48,25 @@ def is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
+def outermost(tree: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """The outermost nodes of a tree of which something holds."""
+    return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
+
+
 def is_key(x: Any) -> bool:
     """True for an array of typed random keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
+def on_key_data(f: Callable[[jax.Array], jax.Array], key: Any) -> Any:
+    """Typed random keys of what ``f`` makes of the numbers in others."""
+    return jax.random.wrap_key_data(f(jax.random.key_data(key)), impl=jax.random.key_impl(key))
+
+
+def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its name behind the tree's: ``params['w']``."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(f"{name}{jax.tree_util.keystr(path)}", x) for path, x in leaves]
 
 
 def nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:

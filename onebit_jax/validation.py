@@ -11,6 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from onebit_jax.collectives.packing import ROW_MULTIPLE
+from onebit_jax.markers import named_leaves
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_traced(value: Any) -> bool:
@@ -97,7 +102,7 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
     if isinstance(value, (jax.Array, np.generic)):
         is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
     else:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        is_integer = _is_int(value)
     if not is_integer:
         raise ValueError(f"{name}={value!r} must be an int (got {type(value).__name__}). {mend}")
     if not _is_traced(value) and int(value) < at_least:
@@ -122,19 +127,18 @@ def check_seed(seed: Any) -> None:
         valid = integer or key or raw_key
     else:
         # Of larger ones JAX drops bits, so that two could give the same run.
-        valid = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
+        valid = _is_int(seed) and 0 <= seed < 2**32
     if not valid:
         raise ValueError(
             f"seed={seed!r} must be an int in [0, 2**32) or a PRNG key: all random bits come from "
-            f"it. Give "
-            f"seed=0, say, or jax.random.key(0); the same seed gives the same run."
+            f"it. Give seed=0, say, or jax.random.key(0); the same seed gives the same run."
         )
 
 
 def check_own_seed(seed: Any) -> None:
     """Raises ``ValueError`` unless ``seed`` is an int of 32 bits, and not traced."""
     check_static("seed", seed)
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+    if not _is_int(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r} must be an int in [0, 2**32), such as 0.")
 
 
@@ -150,7 +154,7 @@ def check_static(name: str, value: Any) -> None:
 def check_bits(name: str, bits: Any, allowed: tuple[int, ...]) -> None:
     """Raises ``ValueError`` unless ``bits`` is a number of bits that an exchange can send."""
     check_static(name, bits)
-    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in allowed:
+    if not _is_int(bits) or bits not in allowed:
         *others, last = map(str, allowed)
         raise ValueError(f"{name}={bits!r} must be {', '.join(others)} or {last}, bits per value.")
 
@@ -245,10 +249,10 @@ def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
 
 def check_parameters(params: Any) -> None:
     """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in named_leaves(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, but "
+                f"parameter {name} has dtype {jnp.result_type(leaf)}, but "
                 f"one-bit exchange needs real floating-point parameters. Leave it out with "
                 f"optax.partition and optax.set_to_zero, or hold it as float32."
             )
@@ -256,12 +260,9 @@ def check_parameters(params: Any) -> None:
 
 def check_same_tree(updates: Any, state_tree: Any) -> None:
     """Raises ``ValueError`` unless gradients have the structure and shapes that init saw."""
-
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
-
-    got, seen = shapes(updates), shapes(state_tree)
+    got, seen = (
+        {name: leaf.shape for name, leaf in named_leaves(tree)} for tree in (updates, state_tree)
+    )
     if got == seen:
         return
     differing = sorted(name for name in got.keys() | seen.keys() if got.get(name) != seen.get(name))
@@ -290,10 +291,9 @@ def checked_mask(mask: Any) -> Any:
     expected = "a tree of booleans like the parameters, a prefix of one, or a function of them"
 
     def check_leaves(given: Any, what: str) -> None:
-        for path, x in jax.tree_util.tree_leaves_with_path(given):
+        for name, x in named_leaves(given, what):
             if not isinstance(x, (bool, np.bool)):
-                place = jax.tree_util.keystr(path)
-                raise ValueError(f"{what}{place} is {x!r:.60}; mask must be {expected}.")
+                raise ValueError(f"{name} is {x!r:.60}; mask must be {expected}.")
 
     def of_params(params: Any) -> Any:
         given, what = (mask(params), "the result of mask") if callable(mask) else (mask, "mask")

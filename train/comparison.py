@@ -97,8 +97,9 @@ def _heldout(curve: Curve, first: Curve) -> str:
 def _sent(count: int | None, first: Curve) -> str:
     if count is None:
         return "not reached"
-    factor = first.sent[-1] / count
     cell = f"{count / 1e6:,.1f}"
+    # A single worker sends nothing.
+    factor = first.sent[-1] / count if count else 1.0
     return cell if round(factor, 1) == 1 else f"{cell} ({factor:.1f}x fewer)"
 
 

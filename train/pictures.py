@@ -168,7 +168,8 @@ def compared(curve: LossCurve, first: LossCurve) -> str:
 
 
 def _saving(curve: LossCurve, first: LossCurve) -> str:
-    factor = first.sent[-1] / curve.sent[-1]
+    # A single worker sends nothing.
+    factor = first.sent[-1] / curve.sent[-1] if curve.sent[-1] else 1.0
     return f"{factor:.1f}x fewer bytes" if factor >= 1.05 else "as many bytes"
 
 

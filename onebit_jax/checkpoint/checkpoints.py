@@ -10,7 +10,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -136,12 +135,7 @@ class Checkpoints:
         self._waited_for = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
             return
@@ -275,37 +269,28 @@ class Checkpoints:
         for step in reversed(steps):
             path = self.folder / str(step)
             where = f"the checkpoint {path}"
-            found = on_all_processes(functools.partial(read, path))
-            if isinstance(found, DamagedError):
-                self._pass_over(step, found)
-                continue
-            written, extra, sums = found
-            like = tree
-            moves = tx is not None and (
-                saved_tx is not None or manifest.differ(written["axes"], manifest.axes(tree))
-            )
-            split = manifest.split_of(tree)
-            if moves:
-                axes, mesh = written["axes"], manifest.mesh_of(tree)
-                saved = as_saved(saved_tx or tx, params, axes, mesh, split)
-                like = tree | {"opt_state": saved}
-            manifest.check(written, like, where)
-            loaded = on_all_processes(functools.partial(load, path, like, sums))
-            if isinstance(loaded, DamagedError):
-                self._pass_over(step, loaded)
-                continue
-            if moves:
-                loaded["opt_state"] = resize(
-                    loaded["opt_state"],
-                    cast(Any, tx),
-                    params,
-                    manifest.mesh_of(tree),
-                    from_axes=dict(written["axes"]),
-                    from_tx=saved_tx,
-                    **split,
+            try:
+                written, extra, sums = on_all_processes(functools.partial(read, path))
+                mesh, split = manifest.mesh_of(tree), manifest.split_of(tree)
+                like, axes = tree, written["axes"]
+                other_axes = manifest.differ(axes, manifest.axes(tree))
+                moves = tx is not None and (saved_tx is not None or other_axes)
+                if moves:
+                    saved = as_saved(saved_tx or tx, params, axes, mesh, split)
+                    like = tree | {"opt_state": saved}
+                manifest.check(written, like, where)
+                loaded = on_all_processes(functools.partial(load, path, like, sums))
+            except DamagedError as problem:
+                warnings.warn(
+                    f"{where} is damaged ({problem}); the one before it is used", stacklevel=2
                 )
+                continue
+            if moves:
+                change = {"from_axes": dict(axes), "from_tx": saved_tx, **split}
+                state = loaded["opt_state"]
+                loaded["opt_state"] = resize(state, cast(Any, tx), params, mesh, **change)
             if tx is not None:
-                now = hyperparameters.of(tx, params, manifest.mesh_of(tree))
+                now = hyperparameters.of(tx, params, mesh)
                 hyperparameters.warn_of_others(written.get("hyperparameters"), now, where)
             self._damaged = [later for later in steps if later > step]
             return Restored(step, **loaded, extra=extra)
@@ -316,13 +301,6 @@ class Checkpoints:
                 f"onebit_jax. Put back a copy, or begin in another folder."
             )
         return Restored(0, **tree, extra=None)
-
-    def _pass_over(self, step: int, problem: DamagedError) -> None:
-        warnings.warn(
-            f"the checkpoint {self.folder / str(step)} is damaged ({problem}); the one before it "
-            f"is used",
-            stacklevel=3,
-        )
 
     def _wait(self) -> None:
         """Waits for the save that is under way, then deletes superfluous checkpoints."""

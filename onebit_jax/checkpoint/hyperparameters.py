@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import simulated_workers as simulated
 
 
@@ -24,7 +25,7 @@ def of(tx: optax.GradientTransformation, params: Any, mesh: Any) -> list[dict[st
     if mesh is None:
         return []
     shapes = jax.eval_shape(lambda x: x, params)
-    workers = simulated.Workers(simulated.abstract_mesh(mesh))
+    workers = simulated.Workers(abstract_mesh(mesh))
     noted = simulated.algorithms(tx, shapes, workers)
     return [dict(_values("", x.algorithm)) for x in noted]
 

@@ -134,16 +134,19 @@ def _abstract(x: Any) -> Any:
 
 
 def on_all_processes(f: Callable[[], Any]) -> Any:
-    """What ``f`` returns; on all processes the error, if it raised one on any of them."""
+    """What ``f`` returns; raises ``DamagedError`` on all processes if any of them does."""
+    result = problem = None
     try:
         result = f()
     except DamagedError as error:
-        result = error
+        problem = error
     if jax.process_count() > 1:
-        fine = multihost_utils.process_allgather(np.array(not isinstance(result, DamagedError)))
-        if not np.all(fine) and not isinstance(result, DamagedError):
-            processes = ", ".join(map(str, np.flatnonzero(~np.asarray(fine))))
-            return DamagedError(f"process {processes} cannot read it")
+        fine = np.asarray(multihost_utils.process_allgather(np.array(problem is None)))
+        if not np.all(fine) and problem is None:
+            processes = ", ".join(map(str, np.flatnonzero(~fine)))
+            problem = DamagedError(f"process {processes} cannot read it")
+    if problem is not None:
+        raise problem
     return result
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from onebit_jax.markers import is_per_worker, nodes
+from onebit_jax.markers import is_per_worker, nodes, outermost
 from onebit_jax.sharded.specs import names_in
 
 # Raised with every change of what a state of this library holds, or of what is written here:
@@ -145,11 +145,10 @@ def mesh_of(tree: Any) -> Any:
 
 def _sharding_of_workers(tree: Any) -> Any:
     """That of the first leaf in a ``PerWorker``; None if the tree does not show it."""
-    for node in filter(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)):
-        for x in jax.tree.leaves(node):
-            sharding = getattr(x, "sharding", None)
-            if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[0]:
-                return sharding
+    for x in jax.tree.leaves(outermost(tree, is_per_worker)):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[0]:
+            return sharding
     return None
 
 

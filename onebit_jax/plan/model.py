@@ -157,16 +157,16 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     waited = _waited(exchange, setting) if optimizer.rounds == 1 else exchange
     step = setting.step_time + optimizer.rounds * (waited + work)
     step_bytes = optimizer.rounds * sum(c.card for c in collectives)
+    steps = setting.steps
     if not optimizer.warmup:
-        run, run_bytes = setting.steps * step, setting.steps * step_bytes
+        run, run_bytes = steps * step, steps * step_bytes
         return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
-    bits = setting.warmup_bits
+    bits, share = setting.warmup_bits, setting.warmup
     how, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
     warming = _collectives(how, bytes_at(bits), setting)
     of_warmup = _work(optimizer.kinds(bits)[-1], encoding, setting)
     warmup_wait = _waited(_seconds(warming, setting), setting)
     warmup_step = setting.step_time + warmup_wait + of_warmup
-    share, steps = setting.warmup, setting.steps
     run = steps * (share * warmup_step + (1 - share) * step)
     warming_bytes = sum(c.card for c in warming)
     run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)

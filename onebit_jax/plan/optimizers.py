@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType
 
+from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import placement
 from onebit_jax.transforms import registry
 from onebit_jax.transforms.compressed_mean import compressed_mean
@@ -178,11 +178,12 @@ def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -
     >>> [round(state_bytes(x, workers=8), 2) for x in (FLOAT32, row("onebit_adam"))]
     [8.0, 8.75]
     """
-    names, sizes = ("data",), (workers,)
+    axes = {"data": workers}
     if workers_per_node > 1 and optimizer.exchange == "hierarchical":
-        names, sizes = ("node", "local"), (workers // workers_per_node, workers_per_node)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-    tx = optimizer.make(registry.Setting(1e-3, names if len(names) > 1 else names[0]))
+        axes = {"node": workers // workers_per_node, "local": workers_per_node}
+    mesh, names = abstract_mesh(axes), tuple(axes)
+    axis_name: Any = names if "node" in axes else "data"
+    tx = optimizer.make(registry.Setting(1e-3, axis_name))
     params: Any = {"w": jax.ShapeDtypeStruct((2**10, 2**10), jnp.float32)}
     shapes = placement.state_shapes(tx, params, mesh)
     own = jax.tree.map(lambda spec: len(spec) > 0, placement.state_specs(shapes, names))

@@ -1,26 +1,25 @@
-"""Formats and parses rates, sizes and durations."""
+"""Formats and parses rates, sizes and durations; formats tables."""
 
 import re
+from collections.abc import Sequence
 
 
-def _scaled(value: float, prefixes: str) -> tuple[float, str]:
-    """The value over the largest power of 1000 that leaves at least 1, and the power's prefix."""
+def _scaled(value: float, unit: str) -> str:
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
     power = 0
-    while value >= 1000 and power < len(prefixes):
+    while value >= 1000 and power < len(prefixes) - 1:
         value, power = value / 1000, power + 1
-    return value, f" {prefixes[power - 1]}" if power else " "
+    return f"{value:.3g} {prefixes[power]}{unit}"
 
 
 def format_rate(bandwidth: float) -> str:
     """Writes a bandwidth in bit/s: ``"4.1 Gbit/s"``."""
-    value, prefix = _scaled(bandwidth, "kMGTPE")
-    return f"{value:.3g}{prefix}bit/s"
+    return _scaled(bandwidth, "bit/s")
 
 
 def format_size(count: float) -> str:
     """Writes a number of bytes: ``"2.55 GB"``."""
-    value, prefix = _scaled(count, "kMGTPE")
-    return f"{value:.3g}{prefix}B"
+    return _scaled(count, "B")
 
 
 def format_time(seconds: float) -> str:
@@ -32,6 +31,19 @@ def format_time(seconds: float) -> str:
             count = seconds / length
             return f"{count:.1f} {unit}" if count < 1e6 else f"{count:.3g} {unit}"
     return f"{seconds:.2f} s"
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of plain text: names at the left, then columns that end at the right.
+
+    >>> format_table([["", "bytes"], ["all", "8"]])
+    ['     bytes', 'all      8']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
 
 
 _BITS = {"": 1, "bit": 1, "B": 8}

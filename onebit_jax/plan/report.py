@@ -5,7 +5,7 @@ import math
 from onebit_jax.plan.advice import Plan
 from onebit_jax.plan.model import Prediction, Setting
 from onebit_jax.plan.optimizers import state_bytes
-from onebit_jax.plan.quantities import format_rate, format_size, format_time
+from onebit_jax.plan.quantities import format_rate, format_size, format_table, format_time
 
 _LOSS = (
     "Of time and bytes alone. The advice is of 1-bit Adam: other rows reach other losses, local "
@@ -31,7 +31,6 @@ def table(plan: Plan) -> str:
         of_device = _of_device(p, setting) if split else []
         measured = calibrated * [p.optimizer.benchmark]
         rows.append([p.optimizer.name, *times, *sizes, *of_device, *measured])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"{setting.parameters:,} parameters, {setting.workers} workers"
         f"{f' of {setting.shards} devices' if split else ''}, "
@@ -39,10 +38,7 @@ def table(plan: Plan) -> str:
         f"{format_rate(setting.bandwidth)} per node, "
         f"{format_time(setting.step_time)} of compute per step",
         "",
-        *(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-            for row in rows
-        ),
+        *format_table(rows),
     ]
     if plan.left_out:
         names = ", ".join(optimizer.name for optimizer in plan.left_out)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from onebit_jax.plan.advice import plan
 from onebit_jax.plan.model import Setting, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, local_steps
-from onebit_jax.plan.quantities import format_rate
+from onebit_jax.plan.quantities import format_rate, format_table
 
 # Bit/s: from links between sites to those within one.
 BANDWIDTHS = (50e6, 100e6, 200e6, 500e6, 1e9, 2e9, 5e9, 10e9)
@@ -68,7 +68,4 @@ def utilization_table(shares: Utilization) -> str:
     """Plain text, in percent."""
     rows = [["compute utilization", *map(format_rate, shares.bandwidths)]]
     rows += [[name, *(f"{x:.0%}" for x in row)] for name, row in shares.rows.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
+    return "\n".join(format_table(rows))

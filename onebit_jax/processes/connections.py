@@ -19,12 +19,10 @@ class Line(NamedTuple):
     Attributes:
       connection: the socket.
       file: what comes in on it.
-      host: of the other side.
     """
 
     connection: socket.socket
     file: Any
-    host: str = ""
 
     @classmethod
     def of(cls, connection: socket.socket) -> Self:

@@ -4,14 +4,23 @@ A mesh without devices, :class:`jax.sharding.AbstractMesh`, says how many worker
 are simulated by ``jax.vmap`` on JAX's first device, which holds the rows of all of them.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+
+Axes = Mesh | AbstractMesh | Mapping[str, int]
+
+
+def abstract_mesh(axes: Axes) -> AbstractMesh:
+    """A mesh without devices, of the same axes or of their sizes by name, all of type Auto."""
+    sizes = dict(axes.shape) if isinstance(axes, (Mesh, AbstractMesh)) else dict(axes)
+    # JAX makes axes Explicit where nothing is said, since 0.11.
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def mesh_of_arrays(mesh: Mesh | AbstractMesh) -> Mesh:
@@ -42,58 +51,51 @@ def over_workers(
 
 
 def traced_on_mesh(
-    f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any, arguments: Any
+    f: Callable[..., Any], axes: Axes, in_specs: Any, out_specs: Any, arguments: Any
 ) -> jax.stages.Traced:
-    """The program of workers that are simulated as it is on devices, where it has collectives."""
-    # JAX makes axes Explicit where nothing is said, since 0.11.
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    """The program of workers as it is on devices, with its collectives, whether there are any."""
+    mesh = abstract_mesh(axes)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), arguments
-    )
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        known = jax.typeof(x)
+        return jax.ShapeDtypeStruct(np.shape(x), known.dtype, weak_type=known.weak_type)
+
     # From the size of another mesh JAX goes to this one only by way of none.
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-        return jax.jit(mapped).trace(*shapes)
+        return jax.jit(mapped).trace(*jax.tree.map(shape, arguments))
+
+
+def over_axes(f: Callable[..., Any], axes: Mapping[str, int], in_axes: Any = 0) -> Any:
+    """``jax.vmap`` over named axes, the first outermost."""
+    for name, size in reversed([*axes.items()]):
+        f = jax.vmap(f, in_axes=in_axes, axis_name=name, axis_size=size)
+    return f
 
 
 def _simulated(
     f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     sizes = mesh.axis_sizes
-    workers = math.prod(sizes)
 
     def run(*arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arguments)
         given = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(arguments)
-        own = [spec != P() for spec in jax.tree.leaves(jax.tree.broadcast(given, arguments))]
-        rows = [_rows(x, sizes) for x, is_own in zip(leaves, own, strict=True) if is_own]
+        in_axes = jax.tree.map(lambda spec: None if spec == P() else 0, given)
 
-        def one_worker(rows: list[Any]) -> Any:
-            of_worker = iter(rows)
-            values = [
-                next(of_worker) if is_own else x for x, is_own in zip(leaves, own, strict=True)
-            ]
-            return f(*structure.unflatten(values))
+        def rows(spec: P, x: Any) -> Any:
+            if spec == P():
+                return x
+            return x.reshape(*sizes, x.shape[0] // mesh.size, *x.shape[1:])
 
-        mapped: Callable[..., Any] = one_worker
-        for name, size in zip(reversed(mesh.axis_names), reversed(sizes), strict=True):
-            mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
-        results = mapped(rows)
-        specs = jax.tree.broadcast(out_specs, results)
-        return jax.tree.map(lambda spec, x: _whole(x, spec, workers, len(sizes)), specs, results)
+        def whole(spec: P, x: jax.Array) -> jax.Array:
+            """What all workers have, once; of each one's own all rows, one after another."""
+            if spec == P():
+                return x[(0,) * len(sizes)]
+            of_worker, *others = x.shape[len(sizes) :]
+            return x.reshape(mesh.size * of_worker, *others)
+
+        split = jax.tree.map(rows, jax.tree.broadcast(given, arguments), arguments)
+        results = over_axes(f, mesh.shape, in_axes)(*split)
+        return jax.tree.map(whole, jax.tree.broadcast(out_specs, results), results)
 
     return run
-
-
-def _rows(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    workers = math.prod(sizes)
-    return x.reshape(*sizes, x.shape[0] // workers, *x.shape[1:])
-
-
-def _whole(x: jax.Array, spec: P, workers: int, axes: int) -> jax.Array:
-    """What all workers have, once; of what is each one's own all rows, one after another."""
-    if spec == P():
-        return x[(0,) * axes]
-    shape = x.shape[axes:]
-    return x.reshape(workers * shape[0], *shape[1:])

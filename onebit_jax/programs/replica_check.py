@@ -5,7 +5,6 @@ same on all workers, except for state in a :class:`~onebit_jax.PerWorker`. The t
 whether they are (:mod:`onebit_jax.programs.collective_check`).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,10 +16,9 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.markers import named_leaves, nodes, nodes_with
 from onebit_jax.programs.collective_check import check_collectives, leaves_with_axes
 from onebit_jax.programs.over_workers import traced_on_mesh
-from onebit_jax.transforms.phases import Phase
 
 # What to use instead of some wrappers of Optax, by the name of their state.
 _ADVICE = {
@@ -82,23 +80,21 @@ def check_replicas(
     local = bool(nodes_with("synced_parameters", opt_state))
     # Tracing one phase is faster than tracing all; most optimizers without local steps have it.
     phase = None if local or nodes_with("phases", opt_state) else "compression"
-    update = _update_of_own_gradients(tx, axes, phase)
+    with_extra_args = optax.with_extra_args_support(tx)
 
-    def traced(extra_args: dict[str, Any]) -> Any:
-        in_specs, out_specs = (P(), specs, P()), (P(), specs)
-        given = params, opt_state, extra_args
-        if isinstance(mesh, AbstractMesh):
-            program = traced_on_mesh(update, mesh, in_specs, out_specs, given)
-            return program.jaxpr, program.out_info
-        mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
-        return jax.make_jaxpr(mapped, return_shape=True)(*given)
+    def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        # Gradients differ between workers.
+        index = lax.axis_index(axes)
+        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
+        updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
+        _check_same_structure(new_state, state)
+        return updates, new_state
 
     guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
     for guess in guesses:
         try:
-            program, results = traced(guess)
+            given = params, opt_state, guess
+            traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
             break
         except TypeError as error:
             _check_takes_phase(error)
@@ -110,28 +106,13 @@ def check_replicas(
             raise
     else:
         return None
-    varies = [over & frozenset(axes) for over in check_collectives(program.jaxpr)]
-    updates, state = jax.tree.unflatten(jax.tree.structure(results), varies)
+    program = traced.jaxpr.jaxpr
+    varies = [over & frozenset(axes) for over in check_collectives(program)]
+    updates, state = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
     _check_state(state, specs, axes)
     if not local:
         _check_updates(updates, axes)
-    return program.jaxpr
-
-
-def _update_of_own_gradients(
-    tx: optax.GradientTransformation, axes: tuple[str, ...], phase: Phase | None
-) -> Callable[[Any, Any, dict[str, Any]], tuple[Any, Any]]:
-    """An update, in the worker view, with gradients that differ between workers."""
-    with_extra_args = optax.with_extra_args_support(tx)
-
-    def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        index = lax.axis_index(axes)
-        grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
-        updates, new_state = with_extra_args.update(grads, state, params, phase=phase, **extra_args)
-        _check_same_structure(new_state, state)
-        return updates, new_state
-
-    return update
+    return program
 
 
 def _check_takes_phase(error: TypeError) -> None:
@@ -145,11 +126,8 @@ def _check_takes_phase(error: TypeError) -> None:
 
 def _check_same_structure(new: Any, given: Any) -> None:
     if jax.tree.structure(new) != jax.tree.structure(given):
-        paths, others = (
-            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (new, given)
-        )
-        differing = min(paths ^ others, default="the types of its nodes")
+        names, others = ({name for name, _ in named_leaves(tree)} for tree in (new, given))
+        differing = min(names ^ others, default="the types of its nodes")
         raise ValueError(
             f"the optimizer's update returns a state of another structure than init: they differ "
             f"in {differing}. A step is compiled, and a checkpoint restored, for one structure: "

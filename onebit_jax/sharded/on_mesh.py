@@ -4,31 +4,47 @@ The loop's step runs under ``jax.vmap`` over the workers. There the update of al
 one program in which every device of the mesh sees its own shards, by ``jax.custom_batching``.
 """
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
+from jax import lax
+from jax.sharding import Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
+from onebit_jax.programs.over_workers import abstract_mesh, over_workers
 from onebit_jax.sharded import state_layout
-from onebit_jax.sharded.extra_arguments import common, with_and_without_arrays
 from onebit_jax.sharded.flax_variables import with_shardings
-from onebit_jax.sharded.missing_vmap import missing_vmap
 from onebit_jax.sharded.refusals import (
-    check_algorithms,
     check_elementwise,
     check_gradients,
+    check_local_steps,
     check_state,
     check_workers,
+    missing_vmap,
+    split_parameter,
 )
 from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 from onebit_jax.states import placement
+
+
+def _with_and_without_arrays(
+    extra_args: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts arguments that a program takes from those that decide what it is, such as a phase."""
+
+    def has_arrays(x: Any) -> bool:
+        return any(isinstance(leaf, (jax.Array, float, int)) for leaf in jax.tree.leaves(x))
+
+    names = [name for name, x in extra_args.items() if has_arrays(x)]
+    static = {name: x for name, x in extra_args.items() if name not in names}
+    return {name: extra_args[name] for name in names}, static
 
 
 class OnMesh:
@@ -44,28 +60,22 @@ class OnMesh:
         placed = self.place_state(params, specs)
         given, structure = jax.tree.flatten(params)
         of_leaves = structure.flatten_up_to(specs)
-        abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in given]
         arrays = [
-            self._put(x, s) for x, s, a in zip(given, of_leaves, abstract, strict=True) if not a
+            None if isinstance(x, jax.ShapeDtypeStruct) else self._put(x, s)
+            for x, s in zip(given, of_leaves, strict=True)
         ]
 
-        def of_shards(arrays: list[jax.Array]) -> Any:
-            own = iter(arrays)
+        def of_shards(arrays: list[jax.Array | None]) -> Any:
             leaves = [
-                self._zeros(x, s) if a else next(own)
-                for x, s, a in zip(given, of_leaves, abstract, strict=True)
+                jnp.zeros(self._axes.shape_of_shard(like.shape, s), like.dtype) if x is None else x
+                for x, like, s in zip(arrays, given, of_leaves, strict=True)
             ]
             with tensors_split_along(self._axes.fast_names, specs):
                 state = self._tx.init(structure.unflatten(leaves))
             return state_layout.from_worker_view(placed, state)
 
-        initialised = jax.shard_map(
-            of_shards,
-            mesh=self._axes.mesh,
-            in_specs=([s for s, a in zip(of_leaves, abstract, strict=True) if not a],),
-            out_specs=state_layout.specs_of(placed),
-            check_vma=False,
-        )
+        of_state = state_layout.specs_of(placed)
+        initialised = over_workers(of_shards, self._axes.mesh, (of_leaves,), of_state)
         try:
             state = jax.jit(initialised)(arrays)
         except ValueError as error:
@@ -75,7 +85,7 @@ class OnMesh:
                 "init was called under a jax.vmap that maps over an Explicit axis: call it on one "
                 "worker's parameters, and give every worker a copy by onebit_jax.worker_copies."
             ) from error
-        return with_shardings(params, state, state_layout.specs_of(placed))
+        return with_shardings(params, state, of_state)
 
     def update(
         self,
@@ -91,7 +101,7 @@ class OnMesh:
         check_state(axes, state, placed)
         if params is not None:
             check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
-        traced, static = with_and_without_arrays(extra_args)
+        traced, static = _with_and_without_arrays(extra_args)
         of_params = None if params is None else specs
         of_state = state_layout.specs_of(placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
@@ -118,27 +128,22 @@ class OnMesh:
             check_workers(axes, axis_size, in_batched[0], args[0])
             own_arguments = in_batched[3]
             batched = jax.tree.leaves(in_batched)
-            spec_leaves = jax.tree.leaves(in_specs)
             arrays, structure = jax.tree.flatten(args)
             results = jax.tree.structure((updates, state))
 
             def own_row(*rows: jax.Array) -> list[jax.Array]:
                 own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]
                 updates, state, params, traced = structure.unflatten(own)
-                traced = jax.tree.map(common(axes), traced, own_arguments)
+                traced = jax.tree.map(self._common, traced, own_arguments)
                 new = of_shards(updates, state, params, traced)
                 return [x[None] for x in jax.tree.leaves(new)]
 
-            mapped = jax.shard_map(
-                own_row,
-                mesh=axes.mesh,
-                in_specs=tuple(
-                    P(axes.slow, *spec) if b else spec
-                    for spec, b in zip(spec_leaves, batched, strict=True)
-                ),
-                out_specs=[P(axes.slow, *spec) for spec in jax.tree.leaves(in_specs[:2])],
-                check_vma=False,
+            of_rows = tuple(
+                P(axes.slow, *spec) if b else spec
+                for spec, b in zip(jax.tree.leaves(in_specs), batched, strict=True)
             )
+            of_results = [P(axes.slow, *spec) for spec in jax.tree.leaves(in_specs[:2])]
+            mapped = over_workers(own_row, axes.mesh, of_rows, of_results)
             # Outside of jit a map runs operation by operation.
             out = results.unflatten(jax.jit(mapped)(*arrays))
             return out, jax.tree.map(lambda _: True, out)
@@ -168,11 +173,8 @@ class OnMesh:
 
     def _checked_layout(self, like: Any, specs: Any, shards: Any) -> Any:
         axes = self._axes
-        names = axes.mesh.axis_names
-        # An abstract one: nothing here runs, and on Explicit axes shapes would need shardings.
-        mesh = AbstractMesh(
-            tuple(axes.mesh.shape.values()), names, axis_types=(AxisType.Auto,) * len(names)
-        )
+        # Nothing here runs, and on Explicit axes shapes would need shardings.
+        mesh = abstract_mesh(axes.mesh)
 
         def initial(specs: Any) -> Any:
             in_worker_view = jax.shard_map(
@@ -181,18 +183,29 @@ class OnMesh:
             return jax.eval_shape(in_worker_view, shards)
 
         with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names, specs):
-            check_algorithms(self._tx, shards, specs, mesh, axes)
+            split = split_parameter(shards, specs, axes)
+            if split is not None:
+                check_local_steps(self._tx, shards, split, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)
             program = replica_check.check_replicas(
                 self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
             )
-            if program is not None:
-                check_elementwise(program, shards, specs, axes)
+            if program is not None and split is not None:
+                check_elementwise(program, "optimizer", split, axes)
         return state_layout.place_leaves(self._axes, state, like, specs)
 
-    def _zeros(self, x: Any, spec: P) -> jax.Array:
-        return jnp.zeros(self._axes.shape_of_shard(x.shape, spec), x.dtype)
+    def _common(self, x: jax.Array, is_own: bool) -> jax.Array:
+        """An argument, such as a loss: averaged where each worker has its own."""
+        if not is_own:
+            return x
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"update was given an argument of dtype {x.dtype} that differs between workers, "
+                f"whose replicas would diverge: give a number that all have in common, or a float, "
+                f"which is averaged over them."
+            )
+        return lax.pmean(x, self._axes.slow_names)
 
     def _put(self, x: Any, spec: P) -> Any:
         """An array whose type states no mesh, as under ``eval_shape``, on this one."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Primitive
+from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.collective_check import programs_in
 from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
 from onebit_jax.sharded.state_layout import Placed, is_placed
@@ -23,19 +25,36 @@ _MIXING = re.compile(
 )
 
 
-def check_algorithms(
-    tx: optax.GradientTransformation,
-    shards: Any,
-    specs: Any,
-    mesh: AbstractMesh,
-    axes: MeshAxes,
+_NO_VMAP = (
+    "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
+    "would have one gradient, and nothing says whose. Run the whole training step by "
+    "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
+    "spmd_axis_name=axis_name (on Explicit meshes without)."
+)
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError(_NO_VMAP)
+
+
+# Stands in a program for the update outside of vmap, which is traced even where vmap comes later:
+# only a program that is to be compiled or run with it is wrong.
+missing_vmap = Primitive("missing_vmap_over_workers")
+missing_vmap.multiple_results = True
+missing_vmap.def_impl(_refuse)
+missing_vmap.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(missing_vmap, _refuse)
+
+
+def check_local_steps(
+    tx: optax.GradientTransformation, shards: Any, split: str, mesh: AbstractMesh, axes: MeshAxes
 ) -> None:
-    """Raises ``ValueError`` for optimizers that would not be right on shards.
+    """Raises ``ValueError`` for local steps of optimizers that would not be right on shards.
 
     Args:
       tx: the optimizer.
       shards: the shapes of the parameters' shards.
-      specs: how the parameters are split.
+      split: from :func:`split_parameter`.
       mesh: all axes.
       axes: the same, slow and fast.
     """
@@ -47,47 +66,32 @@ def check_algorithms(
 
     mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     jax.eval_shape(mapped, shards)
-    split = _split(shards, specs, axes)
-    if split is None:
-        return
     for algorithm in made:
         if isinstance(algorithm, LocalSteps):
             for role, own in (("inner", algorithm.inner), ("outer", algorithm.outer)):
                 state = jax.eval_shape(own.init, shards)
                 program = jax.make_jaxpr(own.update)(shards, state, shards).jaxpr
-                _check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
+                check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
 
 
-def check_elementwise(program: Jaxpr, shards: Any, specs: Any, axes: MeshAxes) -> None:
+def check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
     """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
 
     Args:
       program: the update, traced.
-      shards: the shapes of the parameters' shards.
-      specs: how the parameters are split.
+      who: makes it, for the message.
+      split: from :func:`split_parameter`.
       axes: of the mesh.
     """
-    split = _split(shards, specs, axes)
-    if split is not None:
-        _check_elementwise(program, "optimizer", split, axes)
-
-
-def _check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
-    mixing = next(_mixing(program), None)
-    if mixing is not None:
+    for mixing in _mixing(program):
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
-            f"a norm, trust ratios and orthogonalization do, {_but(split, axes)}"
+            f"a norm, trust ratios and orthogonalization do, but parameter {split} is split over "
+            f"{axes.fast_names}, and within on_mesh an optimizer has shards alone. Let what needs "
+            f"whole tensors stand outside, as in optax.chain(optax.clip_by_global_norm(1.0), "
+            f"onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, axis_name=axis, "
+            f"specs=specs), optax.contrib.muon(0.02))."
         )
-
-
-def _but(split: str, axes: MeshAxes) -> str:
-    return (
-        f"but parameter {split} is split over {axes.fast_names}, and within on_mesh an optimizer "
-        f"has shards alone. Let what needs whole tensors stand outside, as in optax.chain("
-        f"optax.clip_by_global_norm(1.0), onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), "
-        f"mesh, axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
-    )
 
 
 def _mixing(program: Jaxpr) -> Iterator[Any]:
@@ -104,12 +108,12 @@ def _mixing(program: Jaxpr) -> Iterator[Any]:
                 yield from _mixing(below)
 
 
-def _split(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
+def split_parameter(shards: Any, specs: Any, axes: MeshAxes) -> str | None:
     """The name of a parameter that is split over a fast axis, if any is."""
-    with_paths, structure = jax.tree_util.tree_flatten_with_path(shards)
-    for (path, _), spec in zip(with_paths, structure.flatten_up_to(specs), strict=True):
+    of_leaves = jax.tree.structure(shards).flatten_up_to(specs)
+    for (name, _), spec in zip(named_leaves(shards), of_leaves, strict=True):
         if set(names_of(spec)) & set(axes.fast_names):
-            return jax.tree_util.keystr(path)
+            return name
     return None
 
 
@@ -128,14 +132,11 @@ def check_state(axes: MeshAxes, state: Any, placed: Any) -> None:
             "what init returned for them, or restore a checkpoint with target=tx.init(params)."
         )
     of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed)
-    for (path, x), expected in zip(
-        jax.tree_util.tree_leaves_with_path(state), of_leaves, strict=True
-    ):
-        name, mend = (
-            f"state{jax.tree_util.keystr(path)}",
-            "the parameters' shapes or sharding, or the mesh, changed since init. Take those that "
-            "the state was made for, or call init again.",
-        )
+    mend = (
+        "the parameters' shapes or sharding, or the mesh, changed since init. Take those that the "
+        "state was made for, or call init again."
+    )
+    for (name, x), expected in zip(named_leaves(state, "state"), of_leaves, strict=True):
         if (x.shape, x.dtype) != (expected.shape, expected.dtype):
             raise ValueError(
                 f"{name} has shape {x.shape} and dtype {x.dtype}, but {expected.shape} and "
@@ -155,20 +156,17 @@ def check_gradients(of_grads: Any, of_params: Any, grads: Any, params: Any) -> N
       grads: the gradients.
       params: the parameters.
     """
-    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (grads, params))
-    shapes = [
-        [(jax.tree_util.keystr(path), x.shape) for path, x in leaves] for leaves in (got, wanted)
-    ]
-    if shapes[0] != shapes[1]:
+    got, wanted = ([(name, x.shape) for name, x in named_leaves(y)] for y in (grads, params))
+    if got != wanted:
         raise ValueError(
-            f"the gradients are not a tree like the parameters: they have {shapes[0][:3]}..., the "
-            f"parameters {shapes[1][:3]}...: give update the gradients of these parameters."
+            f"the gradients are not a tree like the parameters: they have {got[:3]}..., the "
+            f"parameters {wanted[:3]}...: give update the gradients of these parameters."
         )
     specs = [jax.tree.leaves(x) for x in (of_grads, of_params)]
-    for (path, _), of_grad, of_param in zip(got, *specs, strict=True):
+    for (name, _), of_grad, of_param in zip(got, *specs, strict=True):
         if of_grad != of_param:
             raise ValueError(
-                f"the gradient of {jax.tree_util.keystr(path)} is split by {of_grad}, the "
+                f"the gradient of {name} is split by {of_grad}, the "
                 f"parameter by {of_param}: give both one sharding, by jax.reshard."
             )
 
@@ -194,12 +192,11 @@ def check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
             f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
             f"the update: the optimizer does that itself, at one bit."
         )
-    with_paths = jax.tree_util.tree_leaves_with_path(grads)
-    for (path, g), is_batched in zip(with_paths, jax.tree.leaves(batched), strict=True):
+    for (name, g), is_batched in zip(named_leaves(grads), jax.tree.leaves(batched), strict=True):
         stated = spec_in_type(g) if is_batched else None
         if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
             raise ValueError(
-                f"the gradient of {jax.tree_util.keystr(path)} has the type "
+                f"the gradient of {name} has the type "
                 f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
                 f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
                 f"batch and the parameters over {axes.slow!r}, and average nothing before the "

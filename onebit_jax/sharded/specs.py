@@ -8,6 +8,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
+
 Specs = Any | Callable[[Any], Any] | None
 
 
@@ -20,6 +22,7 @@ class MeshAxes:
       slow_names: the same as a tuple.
       fast_names: the others, without those of size 1.
       workers: the number of workers.
+      explicit: the names of the Explicit axes, of which types say how arrays are split over them.
 
     Raises:
       ValueError: for an axis that the mesh lacks.
@@ -38,18 +41,13 @@ class MeshAxes:
         others = [name for name in mesh.axis_names if name not in self.slow_names]
         self.fast_names = tuple(name for name in others if mesh.shape[name] > 1)
         self.workers = math.prod(mesh.shape[name] for name in self.slow_names)
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        self.explicit = frozenset(name for name, kind in types if kind == AxisType.Explicit)
 
     @property
     def spmd_axis_name(self) -> str | tuple[str, str] | None:
         """What ``jax.vmap`` must be told of the workers' axis: on Explicit meshes nothing."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        explicit = all(types[name] == AxisType.Explicit for name in self.slow_names)
-        return None if explicit else self.slow
-
-    def tells_types(self) -> bool:
-        """Whether types of arrays say how these are split over every fast axis."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return all(types[name] == AxisType.Explicit for name in self.fast_names)
+        return None if self.explicit.issuperset(self.slow_names) else self.slow
 
     def shape_of_shard(self, shape: Sequence[int], spec: P) -> tuple[int, ...]:
         """The shape of one device's part of an array."""
@@ -79,8 +77,7 @@ def spec_in_type(x: Any) -> P | None:
 
 def explicit_part(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
     """What a type can state of a partition spec: its Explicit axes."""
-    types = dict(zip(axes.mesh.axis_names, axes.mesh.axis_types, strict=True))
-    part = [tuple(x for x in names_in(e) if types.get(x) == AxisType.Explicit) for e in spec]
+    part = [tuple(x for x in names_in(entry) if x in axes.explicit) for entry in spec]
     while part and not part[-1]:
         part.pop()
     return part
@@ -101,8 +98,8 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
       ValueError: where specs are missing, do not fit the tree, differ from what types state, name
         an axis that the mesh lacks or a slow one, or where an axis does not divide.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    if specs is None and not axes.tells_types():
+    leaves = named_leaves(tree)
+    if specs is None and not axes.explicit.issuperset(axes.fast_names):
         raise ValueError(
             f"specs=None, but the axes {axes.fast_names} of the mesh are not all Explicit, so that "
             f"types do not say how parameters are split over them. Give specs, a tree of "
@@ -110,11 +107,8 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
             f"them is split."
         )
     given = [None] * len(leaves) if specs is None else _given(specs, tree, len(leaves))
-    found = [
-        _checked(axes, jax.tree_util.keystr(path), leaf, spec)
-        for (path, leaf), spec in zip(leaves, given, strict=True)
-    ]
-    return structure.unflatten(found)
+    found = [_checked(axes, *leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]
+    return jax.tree.structure(tree).unflatten(found)
 
 
 def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
@@ -155,8 +149,16 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
                 f"Split parameters over {axes.fast_names or 'another axis of the mesh'}, or let "
                 f"workers lie along another axis."
             )
-    if given is not None and stated is not None:
-        _check_stated(axes, name, spec, stated)
+    if (
+        given is not None
+        and stated is not None
+        and explicit_part(axes, stated) != explicit_part(axes, spec)
+    ):
+        raise ValueError(
+            f"specs says that parameter {name} is split by {spec}, but its type states {stated}. "
+            f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "
+            f"jax.device_put or jax.reshard."
+        )
     for size, entry in zip(shape, spec, strict=True):
         parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
         if size % parts:
@@ -166,13 +168,3 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
                 f"of it whole."
             )
     return spec
-
-
-def _check_stated(axes: MeshAxes, name: str, spec: P, stated: P) -> None:
-    """Raises ``ValueError`` where a type states another split over an Explicit axis."""
-    if explicit_part(axes, stated) != explicit_part(axes, spec):
-        raise ValueError(
-            f"specs says that parameter {name} is split by {spec}, but its type states {stated}. "
-            f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "
-            f"jax.device_put or jax.reshard."
-        )

@@ -14,7 +14,7 @@ The first axis of length 1 in a :class:`~onebit_jax.PerWorker` falls away: in a 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +65,11 @@ def is_placed(node: Any) -> bool:
     return isinstance(node, Placed)
 
 
+def map_placed(f: Callable[..., Any], placed: Any, *states: Any) -> Any:
+    """``jax.tree.map`` over a tree of :class:`Placed`, and the leaves of states that lie so."""
+    return jax.tree.map(f, placed, *states, is_leaf=is_placed)
+
+
 def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
     """How each leaf of a state lies.
 
@@ -92,19 +97,15 @@ def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
         shape, known = of_one[path], mirrored.get(path)
         if not shape and not own:
             known = _Parameter((), P(), ())
-        if known is not None:
-            placed.append(Placed(known.shape, x.dtype, known.spec, False, own))
-            continue
-        parameter = _alike(axes, shape, parameters, used)
-        if parameter is None:
-            parameter = _Parameter(shape, P(*[None] * len(shape)), shape)
-        missing = tuple(name for name in axes.fast_names if name not in names_of(parameter.spec))
-        if not missing:
-            placed.append(Placed(parameter.shape, x.dtype, parameter.spec, False, own))
-            continue
-        count = math.prod(axes.mesh.shape[name] for name in missing)
-        spec = P(missing[0] if len(missing) == 1 else missing, *parameter.spec)
-        placed.append(Placed((count, *parameter.shape), x.dtype, spec, True, own))
+        like = known or _alike(axes, shape, parameters, used)
+        like = like or _Parameter(shape, P(*[None] * len(shape)), shape)
+        covered = axes.fast_names if known else names_of(like.spec)
+        missing = tuple(name for name in axes.fast_names if name not in covered)
+        whole, spec = like.shape, like.spec
+        if missing:
+            whole = (math.prod(axes.mesh.shape[name] for name in missing), *whole)
+            spec = P(missing, *spec)
+        placed.append(Placed(whole, x.dtype, spec, bool(missing), own))
     return jax.tree.structure(state).unflatten(placed)
 
 
@@ -146,9 +147,7 @@ def _alike(
     used: dict[Any, int],
 ) -> _Parameter | None:
     """A parameter whose shards have this shape: of several that over most axes, in turn."""
-    if not shape:
-        return None
-    fitting = [path for path, x in parameters.items() if x.of_shard == shape]
+    fitting = [path for path, x in parameters.items() if shape and x.of_shard == shape]
 
     def left(path: Any) -> tuple[int, int]:
         covered = set(names_of(parameters[path].spec))
@@ -163,14 +162,12 @@ def _alike(
 
 def to_worker_view(placed: Any, state: Any) -> Any:
     """From this device's part of one worker's state that in the worker view."""
-    return jax.tree.map(lambda p, x: p.to_worker(x), placed, state, is_leaf=is_placed)
+    return map_placed(Placed.to_worker, placed, state)
 
 
 def from_worker_view(placed: Any, state: Any) -> Any:
     """Undoes :func:`to_worker_view`."""
-    return jax.tree.map(
-        lambda p, x: p.from_worker(jnp.asarray(x)), placed, state, is_leaf=is_placed
-    )
+    return map_placed(lambda p, x: p.from_worker(jnp.asarray(x)), placed, state)
 
 
 def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Array:
@@ -197,7 +194,7 @@ def without_places(axes: MeshAxes, x: jax.Array, spec: P, own: bool) -> jax.Arra
 
 def specs_of(placed: Any) -> Any:
     """The partition specs in a tree of :class:`Placed`."""
-    return jax.tree.map(lambda p: p.spec, placed, is_leaf=is_placed)
+    return map_placed(lambda p: p.spec, placed)
 
 
 def by_place(axes: MeshAxes, placed: Placed, x: Any) -> Any:

@@ -71,14 +71,11 @@ def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
         rows = jnp.reshape(x, shape)
         unsplit = [P.UNCONSTRAINED] * (len(shape) - 1)
         return lax.with_sharding_constraint(rows, NamedSharding(axes.mesh, P(axes.slow, *unsplit)))
-    first = names_in(stated[0])
-    slow = first[: len(axes.slow_names)]
-    if slow != axes.slow_names:
+    rest = tuple(name for name in names_in(stated[0]) if name not in axes.slow_names)
+    by_worker = (*axes.slow_names, *rest)
+    if names_in(stated[0]) != by_worker:
         # Rows move: the batch was not split over the workers, or not first.
-        others = tuple(name for name in first if name not in axes.slow_names)
-        x = jax.reshard(x, P((*axes.slow_names, *others), *stated[1:]))
-        first = (*axes.slow_names, *others)
-    rest = first[len(axes.slow_names) :]
+        x = jax.reshard(x, P(by_worker, *stated[1:]))
     spec = P(axes.slow, rest or None, *stated[1:])
     return lax.reshape(x, shape, out_sharding=NamedSharding(axes.mesh, spec))
 

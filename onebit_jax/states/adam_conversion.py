@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
+from onebit_jax.markers import outermost
+from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.transforms.algorithm import Noted, states_of
@@ -62,7 +64,7 @@ def from_adam(
             f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
             f"the parameters that it belongs to."
         )
-    workers = simulated.Workers(simulated.abstract_mesh(mesh))
+    workers = simulated.Workers(abstract_mesh(mesh))
     noted = _noted(tx, state, params, workers)
     zeros = jax.tree.map(np.zeros_like, moments[0])
     count = np.int32(adam.count)
@@ -138,7 +140,7 @@ def to_adam(
     Raises:
       ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh.
     """
-    shapes, axes = jax.eval_shape(lambda x: x, params), simulated.abstract_mesh(mesh)
+    shapes, axes = jax.eval_shape(lambda x: x, params), abstract_mesh(mesh)
     placement.check_state(opt_state, placement.state_shapes(tx, shapes, axes), mesh)
     workers = simulated.Workers(axes)
     node = _only(ScaleByOnebitAdamState, opt_state)
@@ -180,11 +182,7 @@ def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:
 
 def _only(kind: type, state: Any) -> Any:
     """The one state of a type inside another."""
-
-    def is_one(x: Any) -> bool:
-        return isinstance(x, kind)
-
-    found = list(filter(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+    found = outermost(state, lambda x: isinstance(x, kind))
     if len(found) != 1:
         raise ValueError(f"the state has {len(found)} of {kind.__name__} in it, expected one.")
     return found[0]

@@ -1,13 +1,15 @@
 """What a state is in the mesh view and by place, of a model that is whole or split."""
 
+import functools
 from typing import Any, cast
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from onebit_jax.programs.over_workers import Axes, abstract_mesh
 from onebit_jax.sharded.specs import Specs
-from onebit_jax.sharded.state_layout import by_place, from_places, is_placed
+from onebit_jax.sharded.state_layout import by_place, from_places, map_placed
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.training.sharded_model import ShardedModel, sharded_model
@@ -53,9 +55,7 @@ class SplitState(WholeState):
         specs: Any,
     ):
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        first, *others = slow
-        axis_name: Any = slow if others else first
-        model = ShardedModel(tx, cast(Mesh, mesh), axis_name, specs)
+        model = ShardedModel(tx, cast(Mesh, mesh), cast(Any, slow), specs)
         specs, axes = model.specs(params), model.axes
         self.tx, self._mesh, self._axes = tx, mesh, axes
         self.like = jax.tree.map(
@@ -64,7 +64,7 @@ class SplitState(WholeState):
             specs,
         )
         self.workers = simulated.Workers(
-            simulated.abstract_mesh({name: mesh.shape[name] for name in slow}),
+            abstract_mesh({name: mesh.shape[name] for name in slow}),
             {name: mesh.shape[name] for name in axes.fast_names},
             specs,
         )
@@ -74,15 +74,11 @@ class SplitState(WholeState):
     def from_mesh_view(self, state: Any) -> Any:
         """The state by place, checked."""
         state = super().from_mesh_view(state)
-        return jax.tree.map(
-            lambda p, x: by_place(self._axes, p, x), self._placed, state, is_leaf=is_placed
-        )
+        return map_placed(functools.partial(by_place, self._axes), self._placed, state)
 
     def to_mesh_view(self, state: Any) -> Any:
         """Undoes :meth:`from_mesh_view`."""
-        state = jax.tree.map(
-            lambda p, x: from_places(self._axes, p, x), self._placed, state, is_leaf=is_placed
-        )
+        state = map_placed(functools.partial(from_places, self._axes), self._placed, state)
         return super().to_mesh_view(state)
 
 
@@ -91,13 +87,13 @@ def both_sides(
     tx: optax.GradientTransformation,
     params: Any,
     mesh: Mesh,
-    from_axes: simulated.Axes,
+    from_axes: Axes,
     axis_name: str | tuple[str, str] | None = None,
     param_specs: Specs = None,
 ) -> tuple[WholeState, WholeState]:
     """A state as it was and as it will be; arguments and errors as of :func:`resize`."""
     model = sharded_model(tx, mesh, axis_name, param_specs)
-    before, after = simulated.abstract_mesh(from_axes), simulated.abstract_mesh(mesh)
+    before, after = abstract_mesh(from_axes), abstract_mesh(mesh)
     if model is None:
         return WholeState(from_tx, params, before), WholeState(tx, params, after)
     fast = [name for name in mesh.axis_names if name not in model.axes.slow_names]

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_key, is_per_worker, nodes_with
+from onebit_jax.markers import is_key, is_per_worker, named_leaves, nodes_with, on_key_data
 from onebit_jax.programs import replica_check
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 
@@ -140,8 +140,7 @@ def place(tree: Any, shardings: Any) -> Any:
             return x
         # With several processes device_put takes no random keys.
         if not sharding.is_fully_addressable and is_key(x):
-            data = jax.device_put(jax.random.key_data(x), sharding)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            return on_key_data(lambda data: jax.device_put(data, sharding), x)
         try:
             return jax.device_put(x, sharding)
         except AssertionError as error:
@@ -164,8 +163,7 @@ def place_random_key(rng: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable or not own:
         return place(rng, sharding)
     if is_key(rng):
-        data = place_random_key(jax.random.key_data(rng), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(rng))
+        return on_key_data(lambda data: place_random_key(data, sharding), rng)
     shards = [jax.device_put(rng, device) for device in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(rng.shape, sharding, shards)
 
@@ -214,11 +212,11 @@ def buffer(x: jax.Array) -> int:
 
 def check_whole(params: optax.Params) -> None:
     """Raises ``ValueError`` for parameters that are split between devices."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in named_leaves(params):
         known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if known and not leaf.sharding.is_fully_replicated:
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} is sharded, {leaf.sharding}, but every "
+                f"parameter {name} is sharded, {leaf.sharding}, but every "
                 f"worker must have all of it: what is exchanged is a gradient of the same "
                 f"parameters. If it fits a device, gather it by jax.device_put(params, "
                 f"NamedSharding(mesh, P())); beside a model that is split over other axes take "
@@ -238,14 +236,14 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractM
       ValueError: for another structure, :class:`~onebit_jax.PerWorker` included, other shapes or
         dtypes, or a mesh of other devices.
     """
-    got, wanted = (dict(jax.tree_util.tree_leaves_with_path(x)) for x in (opt_state, expected))
+    got, wanted = (dict(named_leaves(x, "opt_state")) for x in (opt_state, expected))
     if jax.tree.structure(opt_state) != jax.tree.structure(expected):
         raise ValueError(_other_structure(opt_state, expected))
-    for path, leaf in wanted.items():
-        has = got[path]
+    for name, leaf in wanted.items():
+        has = got[name]
         if (jnp.shape(has), jnp.result_type(has)) != (leaf.shape, leaf.dtype):
             raise ValueError(
-                f"opt_state{_name(path)} has shape {jnp.shape(has)} and dtype "
+                f"{name} has shape {jnp.shape(has)} and dtype "
                 f"{jnp.result_type(has)}, but for these parameters, on this mesh of {mesh.size} "
                 f"workers, {leaf.shape} and {leaf.dtype} is needed: a state belongs to its number "
                 f"of workers, to the optimizer's options and to the parameters' shapes. "
@@ -315,18 +313,15 @@ def check_plans(
 
 def _other_structure(opt_state: Any, expected: Any) -> str:
     """Says why a state does not fit, and what to do."""
-    got, wanted = (jax.tree_util.tree_leaves_with_path(x) for x in (opt_state, expected))
-    names = [path for path, _ in wanted], [path for path, _ in got]
-    missing, besides = ([x for x in a if x not in b] for a, b in (names, names[::-1]))
-    place = "its nodes are of other types"
-    if missing or besides:
-        place = (
-            f"{_name(missing[0])} is missing" if missing else f"{_name(besides[0])} is unexpected"
-        )
+    got, wanted = (dict(named_leaves(x)) for x in (opt_state, expected))
+    differences = [f"{name} is missing" for name in wanted if name not in got]
+    differences += [f"{name} is unexpected" for name in got if name not in wanted]
+    place = differences[0] if differences else "its nodes are of other types"
     what = f"opt_state is not a state of this optimizer for these parameters: {place}."
     unmarked = _marks(opt_state) < _marks(expected)
     # What nnx.split makes of an nnx.Optimizer has more arrays, and no marks.
-    if _arrays(wanted) - _arrays(got) or (_arrays(got) - _arrays(wanted) and not unmarked):
+    has, needs = _arrays(opt_state), _arrays(expected)
+    if needs - has or (has - needs and not unmarked):
         return (
             f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
             f"those that the state was made for; onebit_jax.resize takes one to another number of "
@@ -346,14 +341,10 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     )
 
 
-def _arrays(leaves: list[tuple[Any, Any]]) -> collections.Counter[tuple[Any, Any]]:
+def _arrays(tree: Any) -> collections.Counter[tuple[Any, Any]]:
     """Counts leaves by dtype and shape."""
-    return collections.Counter((jnp.result_type(x), jnp.shape(x)) for _, x in leaves)
+    return collections.Counter((jnp.result_type(x), jnp.shape(x)) for x in jax.tree.leaves(tree))
 
 
 def _marks(tree: Any) -> int:
     return sum(map(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)))
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path)

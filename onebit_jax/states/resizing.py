@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_jax.markers import PerWorker, is_per_worker
+from onebit_jax.programs.over_workers import Axes
 from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.states.by_place import WholeState, both_sides
@@ -24,7 +25,7 @@ def resize(
     params: optax.Params,
     mesh: Mesh,
     *,
-    from_axes: simulated.Axes,
+    from_axes: Axes,
     from_tx: optax.GradientTransformation | None = None,
     axis_name: str | tuple[str, str] | None = None,
     param_specs: Specs = None,

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from onebit_jax.collectives.axes import tensors_split_along
-from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.markers import is_key, is_per_worker, on_key_data
+from onebit_jax.programs.over_workers import over_axes
 from onebit_jax.transforms.algorithm import Noted, algorithms_of
-
-Axes = Mesh | AbstractMesh | Mapping[str, int]
 
 
 class Workers(NamedTuple):
@@ -38,20 +37,10 @@ class Workers(NamedTuple):
     specs: Any = ()
 
 
-def abstract_mesh(axes: Axes) -> AbstractMesh:
-    """A mesh without devices, of the same axes or of their sizes by name."""
-    if isinstance(axes, (Mesh, AbstractMesh)):
-        axes = dict(axes.shape)
-    types = (AxisType.Auto,) * len(axes)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
-
-
 def on_host(x: Any) -> Any:
     """All of an array, in this process."""
     if is_key(x):
-        return jax.random.wrap_key_data(
-            jnp.asarray(on_host(jax.random.key_data(x))), impl=jax.random.key_impl(x)
-        )
+        return on_key_data(lambda data: jnp.asarray(on_host(data)), x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
@@ -60,8 +49,7 @@ def on_host(x: Any) -> Any:
 def put(x: Any, sharding: NamedSharding) -> Any:
     """A part of an array on each device; without asking other processes, which have the same."""
     if is_key(x):
-        data = put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return on_key_data(lambda data: put(data, sharding), x)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
@@ -80,9 +68,7 @@ def algorithms(tx: optax.GradientTransformation, params: Any, workers: Workers) 
         found.extend(algorithms_of(tx.init, params))
         return 0
 
-    mapped = init
-    for name, size in (*workers.places.items(), *workers.mesh.shape.items()):
-        mapped = jax.vmap(mapped, in_axes=None, axis_name=name, axis_size=size)
+    mapped = over_axes(init, {**workers.mesh.shape, **workers.places}, in_axes=None)
     with tensors_split_along(tuple(workers.places), workers.specs):
         jax.eval_shape(mapped, params)
     return found
@@ -100,11 +86,7 @@ def in_worker_view(f: Callable[..., Any], workers: Workers, rows: Any, shared: A
     Returns:
       Arrays ``[workers, *places, ...]``.
     """
-    mapped = f
-    for name, size in reversed([*workers.places.items()]):
-        mapped = jax.vmap(mapped, axis_name=name, axis_size=size)
-    for name, size in reversed(workers.mesh.shape.items()):
-        mapped = jax.vmap(mapped, in_axes=(0, None), axis_name=name, axis_size=size)
+    mapped = over_axes(over_axes(f, workers.places), workers.mesh.shape, in_axes=(0, None))
     sizes = tuple(workers.mesh.shape.values())
     split = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), rows)
     with tensors_split_along(tuple(workers.places), workers.specs):

@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +16,6 @@ _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitiona
 
 # Flags of XLA that each process may have otherwise: where it writes, and its simulated devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-
-
-def _settings() -> dict[str, Any]:
-    """The settings of JAX and XLA that must be the same on all processes."""
-    found = {name: getattr(jax.config, name) for name in _SETTINGS}
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    return found | {"XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS))}
 
 
 def _outline(program: Jaxpr) -> int:
@@ -44,10 +36,12 @@ def check_agreement(setup: Setup, program: Jaxpr) -> None:
     Raises:
       ValueError: on all processes, for facts that are not the same on all.
     """
+    flags = os.environ.get("XLA_FLAGS", "").split()
     facts = {
         **setup.options._asdict(),
         "the mesh": (setup.mesh.shape, setup.devices.device_ids.tolist()),
-        **_settings(),
+        **{name: getattr(jax.config, name) for name in _SETTINGS},
+        "XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS)),
         "the loss, the optimizer or the shapes of the arguments": _outline(program),
     }
     own = np.array([zlib.crc32(repr(fact).encode()) for fact in facts.values()], np.uint32)

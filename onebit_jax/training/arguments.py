@@ -8,6 +8,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
@@ -94,11 +95,11 @@ class Arguments(NamedTuple):
 def check_batch(setup: Setup, batch: Any) -> None:
     """Raises ``ValueError`` unless a batch divides into workers and microbatches."""
     parts = setup.workers * setup.options.accumulation
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in named_leaves(batch, "batch"):
         shape = np.shape(leaf)
         if not shape or shape[0] % parts or not shape[0]:
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis "
+                f"{name} has shape {shape}, but its first axis "
                 f"must be a multiple of {parts} = {setup.workers} workers x accumulation "
                 f"{setup.options.accumulation}. Change the batch size or the accumulation."
             )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.training.model_state import check_same_state
 from onebit_jax.watching.metrics import Metrics
 
@@ -57,10 +58,10 @@ def loss_and_gradients(
     Raises:
       ValueError: for a ``loss_fn`` whose results have a wrong type or shape.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in named_leaves(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which "
+                f"parameter {name} has dtype {jnp.result_type(leaf)}, which "
                 f"has no gradient. Pass it as model_state, or hold it as float32 and freeze it by "
                 f"optax.partition with optax.set_to_zero."
             )
@@ -125,14 +126,11 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
     count = len(result) if isinstance(result, tuple) else 1
     if count not in ((1, 2) if model_state is None else (3,)):
-        raise ValueError(
-            f"loss_fn returned {_described(result)}, expected {expected}"
-            + (
-                "; to change a model's state pass it to the step, step(..., model_state=...)."
-                if model_state is None
-                else ": with a model's state it returns the new one too, and {} for no metrics."
-            )
-        )
+        given = f"{count} values" if isinstance(result, tuple) else type(result).__name__
+        mend = ": with a model's state it returns the new one too, and {} for no metrics."
+        if model_state is None:
+            mend = "; to change a model's state pass it to the step, step(..., model_state=...)."
+        raise ValueError(f"loss_fn returned {given}, expected {expected}{mend}")
     loss, *others = result if isinstance(result, tuple) else (result,)
     metrics, new_state = (*others, *({}, None)[len(others) :])
     if not jax.tree_util.all_leaves([loss]):
@@ -154,11 +152,9 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
         kinds = jnp.bool, jnp.integer, jnp.floating
         real = any(jnp.issubdtype(getattr(x, "dtype", type(x)), kind) for kind in kinds)
         if not real or jnp.shape(x) or not isinstance(name, str):
-            has = (
-                f"of shape {jnp.shape(x)} and dtype {x.dtype}"
-                if hasattr(x, "dtype")
-                else f"= {x!r}"
-            )
+            has = f"= {x!r}"
+            if hasattr(x, "dtype"):
+                has = f"of shape {jnp.shape(x)} and dtype {x.dtype}"
             raise ValueError(
                 f"loss_fn returned metrics[{name!r}] {has}, expected a real scalar, named by a "
                 f"string: the step reports means over workers."
@@ -166,7 +162,3 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
     if model_state is not None:
         check_same_state(new_state, model_state)
     return loss, (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics), new_state)
-
-
-def _described(result: Any) -> str:
-    return f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__

@@ -7,7 +7,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from onebit_jax.markers import is_key
+from onebit_jax.markers import is_key, named_leaves
 from onebit_jax.programs.collective_check import leaves_with_axes
 
 
@@ -71,12 +71,10 @@ def check_same_state(new: Any, given: Any) -> None:
             f"loss_fn returned a model_state of other structure, shapes or dtypes than it was "
             f"given: {difference}. Return all of it, changed or not, and no parameters."
         )
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(given), jax.tree.leaves(new), strict=True
-    ):
+    for (name, x), y in zip(named_leaves(given), jax.tree.leaves(new), strict=True):
         if is_key(x) and x is not y:
             raise ValueError(
-                f"loss_fn changed the random key model_state{jax.tree_util.keystr(path)}, of which "
+                f"loss_fn changed the random key model_state{name}, of which "
                 f"every worker has its own version: it would be lost. Leave it as it is and count "
                 f"what was drawn, as Flax NNX does, or take the key that step(..., rng=key) gives."
             )
@@ -84,10 +82,8 @@ def check_same_state(new: Any, given: Any) -> None:
 
 def _described(tree: Any) -> dict[str, str]:
     """Shape and dtype of each leaf, by its name."""
-    return {
-        f"model_state{jax.tree_util.keystr(path)}": f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-        for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    leaves = named_leaves(tree, "model_state")
+    return {name: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for name, x in leaves}
 
 
 def check_random_keys(rng: Any, batch: Any) -> None:
@@ -110,7 +106,7 @@ def check_random_keys(rng: Any, batch: Any) -> None:
                 f"jax.random.fold_in(jax.random.key(0), step_number): every worker makes its own "
                 f"of it. Keys for each row go into the batch."
             )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for name, leaf in named_leaves(batch, "batch"):
         known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
         if not known or not is_key(leaf):
             continue
@@ -118,7 +114,7 @@ def check_random_keys(rng: Any, batch: Any) -> None:
         rows = np.concatenate([np.asarray(x).reshape(x.shape[0], -1) for x in shards])
         if len(np.unique(rows, axis=0)) < len(rows):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} holds the same random key in several rows: "
+                f"{name} holds the same random key in several rows: "
                 f"workers would draw the same numbers. Give each row its own, "
                 f"jax.random.split(key, rows), or pass one key as step(..., rng=key), of which "
                 f"every worker makes its own."

@@ -10,7 +10,8 @@ import optax
 
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import nodes_with
+from onebit_jax.markers import nodes_with, outermost
+from onebit_jax.transforms.algorithm import has_progress
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
@@ -26,13 +27,9 @@ def _is_progress(node: Any) -> bool:
     return isinstance(node, Progress)
 
 
-def _has_progress(node: Any) -> bool:
-    return _is_progress(getattr(node, "progress", None))
-
-
 def progress_of(opt_state: optax.OptState) -> list[Progress]:
     """The accounts of all optimizers in a state that have several phases."""
-    nodes = filter(_is_progress, jax.tree.leaves(opt_state, is_leaf=_is_progress))
+    nodes = outermost(opt_state, _is_progress)
     return [node for node in nodes if not isinstance(node.upcoming, tuple)]
 
 
@@ -131,12 +128,12 @@ def update(
         def kept(new: Any, old: Any) -> Any:
             # An optimizer that refuses leaves its state as it was, without a copy. If there are
             # several, another one may have accepted.
-            if _has_progress(new) and len(refusals) == 1:
+            if has_progress(new) and len(refusals) == 1:
                 return new
             return jax.tree.map(lambda x, y: jnp.where(refused, y, x), new, old)
 
         new_params = kept(new_params, params)
-        new_state = jax.tree.map(kept, new_state, opt_state, is_leaf=_has_progress)
+        new_state = jax.tree.map(kept, new_state, opt_state, is_leaf=has_progress)
         new_state = _replace_phase(new_state, lambda x: jnp.where(refused, -1, x))
     new_state = _replace_phase(new_state, lambda x: jnp.maximum(x, -1))
     rows = [

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.collectives.error_feedback import Beside
-from onebit_jax.markers import nodes_with
+from onebit_jax.markers import named_leaves, nodes_with
+from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharded.on_mesh import OnMesh
 from onebit_jax.sharded.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
-from onebit_jax.sharded.state_layout import is_placed
+from onebit_jax.sharded.state_layout import Placed, map_placed
 from onebit_jax.sharded.worker_step import worker_shares
 from onebit_jax.states import placement
 from onebit_jax.training.phase_choice import worker_parameters
@@ -62,21 +63,16 @@ class ShardedModel:
 
     def state_specs(self, params: Any) -> Any:
         """The partition specs of a state in the mesh view."""
-        return jax.tree.map(
-            lambda p: P(self.axes.slow, *p.spec) if p.own else p.spec,
-            self.placed(params),
-            is_leaf=is_placed,
-        )
+        placed = self.placed(params)
+        return map_placed(lambda p: P(self.axes.slow, *p.spec) if p.own else p.spec, placed)
 
     def state_shapes(self, params: Any) -> Any:
         """The shapes of a state in the mesh view, a tree like it."""
-        return jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct(
-                (self.axes.workers, *p.shape) if p.own else p.shape, p.dtype
-            ),
-            self.placed(params),
-            is_leaf=is_placed,
-        )
+
+        def shape(p: Placed) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.axes.workers,) * p.own + p.shape, p.dtype)
+
+        return map_placed(shape, self.placed(params))
 
     def copies(self, params: Any) -> list[int]:
         """How many devices of a worker hold the same shard of each tensor."""
@@ -110,13 +106,7 @@ class ShardedModel:
 
         with placement.computing_on(mesh):
             params = placement.place(params, _shardings(mesh, specs))
-            mapped = jax.shard_map(
-                of_shards,
-                mesh=mesh,
-                in_specs=(specs,),
-                out_specs=self.state_specs(params),
-                check_vma=False,
-            )
+            mapped = over_workers(of_shards, mesh, (specs,), self.state_specs(params))
             return jax.jit(mapped, keep_unused=True)(params)
 
     def check_state(self, params: Any, opt_state: Any) -> None:
@@ -129,16 +119,15 @@ class ShardedModel:
         mesh = self.axes.mesh
         placement.check_state(opt_state, self.state_shapes(params), mesh)
         expected = jax.tree.leaves(self.state_specs(params))
-        leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-        for (path, x), spec in zip(leaves, expected, strict=True):
+        leaves = named_leaves(opt_state, "opt_state")
+        for (name, x), spec in zip(leaves, expected, strict=True):
             known = getattr(x, "sharding", None)
-            wanted = NamedSharding(mesh, spec)
             # Shapes to lower for have no devices, and on Explicit meshes an abstract mesh.
-            if not isinstance(known, NamedSharding) or isinstance(known.mesh, AbstractMesh):
+            if not isinstance(known, NamedSharding) or not isinstance(known.mesh, Mesh):
                 continue
-            if not known.is_equivalent_to(wanted, x.ndim):
+            if not known.is_equivalent_to(NamedSharding(mesh, spec), x.ndim):
                 raise ValueError(
-                    f"opt_state{jax.tree_util.keystr(path)} is split by {known.spec}, but {spec} "
+                    f"{name} is split by {known.spec}, but {spec} "
                     f"is needed: param_specs changed since init. Take those that the state was "
                     f"made for, or call onebit_jax.init again."
                 )
@@ -156,13 +145,8 @@ class ShardedModel:
             own = worker_parameters(_to_worker_view(placed, opt_state), params)
             return jax.tree.map(lambda x: x[None], own)
 
-        rows = jax.shard_map(
-            row,
-            mesh=axes.mesh,
-            in_specs=(specs, self.state_specs(params)),
-            out_specs=_rows(axes, specs),
-            check_vma=False,
-        )
+        in_specs = specs, self.state_specs(params)
+        rows = over_workers(row, axes.mesh, in_specs, _rows(axes, specs))
         return rows(params, opt_state), 0
 
     def by_worker(
@@ -246,13 +230,10 @@ class ShardedModel:
             ]
             return stays, params, _from_worker_view(placed, new), others
 
-        return jax.shard_map(
-            of_shards,
-            mesh=axes.mesh,
-            in_specs=(specs, of_state, of_grads, P(axes.slow), P()),
-            out_specs=(jax.tree.leaves(of_state), specs, of_state, P()),
-            check_vma=False,
-        )(params, opt_state, grads, rows, shared)
+        in_specs = specs, of_state, of_grads, P(axes.slow), P()
+        out_specs = jax.tree.leaves(of_state), specs, of_state, P()
+        mapped = over_workers(of_shards, axes.mesh, in_specs, out_specs)
+        return mapped(params, opt_state, grads, rows, shared)
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:
@@ -264,9 +245,7 @@ def _rows(axes: MeshAxes, specs: Any) -> Any:
 
 
 def _to_worker_view(placed: Any, state: Any) -> Any:
-    return jax.tree.map(
-        lambda p, x: p.to_worker(x[0] if p.own else x), placed, state, is_leaf=is_placed
-    )
+    return map_placed(lambda p, x: p.to_worker(x[0] if p.own else x), placed, state)
 
 
 def _from_worker_view(placed: Any, state: Any) -> Any:
@@ -274,7 +253,7 @@ def _from_worker_view(placed: Any, state: Any) -> Any:
         x = p.from_worker(jax.numpy.asarray(x))
         return x[None] if p.own else x
 
-    return jax.tree.map(back, placed, state, is_leaf=is_placed)
+    return map_placed(back, placed, state)
 
 
 def sharded_model(

@@ -25,6 +25,9 @@ from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizer
 # Parameters, the optimizer's state and the model's; metrics; the upcoming phases; skipped steps.
 _Updated = tuple[tuple[Any, Any, Any], Metrics, jax.Array, Skips]
 
+# The arguments that all devices have whole.
+_SAME_ON_SHARDS = ("model_state", "extra_args", "measured", "skips")
+
 # Before these the state's old arrays that new ones are written beside, None for the others.
 Results = tuple[list[jax.Array | None], *_Updated]
 
@@ -58,15 +61,8 @@ def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results
         return _gradients(setup, given._replace(params=params, batch=batch), worker)
 
     def update(params: Any, opt_state: Any, grads: Any, rows: Any, shared: Any) -> Any:
-        measured, skips, extra_args, model_state, in_common = shared
-        own = given._replace(
-            params=params,
-            opt_state=opt_state,
-            model_state=model_state,
-            extra_args=extra_args,
-            measured=measured,
-            skips=skips,
-        )
+        same, in_common = shared
+        own = given._replace(params=params, opt_state=opt_state, **same)
         if setup.on_cpus and setup.options.max_skipped is not None:
             # XLA for CPUs holds gradients transposed here; check and update would each transpose
             # them.
@@ -82,6 +78,7 @@ def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results
     own = sharded.own_parameters(given.params, given.opt_state)
     computed = sharded.by_worker(gradients, own, given.batch, out_axes)
     of_worker, in_common = model_states.partition(computed.model_state)
+    same = {name: getattr(given, name) for name in _SAME_ON_SHARDS}
     stays, params, opt_state, (model_state, *others) = sharded.on_shards(
         update,
         beside,
@@ -89,7 +86,7 @@ def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results
         given.opt_state,
         computed.grads,
         (computed.loss, computed.metrics, of_worker),
-        (given.measured, given.skips, given.extra_args, given.model_state, in_common),
+        (same, in_common),
     )
     return stays, (params, opt_state, model_state), *others
 

@@ -110,14 +110,8 @@ def diagnose(
     _check_placed(leaves, specs, mesh)
     shared = _shared_names(state, own) if isinstance(mesh, Mesh) else {}
     with placement.computing_on(mesh_of_arrays(mesh)):
-        program = _program(
-            mesh,
-            axes.slow,
-            jax.tree.structure(state),
-            tuple(specs),
-            tuple(own),
-            tuple(shared.values()),
-        )
+        tree, places = jax.tree.structure(state), tuple(shared.values())
+        program = _program(mesh, axes.slow, tree, tuple(specs), tuple(own), places)
         checksums, figures, sent = jax.device_get(program(state))
     held = {
         name: [(devices, checksums[devices, i]) for devices in holders(mesh, specs[place])]

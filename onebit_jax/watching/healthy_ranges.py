@@ -23,18 +23,14 @@ class Range(NamedTuple):
     Attributes:
       figure: its name.
       is_healthy: takes the figure and the number of workers.
-      applies: takes all figures of the same optimizer; whether this one means anything yet.
       words: what it means that the figure is outside its range, and what to do.
+      applies: takes all figures of the same optimizer; whether this one means anything yet.
     """
 
     figure: str
     is_healthy: Callable[[float, int], bool]
-    applies: Callable[[Figures], bool]
     words: str
-
-
-def _always(figures: Figures) -> bool:
-    return True
+    applies: Callable[[Figures], bool] = lambda figures: True
 
 
 def _is_frozen(figures: Figures) -> bool:
@@ -54,7 +50,6 @@ RANGES = (
     Range(
         "residual_ratio",
         lambda ratio, workers: ratio <= 50 * math.sqrt(workers),
-        _always,
         "what is still to be sent is more than 50 sqrt(workers) times what an exchange brings, so "
         "that what arrives is old. Where workers see different kinds of data, shuffle it over all "
         "of them; else take a lower learning rate, larger batches, more bits, or the scale 'rms'.",
@@ -62,7 +57,6 @@ RANGES = (
     Range(
         "workers_alike",
         lambda alike, workers: alike == 0,
-        _always,
         "all workers have sent the same numbers: their gradients were averaged before the "
         "optimizer was given them, so that averaging them again at few bits only adds errors, or "
         "all workers have the same batch. Give it each worker's own gradients, which "
@@ -72,7 +66,6 @@ RANGES = (
     Range(
         "scale_spread",
         lambda spread, workers: spread <= 1e15,
-        _always,
         "one tensor's scale is more than 1e15 times another's, which has next to no gradient: its "
         "squares are about to be 0 in float32. Look for a part of the model that the loss does not "
         "reach, or that has saturated; what is to stay as it is, leave out by optax.partition.",
@@ -80,41 +73,40 @@ RANGES = (
     Range(
         "dead_share",
         lambda share, workers: share <= 0.5,
-        _is_frozen,
         "more than half of the coordinates had no gradient before the variance froze, and "
         "stay where they are. Where they are to be trained, such as embeddings of tokens not seen "
         "yet, make the warm-up longer, let the variance follow with variance_refreshes, or leave "
         "them dense by optax.partition.",
+        _is_frozen,
     ),
     Range(
         "variance_growth",
         lambda growth, workers: 0 < growth <= 1 / _STABLE,
-        _froze_for_good,
         f"while the number of updates doubled up to the freeze, variances grew by more than "
         f"{1 / _STABLE - 1:.0%}, or it froze too soon to tell (0): steps may be too long from here "
         f"on. In the next run {_LONGER}",
+        _froze_for_good,
     ),
     Range(
         "variance_shrinkage",
         lambda shrinkage, workers: shrinkage == 0 or shrinkage >= least_shrinkage(_STABLE),
-        _froze_for_good,
         f"while the number of updates doubled up to the freeze, variances shrank to less than "
         f"{least_shrinkage(_STABLE):.2f} of what they were: steps may be too short from here on. "
         f"In the next run {_LONGER}",
+        _froze_for_good,
     ),
     Range(
         "saturation",
         lambda share, workers: share <= 0.9,
-        lambda figures: figures["updates"] >= 100,
         "of nine in ten coordinates all recent gradients had one sign, so that their bits are no "
         "longer random, and every step goes the same way. Look whether every worker gets new "
         "batches; if so, take a higher learning rate or a larger b.",
+        lambda figures: figures["updates"] >= 100,
     ),
     Range(
         "greatest_ratio",
         # A compiler may round m and a apart.
         lambda ratio, workers: ratio <= 1 + 1e-5,
-        _always,
         "|m| is above a, which no update of Birder makes: the state was changed from outside, or "
         "a device is faulty. Go back to a checkpoint that is whole.",
     ),
@@ -143,7 +135,7 @@ def warnings_of(figures: Figures, workers: int) -> tuple[str, ...]:
         label, slash, figure = name.rpartition("/")
         parts[label + slash][figure] = value
     for label, part in parts.items():
-        for name, is_healthy, applies, words in RANGES:
+        for name, is_healthy, words, applies in RANGES:
             value = part.get(name)
             if value is None or not math.isfinite(value) or not applies(part):
                 continue

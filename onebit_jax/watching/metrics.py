@@ -1,13 +1,13 @@
 """The scalars that a training step reports."""
 
 import collections
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.tree_util import DictKey
 
 from onebit_jax.transforms.algorithm import ask, has_progress
@@ -56,10 +56,7 @@ def mean_over_workers(tree: Any, axes: tuple[str, ...]) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floats))
-    flat = [leaves[i].astype(dtype).reshape(-1) for i in floats]
-    means = lax.pmean(jnp.concatenate(flat), axes)
-    ends = itertools.accumulate(x.size for x in flat)
-    for i, end in zip(floats, ends, strict=True):
-        mean = means[end - leaves[i].size : end]
-        leaves[i] = mean.reshape(leaves[i].shape).astype(leaves[i].dtype)
+    flat, unravel = ravel_pytree([leaves[i].astype(dtype) for i in floats])
+    for i, mean in zip(floats, unravel(lax.pmean(flat, axes)), strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
     return structure.unflatten(leaves)

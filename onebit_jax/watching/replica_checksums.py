@@ -87,18 +87,15 @@ def checksum(x: jax.Array) -> jax.Array:
     words = _words(x)
     # Places are counted along every axis: counting along one would make TPUs copy the array.
     place = jnp.uint32(0)
-    for axis, stride in enumerate(_strides(words.shape)):
-        place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride % 2**32)
+    for axis in range(words.ndim):
+        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+        place += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * np.uint32(stride)
     # The finalizer of MurmurHash3 maps no two words to the same one: different words stay different
     # up to the sum, and high bits affect low ones.
     h = words ^ (place * np.uint32(0x9E3779B9))
     h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
     return jnp.sum(h ^ (h >> 16), dtype=jnp.uint32)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def _words(x: jax.Array) -> jax.Array:
