@@ -230,6 +230,18 @@ def test_bytes_to_a_loss():
     assert comparison.bytes_to(curve, 0.9) is None
 
 
+def test_a_single_worker_sends_nothing_and_is_compared_all_the_same():
+    adam, other = (
+        comparison.Curve(
+            label=label, tried={1.0: 2.0}, learning_rate=1.0, heldout={0: 2.0}, losses=[2.0] * 40,
+            rounds=40, state_bytes=8.0, sent=[0] * 40, seconds={}, bytes_a_step={},
+        )
+        for label in ("Adam", "another")
+    )  # fmt: skip
+    rows = comparison.table([adam, other]).splitlines()
+    assert rows[-1].count("| 0.0 ") == 2
+
+
 # Bad input.
 
 
