@@ -55,11 +55,12 @@ soak: $(VENV)/installed
 
 # Most of these tests compile more than they compute, and with the emitters by MLIR XLA takes nearly
 # twice as long; the long ones run what users run. Later versions of XLA than jaxlib 0.10's stop at
-# the flag, which they do not know.
+# the flag, which they do not know. In the folders' order the short files come last, so that no worker
+# is left with a long one.
 test: $(VENV)/installed
 	env JAX_DISABLE_MOST_OPTIMIZATIONS=1 $$($(BIN)/python -c 'import jaxlib; \
 	  print("XLA_FLAGS=--xla_cpu_use_fusion_emitters=false" * jaxlib.__version__.startswith("0.10."))') \
-	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(TESTS)
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(TESTS)

@@ -224,7 +224,7 @@ def trained(make: Any) -> tuple[Any, Any]:
         ((4, 1), ("data", "model"), "data"),
         pytest.param((1, 4), ("model", "data"), "data", marks=pytest.mark.slow),
         pytest.param((1, 4, 1), ("a", "data", "b"), "data", marks=pytest.mark.slow),
-        ((4, 1), PAIR, PAIR),
+        pytest.param((4, 1), PAIR, PAIR, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -119,6 +119,7 @@ def test_writes_a_record_that_calibrates(tmp_path, capsys, monkeypatch):
     assert "README's loop, 1-bit Adam: " in printed
 
 
+@pytest.mark.slow
 def test_scaling_counts_what_is_sent():
     figure = scaling.measure(16, 4, 1)
     bound = scaling.bound(2**16, 4)
@@ -131,6 +132,7 @@ def test_scaling_counts_what_is_sent():
     assert 0 < sent <= 96
 
 
+@pytest.mark.slow
 def test_compilation_is_timed_beside_the_dense_one_of_the_same_loop(monkeypatch, capsys):
     names = list(compilation.programs())
     assert names[0] == "AdamW with pmean"

@@ -74,7 +74,7 @@ def training_loss_and_gradients():
         ("mini", 11_267_900),
         ("small", 29_058_876),
         ("base", 110_106_428),
-        ("large", 336_226_108),
+        pytest.param("large", 336_226_108, marks=pytest.mark.slow),
     ],
 )
 def test_parameter_counts(size, parameters):

@@ -90,7 +90,12 @@ def test_attention_is_that_of_jax(dtype, tolerance):
 
 @pytest.mark.parametrize(
     ("size", "vocab_size", "millions"),
-    [("nano", 256, 1), ("micro", 256, 10), ("small", 50_257, 124), ("medium", 50_257, 350)],
+    [
+        ("nano", 256, 1),
+        ("micro", 256, 10),
+        ("small", 50_257, 124),
+        pytest.param("medium", 50_257, 350, marks=pytest.mark.slow),
+    ],
 )
 def test_parameter_counts(size, vocab_size, millions):
     config = LMConfig.of_size(size, vocab_size)

@@ -135,6 +135,7 @@ def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
         np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_optimizers_are_compared_on_it(tmp_path, capsys):
     options = "--steps 4 --warmup 2 --schedule-warmup 1 --batch-size 4 --sequence-length 16"
     task = ["--task", "lm", "--workers", "2", "--eval-batches", "2"]
@@ -160,6 +161,7 @@ def pairs(tmp_path_factory, quick_compilation):
     return out
 
 
+@pytest.mark.slow
 def test_a_run_on_byte_pairs(pairs):
     found = result(pairs / "adam")
     assert found["heldout_tokens"] == 2 * 16 * 32
@@ -172,6 +174,7 @@ def test_a_run_on_byte_pairs(pairs):
     assert "16 sequences of 32 tokens a step" in (pairs / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_profile_has_steps_after_compilation(pairs, finished):
     [folder] = (pairs / "adam" / "profile").iterdir()
     # Step 1 is compiled, and during step 2 its program is read.
@@ -182,6 +185,7 @@ def test_profile_has_steps_after_compilation(pairs, finished):
     assert not (finished[0] / "adam" / "profile").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(pairs, out)

@@ -109,7 +109,7 @@ def test_every_crop_is_drawn():
     [
         (((3, 3, 3), (16, 32, 64), False, False), 269_722, 2 * 688),
         ("18", 11_173_962, 2 * 4_800),
-        ("50", 23_520_842, 2 * 26_560),
+        pytest.param("50", 23_520_842, 2 * 26_560, marks=pytest.mark.slow),
     ],
 )
 def test_sizes(size, parameters, statistics):
