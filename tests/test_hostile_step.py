@@ -255,7 +255,9 @@ STRICT: Any = {
 DEBUGGING: Any = {jax.debug_nans: True, jax.debug_infs: True}
 
 
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "make", [dense, pytest.param(onebit, marks=pytest.mark.slow)], ids=OPTIMIZERS
+)
 def test_settings_of_jax_change_nothing(make):
     bad = [BAD, BATCH | {"y": BATCH["y"] * np.inf}]
 

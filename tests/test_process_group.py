@@ -36,7 +36,12 @@ def meet(*of_each, timeout="60"):
             "number of processes: 3 on process 1",
             marks=pytest.mark.slow,
         ),
-        ([(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])], "60", "process id 1: two processes"),
+        pytest.param(
+            [(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])],
+            "60",
+            "process id 1: two processes",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [(0, 2, ["7"]), (0, 2, ["7"])],
             "60",

@@ -121,6 +121,7 @@ def test_a_compressed_mean_loses_nothing_between_any_sizes(bits, before, after):
     hold_compressed_mean(bits, before, after)
 
 
+@pytest.mark.slow
 @names(FEW)
 def test_what_is_owed_is_the_same_to_rounding(before, after):
     """The invariant alone, with the state's own numbers; NumPy says what they should be."""

@@ -68,11 +68,13 @@ def test_the_state_is_hardly_larger_than_adams(kind):
         assert least <= made <= least + 0.05 + 4100 / ELEMENTS
 
 
+@pytest.mark.slow
 def test_live_buffers_are_what_the_state_says(figures):
     for kind in ("Adam with pmean", "1-bit Adam", "EC1, exchange alone"):
         assert figures[kind]["state"] == pytest.approx(STATE[kind](2, 2), abs=0.05)
 
 
+@pytest.mark.slow
 def test_no_step_needs_more_memory_than_adams_in_an_own_loop(figures):
     """The looks at gradients for NaNs included."""
     dense = figures["Adam with pmean"]["peak"] + 0.01
@@ -82,6 +84,7 @@ def test_no_step_needs_more_memory_than_adams_in_an_own_loop(figures):
     assert figures["1-bit Adam, own loop"]["peak"] <= dense + 4.5
 
 
+@pytest.mark.slow
 def test_no_full_array_is_copied(figures):
     """Beside parameters, gradients and state there is room for bits."""
     for kind in ("1-bit Adam", "Signum", "EC1, exchange alone"):

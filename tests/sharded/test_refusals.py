@@ -80,6 +80,7 @@ def test_no_vmap_over_the_workers(auto):
     assert updates["up"].shape == params["up"].shape
 
 
+@pytest.mark.slow
 def test_a_vmap_around_init(auto, explicit):
     params = onebit_jax.worker_copies(explicit.params(), explicit.mesh, axis_name=SLOW)
     with jax.set_mesh(explicit.mesh), refused("init was called under a jax.vmap"):

@@ -136,6 +136,7 @@ def test_noise_is_the_batchs_own():
     assert loss(BATCH["noise_seed"]) != loss(BATCH["noise_seed"] + 1)
 
 
+@pytest.mark.slow
 def test_images_are_made_by_running_averages():
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
     noise = jax.random.normal(jax.random.key(0), (5, 100))

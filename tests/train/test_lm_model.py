@@ -142,6 +142,7 @@ def test_options_of_how_it_is_computed_change_the_loss_little(params):
     assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_first_example_seed(params):
     def loss(seeds, **options):
         config = dataclasses.replace(CONFIG, dropout=0.2, **options)

@@ -82,6 +82,7 @@ def test_an_optimizer_of_two_parts_is_logged(tmp_path):
     assert all(row["muon/residual_ratio"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
     out = tmp_path / "run"
     command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizers", "adam"]

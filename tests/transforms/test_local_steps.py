@@ -142,7 +142,7 @@ def by_hand(fragments, bits, inner, delay=0, every=EVERY) -> list[tuple[Any, Any
         (1, 32, (2, 2), "vmap", ADAM, 0, EVERY),
         (2, 32, 4, "vmap", SGD, 0, EVERY),
         (3, 4, 4, "vmap", SGD, 0, EVERY),
-        (3, 4, 4, "shard_map", SGD, 0, EVERY),
+        pytest.param(3, 4, 4, "shard_map", SGD, 0, EVERY, marks=pytest.mark.slow),
         (1, 32, (2, 2), "vmap", ADAM, 1, EVERY),
         (1, 4, 4, "vmap", SGD, 1, 1),
         (3, 4, 4, "shard_map", SGD, 1, EVERY),
@@ -157,7 +157,12 @@ def test_groups_follow_numpy(fragments, bits, sizes, binding, inner, delay, ever
 
 @pytest.mark.parametrize(
     ("bits", "sizes", "binding", "every"),
-    [(4, 4, "shard_map", 3), (4, 4, "vmap", EVERY), (32, 4, "vmap", 3), (32, (2, 2), "vmap", 3)],
+    [
+        pytest.param(4, 4, "shard_map", 3, marks=pytest.mark.slow),
+        (4, 4, "vmap", EVERY),
+        (32, 4, "vmap", 3),
+        (32, (2, 2), "vmap", 3),
+    ],
 )
 def test_groups_whose_messages_travel_outside_of_their_loops_do_too(bits, sizes, binding, every):
     hold_numpy(3, bits, sizes, binding, delay=1, every=every, phased=True)
