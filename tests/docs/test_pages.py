@@ -80,6 +80,7 @@ def test_the_default_spelled_out_is_the_default():
     assert jax.tree.map(jnp.shape, states[0]) == jax.tree.map(jnp.shape, states[1])
 
 
+@pytest.mark.slow
 def test_the_recipe_for_nodes_of_several_gpus_is_hierarchical():
     code, _ = blocks("clusters.md")
     given = {**start(), "batch": make_batches(1)[0]}

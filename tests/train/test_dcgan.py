@@ -75,6 +75,7 @@ def test_unknown_size():
         DCGANConfig.of_size("tiny")
 
 
+@pytest.mark.slow
 def test_each_network_has_the_gradient_of_its_own_loss():
     """Held to two losses apart, the other network's parameters no argument of them."""
     params, state = init_params(CONFIG, 0), init_statistics(CONFIG)

@@ -285,6 +285,7 @@ def test_a_gradient_of_long_ago_leaves_a_fair_coin():
     assert_workers_agree(updates)
 
 
+@pytest.mark.slow
 def test_the_seed_determines_the_run_and_every_update_draws_anew():
     """By way of the key in the state: updates know no other."""
     params = jnp.ones((3, 400))
