@@ -1,4 +1,4 @@
-"""What leaves of a state are: one worker's alone, or random keys; and what they are called."""
+"""Kinds of leaves in a state, one worker's alone or random keys, and the names of leaves."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def is_per_worker(node: Any) -> bool:
 
 
 def outermost(tree: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
-    """The outermost nodes of a tree of which something holds."""
+    """The outermost nodes of a tree for which ``is_wanted`` is true."""
     return list(filter(is_wanted, jax.tree.leaves(tree, is_leaf=is_wanted)))
 
 
@@ -59,12 +59,12 @@ def is_key(x: Any) -> bool:
 
 
 def on_key_data(f: Callable[[jax.Array], jax.Array], key: Any) -> Any:
-    """Typed random keys of what ``f`` makes of the numbers in others."""
+    """Applies ``f`` to the numbers in typed random keys."""
     return jax.random.wrap_key_data(f(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
 def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its name behind the tree's: ``params['w']``."""
+    """The leaves of a tree with their names, each behind the tree's own: ``params['w']``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(f"{name}{jax.tree_util.keystr(path)}", x) for path, x in leaves]
 

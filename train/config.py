@@ -45,8 +45,8 @@ def whole(least: int) -> Range:
     return Range(f"a whole number of at least {least}, below 2**31", lambda x: least <= x <= MOST)
 
 
-def or_none(range_: Range) -> Range:
-    """None, too."""
+def optional(range_: Range) -> Range:
+    """None, or what is in another range."""
     return Range(f"{range_.expected}, or None", lambda x: x is None or range_.holds(x))
 
 
@@ -60,12 +60,12 @@ def names_of(known: Mapping[str, Any]) -> Range:
 
 _POSITIVE = Range("a finite number above 0", lambda x: 0 < x < math.inf)
 Count = Annotated[int, whole(1)]
-MaybeCount = Annotated[int | None, or_none(whole(1))]
+MaybeCount = Annotated[int | None, optional(whole(1))]
 Fraction = Annotated[float, Range("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 Share = Annotated[float, Range("a number above 0, at most 1", lambda x: 0 < x <= 1)]
 Positive = Annotated[float, _POSITIVE]
 NotNegative = Annotated[float, Range("a finite number, 0 or more", lambda x: 0 <= x < math.inf)]
-MaxNorm = Annotated[float | None, or_none(_POSITIVE)]
+MaxNorm = Annotated[float | None, optional(_POSITIVE)]
 Hidden = tyro.conf.Suppress
 # How the command line and others spell it.
 OptimizerNames = Annotated[

@@ -25,7 +25,7 @@ class Shape:
     """The shape of a model, and how it is computed; each model has a subclass.
 
     Attributes:
-        SIZES: the first fields of the sizes that have a name.
+        SIZES: the first fields of each named size.
         bfloat16: whether to compute in bfloat16.
         remat: whether to compute each block again for its gradients, which takes less memory.
     """
@@ -37,7 +37,7 @@ class Shape:
 
     @classmethod
     def of_size(cls, size: str, *fields: Any, **options: Any) -> Self:
-        """One of the sizes that have a name, else a `ValueError`; and the fields after those."""
+        """A named size, with the fields after its own; `ValueError` for another name."""
         if size not in cls.SIZES:
             raise ValueError(f"size = {size!r}: expected one of {', '.join(cls.SIZES)}")
         return cls(*cls.SIZES[size], *fields, **options)

@@ -129,7 +129,7 @@ def in_order(
 def of_examples(
     batches: Iterable[Any], f: Callable[[Any], tuple[Any, ...]]
 ) -> tuple[np.ndarray, ...]:
-    """What `f` gives for a batch, of each example of batches from `in_order`, on all processes."""
+    """Applies `f` to batches from `in_order`; results for each example, on all processes."""
     parts = []
     for batch in batches:
         made = multihost_utils.process_allgather((batch["counts"], *f(batch)), tiled=True)

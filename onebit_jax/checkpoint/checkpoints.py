@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -135,7 +136,12 @@ class Checkpoints:
         self._waited_for = True
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             self.close()
             return

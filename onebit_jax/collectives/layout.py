@@ -64,7 +64,7 @@ class Piece(NamedTuple):
       start: the first of their bytes in a row.
       first: the place of the first of their scales.
       scales: how many scales they have, in the last axis of those.
-      at: the layout's places to read from.
+      at: all places that the layout reads from, which it adds once its pieces are made.
     """
 
     tensors: tuple[int, ...]

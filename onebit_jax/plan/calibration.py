@@ -10,6 +10,9 @@ from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, rows
 
 ADAM_ALONE = "Adam, no exchange"
 
+# What reading the file of another program may end in.
+_FOREIGN = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
+
 
 def _kinds(optimizers: Iterable[Optimizer], warmup_bits: int) -> frozenset[str]:
     return frozenset({ADAM_ALONE}.union(*(row.kinds(warmup_bits) for row in optimizers)))
@@ -47,7 +50,7 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
         raise ValueError(
             f"calibration={str(path)!r} cannot be read ({error.strerror}). {mend}."
         ) from None
-    except Exception as error:  # a file of another program may hold anything
+    except _FOREIGN as error:
         raise ValueError(
             f"calibration={str(path)!r} is no record of benchmarks.step ({error!r}): expected "
             f"figures.elements and figures.kinds[...].seconds. {mend}."

@@ -11,8 +11,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import Any, Self
+from types import FrameType, TracebackType
+from typing import Self
 
 from onebit_jax.processes.connections import Line, connect, listen
 from onebit_jax.processes.hub import GONE, LATE_SECONDS, Hub
@@ -102,7 +102,12 @@ class Member(ProcessGroup):
             threading.Thread(target=self._watch, args=[self._stall_timeout], daemon=True).start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._left.set()
         if not isinstance(error, RefusedError):
             status = None if error is None else self._exit_status(error)

@@ -53,7 +53,7 @@ def over_workers(
 def traced_on_mesh(
     f: Callable[..., Any], axes: Axes, in_specs: Any, out_specs: Any, arguments: Any
 ) -> jax.stages.Traced:
-    """The program of workers as it is on devices, with its collectives, whether there are any."""
+    """The workers' program with the collectives it has on devices, simulated or not."""
     mesh = abstract_mesh(axes)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

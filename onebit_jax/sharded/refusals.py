@@ -79,11 +79,12 @@ def check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> N
 
     Args:
       program: the update, traced.
-      who: makes it, for the message.
+      who: the optimizer that makes the update, for the message.
       split: from :func:`split_parameter`.
       axes: of the mesh.
     """
-    for mixing in _mixing(program):
+    mixing = next(_mixing(program), None)
+    if mixing is not None:
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
             f"a norm, trust ratios and orthogonalization do, but parameter {split} is split over "

@@ -331,7 +331,7 @@ def chain(
 def decay_and_rate(
     learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, mask: Any
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """What follows a rescaled gradient, as in :func:`optax.adamw`; ``ValueError`` if invalid."""
+    """Weight decay, then the learning rate, as in :func:`optax.adamw`; checks all three."""
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
@@ -463,7 +463,7 @@ def named_zeros(exchange: BoundExchange) -> PerWorker:
 
 
 def named_alike(exchange: BoundExchange, tree: Any) -> PerWorker:
-    """The same pieces on every worker, of a tree that all share."""
+    """The pieces of a tree that all workers share."""
     return named(exchange, [x[None] for x in exchange.pieces(tree)])
 
 
