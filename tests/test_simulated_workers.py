@@ -86,6 +86,7 @@ def test_axes_that_jax_makes_explicit_are_taken():
     hold_alike(onebit(), make_batches(STEPS), meshes)
 
 
+@pytest.mark.slow
 def test_gradients_are_accumulated_and_clipped_and_steps_skipped_alike():
     batches = [
         with_fault(batch, *((2, np.nan) if i in (1, STEPS - 1) else ()))

@@ -103,8 +103,8 @@ def trained(step, state, batches, takes_value):
 
 @pytest.mark.parametrize(
     "code",
-    # A twentieth of them, and the others among the slow tests.
-    [pytest.param(x, marks=() if i % 20 == 0 else pytest.mark.slow) for i, x in enumerate(WORKS)],
+    # A fortieth of them, and the others among the slow tests.
+    [pytest.param(x, marks=() if i % 40 == 0 else pytest.mark.slow) for i, x in enumerate(WORKS)],
 )
 def test_works(code, tmp_path):
     """Through the end of warm-up, and through a checkpoint in the middle of the run."""

@@ -118,10 +118,10 @@ def newly_active(exchange: Exchanging) -> Any:
 @pytest.mark.parametrize(
     ("workers", "signs", "binding"),
     [
-        (1, BITS, "vmap"),
+        pytest.param(1, BITS, "vmap", marks=pytest.mark.slow),
         (3, BITS, "shard_map"),
         (5, SUMS, "vmap"),
-        (8, COUNTS, "vmap"),
+        pytest.param(8, COUNTS, "vmap", marks=pytest.mark.slow),
         (2, VOTES, "pmap"),
     ],
     ids=str,

@@ -73,7 +73,7 @@ def training_loss_and_gradients():
         ("tiny", 4_433_468),
         ("mini", 11_267_900),
         ("small", 29_058_876),
-        ("base", 110_106_428),
+        pytest.param("base", 110_106_428, marks=pytest.mark.slow),
         pytest.param("large", 336_226_108, marks=pytest.mark.slow),
     ],
 )

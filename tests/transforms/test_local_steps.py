@@ -145,7 +145,7 @@ def by_hand(fragments, bits, inner, delay=0, every=EVERY) -> list[tuple[Any, Any
         pytest.param(3, 4, 4, "shard_map", SGD, 0, EVERY, marks=pytest.mark.slow),
         (1, 32, (2, 2), "vmap", ADAM, 1, EVERY),
         (1, 4, 4, "vmap", SGD, 1, 1),
-        (3, 4, 4, "shard_map", SGD, 1, EVERY),
+        pytest.param(3, 4, 4, "shard_map", SGD, 1, EVERY, marks=pytest.mark.slow),
         # A group in every update.
         (3, 4, 4, "vmap", SGD, 1, 3),
     ],
