@@ -15,7 +15,7 @@ _AN_OCTAVE, _IN_A_ROW = 4, 3
 # Ratio of allowed shrinkage to allowed growth, in logarithms: too long a step can ruin a run.
 _SHRINKING = 3
 # With refreshes the variance is at most a sixteenth of the updates old, 5 % less at such a growth.
-_FROZEN_THRESHOLD, _REFRESHED_THRESHOLD = 0.85, 0.6
+_FROZEN_THRESHOLD, _REFRESHED_THRESHOLD = 0.85, 0.55
 
 
 def least_shrinkage(threshold: float) -> float:
@@ -93,7 +93,7 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
 
     Args:
       threshold: in (0, 1); by default 0.85, so that growth is at most 1.18, and where refreshes
-        follow the variance 0.6, growth at most 1.67.
+        follow the variance 0.55, growth at most 1.82.
       min_steps: set it to the length of the learning rate's own warm-up: while the learning rate is
         small, gradients hardly change.
 

@@ -127,7 +127,7 @@ def test_where_variance_stable_ends_warm_up(name):
 
 @pytest.mark.parametrize(
     ("growth", "frozen", "refreshed"),
-    [(1.1, 12, 12), (1.25, None, 12), (1.6, None, 12), (1.8, None, None)],
+    [(1.1, 12, 12), (1.25, None, 12), (1.8, None, 12), (1.9, None, None)],
 )
 def test_a_variance_that_refreshes_follow_may_grow_more(growth, frozen, refreshed):
     """By a factor in each octave; without refreshes such a warm-up would not end."""
