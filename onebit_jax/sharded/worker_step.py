@@ -11,7 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.sharded.specs import MeshAxes, names_in, spec_in_type
+from onebit_jax.markers import named_leaves
+from onebit_jax.sharded.replicas import check_replicas_of_step
+from onebit_jax.sharded.specs import MeshAxes, names_in, names_of, spec_in_type
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -34,7 +36,9 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
       float metrics are means over the workers, others the first worker's.
 
     Raises:
-      ValueError: for an axis that the mesh lacks; from the step for a batch that does not divide.
+      ValueError: for an axis that the mesh lacks. From the step: for a batch that does not divide;
+        for a state without an axis of workers; and where a wrapper around the optimizer, such as
+        ``optax.apply_if_finite`` or ``optax.masked``, would make parameters differ between workers.
 
     See :func:`onebit_jax.on_mesh` for an example.
     """
@@ -47,10 +51,23 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
         return x[0]
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
+        for name, x in named_leaves(state, "state"):
+            if jnp.shape(x)[:1] != (axes.workers,):
+                raise ValueError(
+                    f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
+                    f"{axes.workers} workers along {axes.slow!r}: make the state by "
+                    f"onebit_jax.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
+                    f"the last step returned."
+                )
         shares = jax.tree_util.tree_map_with_path(
             lambda path, x: worker_shares(axes, path, x), batch
         )
-        mapped = jax.vmap(train_step, spmd_axis_name=axes.spmd_axis_name)
+
+        def of_worker(state: State, share: Any) -> tuple[State, Any]:
+            check_replicas_of_step(train_step, axes.slow_names, state, share)
+            return train_step(state, share)
+
+        mapped = jax.vmap(of_worker, spmd_axis_name=axes.spmd_axis_name)
         state, metrics = mapped(state, shares)
         return state, jax.tree.map(of_first, metrics)
 
@@ -94,7 +111,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
       they were: a device holds as much as before.
 
     Raises:
-      ValueError: for an axis that the mesh lacks.
+      ValueError: for an axis that the mesh lacks, and for an array that is split over it already.
     """
     validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
@@ -103,9 +120,17 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
     def copies(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (axes.workers, *x.shape))
 
-    def sharding(x: Any) -> NamedSharding:
+    def sharding(path: Any, x: Any) -> NamedSharding:
         known = getattr(x, "sharding", None)
         spec = known.spec if isinstance(known, NamedSharding) else P()
+        if set(names_of(spec)) & set(axes.slow_names):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is split by {spec}, but along "
+                f"{axes.slow!r} lie the workers, each of which gets all of it: it has their axis "
+                f"already, as what worker_copies or onebit_jax.init returned, or is to be split "
+                f"over other axes. Give one worker's state, with what the init of an optimizer "
+                f"from onebit_jax.on_mesh returned."
+            )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
     if traced:
@@ -114,7 +139,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
             "call it on the state itself, before the first step."
         )
     state = jax.tree.map(jnp.asarray, state)
-    shardings = jax.tree.map(sharding, state)
+    shardings = jax.tree_util.tree_map_with_path(sharding, state)
     return jax.jit(lambda tree: jax.tree.map(copies, tree), out_shardings=shardings)(state)
 
 

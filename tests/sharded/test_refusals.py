@@ -210,6 +210,39 @@ def test_copies_under_jit(auto):
         copied(np.zeros(3))
 
 
+def test_states_with_and_without_the_axis_of_workers(auto):
+    state = auto.params()
+    step = onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name=SLOW)
+    with refused("state['bias'] has shape (16,), but its first axis must be of the 2 workers"):
+        step(state, auto.batch(0))
+    copied = onebit_jax.worker_copies(state, auto.mesh, axis_name=SLOW)
+    with refused("state['bias'] is split by P('data', None)"):
+        onebit_jax.worker_copies(copied, auto.mesh, axis_name=SLOW)
+
+
+def test_an_optimizer_that_is_wrapped_where_it_must_not_be(auto):
+    split = {"axis_name": SLOW, "param_specs": auto.specs}
+    params, tx = auto.params(), one_bit(auto)
+    with refused("init of an optimizer from on_mesh was called where the axes"):
+        onebit_jax.init(tx, params, auto.mesh, **split)
+    step = onebit_jax.train_step(auto.loss, tx, auto.mesh, **split)
+    with refused("the optimizer itself, not wrapped"):
+        step(params, tx.init(params), auto.batch(0))
+
+
+def test_an_optimizer_with_traced_numbers(auto):
+    def make(learning_rate):
+        mean = onebit_jax.compressed_mean(SLOW)
+        return one_bit(auto, tx=optax.chain(mean, optax.sgd(learning_rate)))
+
+    tx = optax.inject_hyperparams(make)(learning_rate=0.1)
+    params = auto.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), auto.mesh, axis_name=SLOW)
+    step = onebit_jax.worker_step(auto.train_step(tx), auto.mesh, axis_name=SLOW)
+    with refused("the optimizer that on_mesh was given has traced numbers"):
+        jax.jit(step).lower(state, auto.batch(0))
+
+
 def test_another_axis_of_devices_is_still_refused():
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
