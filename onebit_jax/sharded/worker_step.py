@@ -1,5 +1,6 @@
 """Makes each worker of a sharded training step see its own gradients."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import named_leaves
+from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharded.replicas import check_replicas_of_step
 from onebit_jax.sharded.specs import MeshAxes, names_in, names_of, spec_in_type
+from onebit_jax.states.placement import state_specs
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -79,8 +82,8 @@ def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
     if not jnp.ndim(x) or x.shape[0] % axes.workers or not x.shape[0]:
         raise ValueError(
             f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, but its first axis must "
-            f"be a multiple of the {axes.workers} workers along {axes.slow!r}: change the batch "
-            f"size."
+            f"be a multiple of the {axes.workers} workers along {axes.slow!r}. Change the batch "
+            f"size, or put what all workers have in common, such as a random key, into the state."
         )
     shape = (axes.workers, x.shape[0] // axes.workers, *x.shape[1:])
     stated = spec_in_type(jnp.asarray(x))
@@ -154,5 +157,45 @@ def worker_copy(state: State, worker: int = 0) -> State:
 
     Returns:
       A tree like it, without the first axis.
+
+    Raises:
+      ValueError: for a worker that there is not, and for an array without an axis of workers.
     """
+    for name, x in named_leaves(state, "state"):
+        rows = jnp.shape(x)[:1]
+        if not rows or not -rows[0] <= worker < rows[0]:
+            raise ValueError(
+                f"worker={worker}, but {name} has shape {jnp.shape(x)}: give a state that "
+                f"worker_copies or a step of worker_step returned, and the index of a row of its "
+                f"first axis."
+            )
     return jax.tree.map(lambda x: x[worker], state)
+
+
+def are_copies(axes: MeshAxes, tree: Any) -> bool:
+    """Whether arrays have an axis of workers, split over these, as from :func:`worker_copies`."""
+    specs = [getattr(getattr(x, "sharding", None), "spec", P()) for x in jax.tree.leaves(tree)]
+    return bool(specs) and all(x and names_in(x[0]) == axes.slow_names for x in specs)
+
+
+def mesh_view(axes: MeshAxes, state: Any) -> Any:
+    """From copies what a step of :func:`onebit_jax.train_step` leaves on these devices.
+
+    Shared arrays lose their axis of workers, and each device keeps its own copy, right or wrong.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    own = [spec != P() for spec in jax.tree.leaves(state_specs(state, axes.slow))]
+    shared = [x for x, is_own in zip(leaves, own, strict=True) if not is_own]
+    program = _without_workers(axes.mesh, tuple(x.sharding.spec for x in shared))
+    found = iter(program(shared))
+    return structure.unflatten(
+        [x if is_own else next(found) for x, is_own in zip(leaves, own, strict=True)]
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _without_workers(mesh: Mesh, specs: tuple[P, ...]) -> Any:
+    def own_row(shared: list[jax.Array]) -> list[jax.Array]:
+        return [x[0] for x in shared]
+
+    return jax.jit(over_workers(own_row, mesh, (list(specs),), [P(*x[1:]) for x in specs]))

@@ -1,5 +1,5 @@
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -40,6 +40,8 @@ def test_an_axis_that_the_mesh_lacks(auto):
         one_bit(auto, axis_name="slices")
     with refused("the mesh has the axes"):
         onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name="slices")
+    with refused("axis_name=None must be the name of the axis"):
+        onebit_jax.worker_copies({}, auto.mesh, axis_name=cast(Any, None))
     with refused("name one of these"):
         one_bit(auto, auto.specs | {"up": P("model")}).init(auto.params())
 
@@ -60,6 +62,9 @@ def test_specs_that_are_missing_or_do_not_fit(auto, explicit):
         )
     with refused("but there are 5 parameters"):
         one_bit(auto, {"up": P()}).init(auto.params())
+    for twice in (P("fsdp", "fsdp"), P(P.UNCONSTRAINED)):
+        with refused("name each axis of the mesh once"):
+            one_bit(auto, twice).init({"w": np.zeros((4, 2), np.float32)})
     with refused("splits an axis of 3 into 2 parts"):
         one_bit(auto, P("fsdp")).init({"w": np.zeros((3, 2), np.float32)})
     with refused("more entries than axes"):
@@ -218,6 +223,8 @@ def test_states_with_and_without_the_axis_of_workers(auto):
     copied = onebit_jax.worker_copies(state, auto.mesh, axis_name=SLOW)
     with refused("state['bias'] is split by P('data', None)"):
         onebit_jax.worker_copies(copied, auto.mesh, axis_name=SLOW)
+    with refused("worker=2, but state['bias'] has shape (2, 16)"):
+        onebit_jax.worker_copy(copied, 2)
 
 
 def test_an_optimizer_that_is_wrapped_where_it_must_not_be(auto):
