@@ -112,6 +112,8 @@ class OnMesh:
         of_params = None if params is None else specs
         of_state = state_layout.specs_of(placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
+        # The functions below stay in a program: they hold no arrays, which would be kept alive.
+        results = jax.tree.structure((updates, state))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
             with tensors_split_along(axes.fast_names, specs):
@@ -135,7 +137,6 @@ class OnMesh:
             own_arguments = in_batched[3]
             batched = jax.tree.leaves(in_batched)
             arrays, structure = jax.tree.flatten(args)
-            results = jax.tree.structure((updates, state))
 
             def own_row(*rows: jax.Array) -> list[jax.Array]:
                 own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]

@@ -129,15 +129,19 @@ def _alike(program: Jaxpr, paths: Sequence[Any]) -> list[int]:
     for given, found in _updates_in(program, origins):
         alike |= {i: x for i, x in zip(found, given.alike, strict=True) if i is not None}
         for path, i in zip(given.params, found[len(found) - len(given.params) :], strict=True):
-            if i is None or paths[i][len(paths[i]) - len(path) :] != path:
-                continue
-            tree = paths[i][: len(paths[i]) - len(path)]
+            trees = [] if i is None else _before(paths[i], path)
             masked |= {
                 k
                 for k, other in enumerate(paths)
-                if any(other[: len(tree + x)] == tree + x for x in given.masked)
+                if any(other[: len(tree + x)] == tree + x for tree in trees for x in given.masked)
             }
     return sorted(i for i in alike.keys() | masked if alike.get(i, True))
+
+
+def _before(whole: Any, path: Any) -> list[Any]:
+    """What leads to a path in another, behind which a container of one array may come."""
+    starts = range(len(whole) - len(path), -1, -1)
+    return next(([whole[:k]] for k in starts if whole[k : k + len(path)] == path), [])
 
 
 def _updates_in(

@@ -143,6 +143,14 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
         )
     state = jax.tree.map(jnp.asarray, state)
     shardings = jax.tree_util.tree_map_with_path(sharding, state)
+
+    def on_this_mesh(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if not x.committed or x.sharding.device_set == sharding.device_set:
+            return x
+        # As it was restored onto one device, or for another number of workers.
+        return jax.device_put(x, NamedSharding(mesh, P(*sharding.spec[1:])))
+
+    state = jax.tree.map(on_this_mesh, state, shardings)
     return jax.jit(lambda tree: jax.tree.map(copies, tree), out_shardings=shardings)(state)
 
 

@@ -250,6 +250,13 @@ def test_an_optimizer_with_traced_numbers(auto):
         jax.jit(step).lower(state, auto.batch(0))
 
 
+def test_copies_of_what_lies_on_one_device(auto):
+    alone = jax.device_put(np.ones((16, 4), np.float32), jax.devices()[0])
+    copied = onebit_jax.worker_copies({"w": alone}, auto.mesh, axis_name=SLOW)
+    assert copied["w"].shape == (2, 16, 4)
+    assert copied["w"].sharding.device_set == set(auto.mesh.devices.flat)
+
+
 def test_another_axis_of_devices_is_still_refused():
     mesh = jax.make_mesh(
         (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2

@@ -76,6 +76,23 @@ def test_wrappers_that_let_parameters_differ(task, wrapped):
         lowered(task, wrapped(task))
 
 
+def test_a_parameter_in_a_container_of_its_own(task):
+    """As `nnx.Variable` is one, of which a wrapper passes on the array."""
+    tx = optax.masked(on_mesh(task), MATRICES)
+
+    def train_step(state, batch):
+        params = {name: x["value"] for name, x in state[0].items()}
+        (params, opt_state), metrics = task.train_step(tx)((params, state[1]), batch)
+        return ({name: {"value": x} for name, x in params.items()}, opt_state), metrics
+
+    params = task.params()
+    state = {name: {"value": x} for name, x in params.items()}, tx.init(params)
+    state = onebit_jax.worker_copies(state, task.mesh, axis_name=SLOW)
+    step = onebit_jax.worker_step(train_step, task.mesh, axis_name=SLOW)
+    with refused("state[0]['bias']['value']"):
+        jax.jit(step).lower(state, task.batch(0))
+
+
 @pytest.mark.parametrize("kind", meshes.TYPES)
 def test_a_step_that_one_worker_skips(kind):
     """As a trainer writes it for one device, jitted by itself."""
