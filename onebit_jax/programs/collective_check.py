@@ -52,6 +52,11 @@ def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
     return _flow(jaxpr, [Axes()] * len(jaxpr.invars))
 
 
+def axes_of_results(jaxpr: Jaxpr, of_arguments: Sequence[Axes]) -> list[Axes]:
+    """The axes that a program's results may vary over, given those of its arguments."""
+    return _flow(jaxpr, of_arguments)
+
+
 def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
     """The paths of a tree's leaves, and the axes that each varies over."""
     return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
@@ -95,6 +100,8 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         return given
     if params.get("name") == "equal_on_all_workers":
         return [Axes()] * len(given)
+    if "axes_of_results" in params:  # an update that stands for those of all workers
+        return list(params["axes_of_results"])
     everything = Axes().union(*given)
     if name == "axis_index":
         everything = _names(params["axis_name"])

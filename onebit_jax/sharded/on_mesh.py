@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, use_abstract_mesh
@@ -25,11 +26,13 @@ from onebit_jax.sharded.refusals import (
     check_elementwise,
     check_gradients,
     check_local_steps,
+    check_not_traced,
     check_state,
+    check_unbound,
     check_workers,
-    missing_vmap,
     split_parameter,
 )
+from onebit_jax.sharded.replicas import update_of_one_worker
 from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 from onebit_jax.states import placement
 
@@ -56,6 +59,9 @@ class OnMesh:
 
     def init(self, params: optax.Params) -> Any:
         """One worker's state, with which every worker begins."""
+        check_unbound(self._axes, "init")
+        # Optax takes Python's numbers for parameters too.
+        params = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, params)
         specs = parameter_specs(self._axes, self._specs, params)
         placed = self.place_state(params, specs)
         given, structure = jax.tree.flatten(params)
@@ -96,6 +102,7 @@ class OnMesh:
     ) -> tuple[optax.Updates, Any]:
         """The worker-view update of every device's shards, where vmap binds the workers."""
         axes = self._axes
+        check_unbound(axes, "update")
         specs = parameter_specs(axes, self._specs, updates)
         placed = self.place_state(updates, specs)
         check_state(axes, state, placed)
@@ -105,6 +112,8 @@ class OnMesh:
         of_params = None if params is None else specs
         of_state = state_layout.specs_of(placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
+        # The functions below stay in a program: they hold no arrays, which would be kept alive.
+        results = jax.tree.structure((updates, state))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
             with tensors_split_along(axes.fast_names, specs):
@@ -119,9 +128,8 @@ class OnMesh:
 
         @jax.custom_batching.custom_vmap
         def update_worker(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            del params, traced
-            leaves, structure = jax.tree.flatten((updates, state))
-            return structure.unflatten(missing_vmap.bind(*leaves))
+            del traced
+            return update_of_one_worker(placed, axes.slow_names, updates, state, params)
 
         @update_worker.def_vmap
         def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
@@ -129,7 +137,6 @@ class OnMesh:
             own_arguments = in_batched[3]
             batched = jax.tree.leaves(in_batched)
             arrays, structure = jax.tree.flatten(args)
-            results = jax.tree.structure((updates, state))
 
             def own_row(*rows: jax.Array) -> list[jax.Array]:
                 own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]
@@ -145,7 +152,9 @@ class OnMesh:
             of_results = [P(axes.slow, *spec) for spec in jax.tree.leaves(in_specs[:2])]
             mapped = over_workers(own_row, axes.mesh, of_rows, of_results)
             # Outside of jit a map runs operation by operation.
-            out = results.unflatten(jax.jit(mapped)(*arrays))
+            program = jax.jit(mapped)
+            check_not_traced(jax.make_jaxpr(program)(*arrays).consts)
+            out = results.unflatten(program(*arrays))
             return out, jax.tree.map(lambda _: True, out)
 
         return update_worker(updates, state, params, traced)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import optax
-from jax.extend.core import Jaxpr, Primitive
-from jax.interpreters import mlir
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -25,25 +25,37 @@ _MIXING = re.compile(
 )
 
 
-_NO_VMAP = (
-    "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
-    "would have one gradient, and nothing says whose. Run the whole training step by "
-    "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
-    "spmd_axis_name=axis_name (on Explicit meshes without)."
-)
+def check_not_traced(constants: Sequence[Any]) -> None:
+    """Raises ``ValueError`` for an optimizer that reads traced numbers beside its arguments.
+
+    Args:
+      constants: what the program of all workers reads beside its arguments.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in constants):
+        raise ValueError(
+            "the optimizer that on_mesh was given has traced numbers, as where "
+            "optax.inject_hyperparams stands around it, which the program of all workers cannot "
+            "read. Let that stand inside, as in onebit_jax.on_mesh(optax.inject_hyperparams("
+            "onebit_jax.onebit_adam)(learning_rate=1e-3, axis_name=axis), mesh, axis_name=axis, "
+            "specs=specs)."
+        )
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise ValueError(_NO_VMAP)
+def check_unbound(axes: MeshAxes, function: str) -> None:
+    """Raises ``ValueError`` where a program of one device calls an optimizer for whole arrays.
 
-
-# Stands in a program for the update outside of vmap, which is traced even where vmap comes later:
-# only a program that is to be compiled or run with it is wrong.
-missing_vmap = Primitive("missing_vmap_over_workers")
-missing_vmap.multiple_results = True
-missing_vmap.def_impl(_refuse)
-missing_vmap.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(missing_vmap, _refuse)
+    Args:
+      axes: of the mesh.
+      function: which of the optimizer's was called, for the message.
+    """
+    bound = [x for x in jax.sharding.get_abstract_mesh().manual_axes if x in axes.mesh.shape]
+    if bound:
+        raise ValueError(
+            f"{function} of an optimizer from on_mesh was called where the axes {bound} are bound, "
+            f"as jax.shard_map, onebit_jax.init and onebit_jax.train_step do it. These need the "
+            f"optimizer itself, not wrapped, with axis_name={axes.slow!r} and param_specs=...; "
+            f"else call init on whole arrays, and the step by onebit_jax.worker_step."
+        )
 
 
 def check_local_steps(

@@ -25,12 +25,18 @@ class MeshAxes:
       explicit: the names of the Explicit axes, of which types say how arrays are split over them.
 
     Raises:
-      ValueError: for an axis that the mesh lacks.
+      ValueError: for an axis that the mesh lacks, and for no name.
     """
 
     def __init__(self, mesh: Mesh, axis_name: str | tuple[str, str]):
+        names = (axis_name,) if isinstance(axis_name, str) else axis_name
+        if not isinstance(names, Sequence) or not all(isinstance(x, str) for x in names):
+            raise ValueError(
+                f"axis_name={axis_name!r} must be the name of the axis that workers lie along, or "
+                f"a pair of them; the mesh has the axes {mesh.axis_names}."
+            )
         self.mesh, self.slow = mesh, axis_name
-        self.slow_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        self.slow_names = tuple(names)
         for name in self.slow_names:
             if name not in mesh.shape:
                 raise ValueError(
@@ -136,6 +142,11 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
             f"parameter {name} has shape {shape}, but its spec is {spec}: more entries than axes."
         )
     spec = P(*spec, *[None] * (len(shape) - len(spec)))
+    if P.UNCONSTRAINED in spec or len(set(names_of(spec))) < len(names_of(spec)):
+        raise ValueError(
+            f"parameter {name} has the spec {spec}: give None, an axis or a tuple of axes for each "
+            f"of its axes, and name each axis of the mesh once."
+        )
     for axis in names_of(spec):
         if axis not in axes.mesh.shape:
             raise ValueError(

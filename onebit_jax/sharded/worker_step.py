@@ -1,5 +1,6 @@
 """Makes each worker of a sharded training step see its own gradients."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.sharded.specs import MeshAxes, names_in, spec_in_type
+from onebit_jax.markers import named_leaves
+from onebit_jax.programs.over_workers import over_workers
+from onebit_jax.sharded.replicas import check_replicas_of_step
+from onebit_jax.sharded.specs import MeshAxes, names_in, names_of, spec_in_type
+from onebit_jax.states.placement import state_specs
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -34,7 +39,9 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
       float metrics are means over the workers, others the first worker's.
 
     Raises:
-      ValueError: for an axis that the mesh lacks; from the step for a batch that does not divide.
+      ValueError: for an axis that the mesh lacks. From the step: for a batch that does not divide;
+        for a state without an axis of workers; and where a wrapper around the optimizer, such as
+        ``optax.apply_if_finite`` or ``optax.masked``, would make parameters differ between workers.
 
     See :func:`onebit_jax.on_mesh` for an example.
     """
@@ -47,10 +54,23 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
         return x[0]
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
+        for name, x in named_leaves(state, "state"):
+            if jnp.shape(x)[:1] != (axes.workers,):
+                raise ValueError(
+                    f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
+                    f"{axes.workers} workers along {axes.slow!r}: make the state by "
+                    f"onebit_jax.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
+                    f"the last step returned."
+                )
         shares = jax.tree_util.tree_map_with_path(
             lambda path, x: worker_shares(axes, path, x), batch
         )
-        mapped = jax.vmap(train_step, spmd_axis_name=axes.spmd_axis_name)
+
+        def of_worker(state: State, share: Any) -> tuple[State, Any]:
+            check_replicas_of_step(train_step, axes.slow_names, state, share)
+            return train_step(state, share)
+
+        mapped = jax.vmap(of_worker, spmd_axis_name=axes.spmd_axis_name)
         state, metrics = mapped(state, shares)
         return state, jax.tree.map(of_first, metrics)
 
@@ -62,8 +82,8 @@ def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
     if not jnp.ndim(x) or x.shape[0] % axes.workers or not x.shape[0]:
         raise ValueError(
             f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, but its first axis must "
-            f"be a multiple of the {axes.workers} workers along {axes.slow!r}: change the batch "
-            f"size."
+            f"be a multiple of the {axes.workers} workers along {axes.slow!r}. Change the batch "
+            f"size, or put what all workers have in common, such as a random key, into the state."
         )
     shape = (axes.workers, x.shape[0] // axes.workers, *x.shape[1:])
     stated = spec_in_type(jnp.asarray(x))
@@ -94,7 +114,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
       they were: a device holds as much as before.
 
     Raises:
-      ValueError: for an axis that the mesh lacks.
+      ValueError: for an axis that the mesh lacks, and for an array that is split over it already.
     """
     validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
@@ -103,9 +123,17 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
     def copies(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (axes.workers, *x.shape))
 
-    def sharding(x: Any) -> NamedSharding:
+    def sharding(path: Any, x: Any) -> NamedSharding:
         known = getattr(x, "sharding", None)
         spec = known.spec if isinstance(known, NamedSharding) else P()
+        if set(names_of(spec)) & set(axes.slow_names):
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is split by {spec}, but along "
+                f"{axes.slow!r} lie the workers, each of which gets all of it: it has their axis "
+                f"already, as what worker_copies or onebit_jax.init returned, or is to be split "
+                f"over other axes. Give one worker's state, with what the init of an optimizer "
+                f"from onebit_jax.on_mesh returned."
+            )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
     if traced:
@@ -114,7 +142,15 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
             "call it on the state itself, before the first step."
         )
     state = jax.tree.map(jnp.asarray, state)
-    shardings = jax.tree.map(sharding, state)
+    shardings = jax.tree_util.tree_map_with_path(sharding, state)
+
+    def on_this_mesh(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if not x.committed or x.sharding.device_set == sharding.device_set:
+            return x
+        # As it was restored onto one device, or for another number of workers.
+        return jax.device_put(x, NamedSharding(mesh, P(*sharding.spec[1:])))
+
+    state = jax.tree.map(on_this_mesh, state, shardings)
     return jax.jit(lambda tree: jax.tree.map(copies, tree), out_shardings=shardings)(state)
 
 
@@ -129,5 +165,45 @@ def worker_copy(state: State, worker: int = 0) -> State:
 
     Returns:
       A tree like it, without the first axis.
+
+    Raises:
+      ValueError: for a worker that there is not, and for an array without an axis of workers.
     """
+    for name, x in named_leaves(state, "state"):
+        rows = jnp.shape(x)[:1]
+        if not rows or not -rows[0] <= worker < rows[0]:
+            raise ValueError(
+                f"worker={worker}, but {name} has shape {jnp.shape(x)}: give a state that "
+                f"worker_copies or a step of worker_step returned, and the index of a row of its "
+                f"first axis."
+            )
     return jax.tree.map(lambda x: x[worker], state)
+
+
+def are_copies(axes: MeshAxes, tree: Any) -> bool:
+    """Whether arrays have an axis of workers, split over these, as from :func:`worker_copies`."""
+    specs = [getattr(getattr(x, "sharding", None), "spec", P()) for x in jax.tree.leaves(tree)]
+    return bool(specs) and all(x and names_in(x[0]) == axes.slow_names for x in specs)
+
+
+def mesh_view(axes: MeshAxes, state: Any) -> Any:
+    """From copies what a step of :func:`onebit_jax.train_step` leaves on these devices.
+
+    Shared arrays lose their axis of workers, and each device keeps its own copy, right or wrong.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    own = [spec != P() for spec in jax.tree.leaves(state_specs(state, axes.slow))]
+    shared = [x for x, is_own in zip(leaves, own, strict=True) if not is_own]
+    program = _without_workers(axes.mesh, tuple(x.sharding.spec for x in shared))
+    found = iter(program(shared))
+    return structure.unflatten(
+        [x if is_own else next(found) for x, is_own in zip(leaves, own, strict=True)]
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _without_workers(mesh: Mesh, specs: tuple[P, ...]) -> Any:
+    def own_row(shared: list[jax.Array]) -> list[jax.Array]:
+        return [x[0] for x in shared]
+
+    return jax.jit(over_workers(own_row, mesh, (list(specs),), [P(*x[1:]) for x in specs]))

@@ -11,8 +11,9 @@ counts them, and casts. In an algorithm's methods gradients, parameters and upda
 float arrays, in the order of the tree's leaves.
 """
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -199,6 +200,13 @@ class PhasedAlgorithm(Algorithm):
         return state._replace(progress=progress._replace(frozen_at=frozen_at))
 
 
+@contextlib.contextmanager
+def _usual_promotion() -> Iterator[None]:
+    """The settings of JAX that this library's code relies on, in loops that set others."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArgs:
     """Makes an Optax transformation of an algorithm.
 
@@ -213,6 +221,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         check_contract(name, state)
         return _with_upcoming(algorithm, state)
 
+    @_usual_promotion()
     def init_fn(params: optax.Params) -> Any:
         validation.check_parameters(params)
         bound_axes(algorithm.exchange.axis_name)
@@ -220,6 +229,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         _note(state.progress.count, algorithm, params)
         return state if jax.tree.leaves(params) else _filled(state)
 
+    @_usual_promotion()
     @jax.named_scope(OWN_SCOPE)
     def update_fn(
         updates: optax.Updates,

@@ -18,6 +18,7 @@ from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
 from onebit_jax.sharded.state_layout import without_places
+from onebit_jax.sharded.worker_step import are_copies, mesh_view
 from onebit_jax.states import placement
 from onebit_jax.watching import healthy_ranges, metrics
 from onebit_jax.watching.replica_checksums import (
@@ -71,8 +72,9 @@ def diagnose(
     docs/watching.md has the figures, their healthy ranges, and where these come from.
 
     Args:
-      params: the parameters, as the last step returned them.
-      opt_state: the optimizer's state, in the mesh view.
+      params: the parameters, as the last step returned them; also that of
+        :func:`onebit_jax.worker_step`, with their axis of workers.
+      opt_state: the optimizer's state, in the mesh view, or with the same axis.
       mesh: the mesh that they are on. All processes that have devices in it must call. Workers that
         are simulated, on a mesh without devices, share one copy: nothing is compared.
       axis_name: as for :func:`onebit_jax.init`: the slow axis of a mesh over whose other axes the
@@ -104,6 +106,8 @@ def diagnose(
     validation.check_workers_mesh(mesh)
     axes = MeshAxes(cast(Mesh, mesh), axis_name or cast(Any, mesh.axis_names))
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
+    if are_copies(axes, state):
+        state = mesh_view(axes, state)
     own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
     leaves = _leaves(state)
     specs = [_spec(axes, x, is_own) for x, is_own in zip(leaves.values(), own, strict=True)]

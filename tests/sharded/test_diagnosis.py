@@ -75,6 +75,23 @@ def test_a_copy_of_a_shard_off_by_one_bit_is_found(run, tensor, copies):
     assert ("any of device 1" in str(error.value)) == (copies == 2)
 
 
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_copies_of_a_step_of_any_trainer_are_compared(kind):
+    """With the axis of workers that `worker_copies` gave them."""
+    task = meshes.task("fsdp, tensor", kind)
+    with jax.set_mesh(task.mesh):
+        state, step = task.begin(task.on_mesh(onebit_jax.compressed_mean(SLOW)))
+        (params, opt_state), _ = step(state, task.batch(0))
+    found = onebit_jax.diagnose(params, opt_state, task.mesh, axis_name=SLOW)
+    assert {f"params['{name}']" for name in params} < set(found.compared)
+    assert found.figures["workers_alike"] == 0
+    changed = params | {"up": flipped(params["up"], 5)}
+    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
+        onebit_jax.diagnose(changed, opt_state, task.mesh, axis_name=SLOW)
+    [(name, devices)] = error.value.divergences
+    assert (name, devices) == ("params['up']", (1, 5))
+
+
 def test_state_is_compared_by_shards_too(run):
     task, params, opt_state = run
     changed = jax.tree_util.tree_map_with_path(

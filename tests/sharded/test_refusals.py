@@ -1,5 +1,5 @@
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -40,6 +40,8 @@ def test_an_axis_that_the_mesh_lacks(auto):
         one_bit(auto, axis_name="slices")
     with refused("the mesh has the axes"):
         onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name="slices")
+    with refused("axis_name=None must be the name of the axis"):
+        onebit_jax.worker_copies({}, auto.mesh, axis_name=cast(Any, None))
     with refused("name one of these"):
         one_bit(auto, auto.specs | {"up": P("model")}).init(auto.params())
 
@@ -60,6 +62,9 @@ def test_specs_that_are_missing_or_do_not_fit(auto, explicit):
         )
     with refused("but there are 5 parameters"):
         one_bit(auto, {"up": P()}).init(auto.params())
+    for twice in (P("fsdp", "fsdp"), P(P.UNCONSTRAINED)):
+        with refused("name each axis of the mesh once"):
+            one_bit(auto, twice).init({"w": np.zeros((4, 2), np.float32)})
     with refused("splits an axis of 3 into 2 parts"):
         one_bit(auto, P("fsdp")).init({"w": np.zeros((3, 2), np.float32)})
     with refused("more entries than axes"):
@@ -208,6 +213,48 @@ def test_copies_under_jit(auto):
     copied = jax.jit(lambda x: onebit_jax.worker_copies(x, auto.mesh, axis_name=SLOW))
     with refused("worker_copies was called under jax.jit"):
         copied(np.zeros(3))
+
+
+def test_states_with_and_without_the_axis_of_workers(auto):
+    state = auto.params()
+    step = onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name=SLOW)
+    with refused("state['bias'] has shape (16,), but its first axis must be of the 2 workers"):
+        step(state, auto.batch(0))
+    copied = onebit_jax.worker_copies(state, auto.mesh, axis_name=SLOW)
+    with refused("state['bias'] is split by P('data', None)"):
+        onebit_jax.worker_copies(copied, auto.mesh, axis_name=SLOW)
+    with refused("worker=2, but state['bias'] has shape (2, 16)"):
+        onebit_jax.worker_copy(copied, 2)
+
+
+def test_an_optimizer_that_is_wrapped_where_it_must_not_be(auto):
+    split = {"axis_name": SLOW, "param_specs": auto.specs}
+    params, tx = auto.params(), one_bit(auto)
+    with refused("init of an optimizer from on_mesh was called where the axes"):
+        onebit_jax.init(tx, params, auto.mesh, **split)
+    step = onebit_jax.train_step(auto.loss, tx, auto.mesh, **split)
+    with refused("the optimizer itself, not wrapped"):
+        step(params, tx.init(params), auto.batch(0))
+
+
+def test_an_optimizer_with_traced_numbers(auto):
+    def make(learning_rate):
+        mean = onebit_jax.compressed_mean(SLOW)
+        return one_bit(auto, tx=optax.chain(mean, optax.sgd(learning_rate)))
+
+    tx = optax.inject_hyperparams(make)(learning_rate=0.1)
+    params = auto.params()
+    state = onebit_jax.worker_copies((params, tx.init(params)), auto.mesh, axis_name=SLOW)
+    step = onebit_jax.worker_step(auto.train_step(tx), auto.mesh, axis_name=SLOW)
+    with refused("the optimizer that on_mesh was given has traced numbers"):
+        jax.jit(step).lower(state, auto.batch(0))
+
+
+def test_copies_of_what_lies_on_one_device(auto):
+    alone = jax.device_put(np.ones((16, 4), np.float32), jax.devices()[0])
+    copied = onebit_jax.worker_copies({"w": alone}, auto.mesh, axis_name=SLOW)
+    assert copied["w"].shape == (2, 16, 4)
+    assert copied["w"].sharding.device_set == set(auto.mesh.devices.flat)
 
 
 def test_another_axis_of_devices_is_still_refused():

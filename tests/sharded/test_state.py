@@ -63,6 +63,14 @@ def test_large_leaves_lie_as_their_parameters_do():
             assert whole or split == task.places, (path, x.sharding.spec)
 
 
+def test_a_number_of_python_is_a_parameter():
+    task = meshes.task("model", "Auto")
+    tx: Any = onebit_jax.on_mesh(
+        onebit_jax.compressed_mean(SLOW), task.mesh, axis_name=SLOW, specs=P()
+    )
+    assert types(tx.init({"scale": 1.0})) == types(tx.init({"scale": np.float32(1)}))
+
+
 def test_a_list_of_pieces_is_not_taken_for_the_parameters():
     axes = MeshAxes(meshes.task("fsdp, tensor", "Auto").mesh, SLOW)
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731

@@ -295,6 +295,18 @@ def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
 # What is so for every optimizer.
 
 
+@pytest.mark.parametrize("name", ["birder", "onebit_adam", "signum"])
+def test_promotions_that_a_loop_forbids_are_no_matter_of_its_optimizer(name):
+    tx = OPTIMIZERS[name].make(AXIS)
+    params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})
+
+    def step(params):
+        return tx.update(params, tx.init(params), params)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.make_jaxpr(jax.vmap(step, axis_name=AXIS))(params)
+
+
 @pytest.mark.parametrize("name", [x for x in OPTIMIZERS if not OPTIMIZERS[x].is_local])
 def test_init_takes_shapes_in_place_of_parameters(name):
     init = OPTIMIZERS[name].make(AXIS).init

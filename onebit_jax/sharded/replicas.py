@@ -1,0 +1,176 @@
+"""Refuses a training step under which the workers' replicas would silently diverge.
+
+:func:`onebit_jax.on_mesh` proves that its own updates are equal on all workers, but not what a step
+makes of them: a condition on one worker's gradients keeps that worker's parameters back, and a
+wrapper may pass gradients by the exchange. So one worker's step is traced, not run, and what
+differs between workers is followed through the program.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.extend.core import Jaxpr, Literal, Primitive
+from jax.interpreters import mlir
+
+from onebit_jax.markers import nodes_with
+from onebit_jax.programs.collective_check import Axes, axes_of_results, programs_in
+from onebit_jax.sharded.state_layout import is_placed
+
+_NO_VMAP = (
+    "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
+    "would have one gradient, and nothing says whose. Run the whole training step by "
+    "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
+    "spmd_axis_name=axis_name (on Explicit meshes without)."
+)
+
+# They give an array another dtype, place or name, and leave it what it is.
+_SAME = frozenset({"convert_element_type", "copy", "copy_p", "name", "reshard"})
+_SAME |= {"sharding_constraint"}
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError(_NO_VMAP)
+
+
+# Stands in a program for the update outside of vmap, which is traced even where vmap comes later:
+# only a program that is to be compiled or run with it is wrong.
+_missing_vmap = Primitive("missing_vmap_over_workers")
+_missing_vmap.multiple_results = True
+_missing_vmap.def_impl(_refuse)
+_missing_vmap.def_abstract_eval(lambda *avals, given, **_: list(avals[: given.results]))
+mlir.register_lowering(_missing_vmap, _refuse)
+
+
+class _Given(NamedTuple):
+    """What an update was given, in the order of its arguments: updates, state, parameters.
+
+    Attributes:
+      results: the number of updates and arrays of state.
+      alike: of each argument whether a step must leave it equal on all workers.
+      params: the path of each parameter.
+      masked: the paths of the parameters that were kept from this optimizer.
+    """
+
+    results: int
+    alike: tuple[bool, ...]
+    params: tuple[Any, ...]
+    masked: tuple[Any, ...]
+
+
+def update_of_one_worker(
+    placed: Any, slow: tuple[str, ...], updates: Any, state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Stands for an update where no vmap over the workers is known yet.
+
+    Args:
+      placed: how the state lies.
+      slow: the axes that workers lie along.
+      updates: the gradients.
+      state: the optimizer's state.
+      params: the parameters, or None.
+
+    Returns:
+      Updates and state of these types.
+    """
+    leaves, structure = jax.tree.flatten((updates, state))
+    count = len(jax.tree.leaves(updates))
+    # Between two exchanges each worker then moves its own copy of the parameters.
+    local = bool(nodes_with("synced_parameters", state))
+    own = [local] * count + [x.own for x in jax.tree.leaves(placed, is_leaf=is_placed)]
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    by_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    paths = [path for path, x in by_path if not is_masked(x)]
+    alike = [False] * count + [not x for x in own[count:]] + [not local] * len(paths)
+    masked = [path for path, x in by_path if is_masked(x)]
+    given = _Given(len(leaves), tuple(alike), tuple(paths), tuple(masked))
+    axes = tuple(Axes(slow) if x else Axes() for x in own)
+    arguments = (*leaves, *jax.tree.leaves(params))
+    return structure.unflatten(_missing_vmap.bind(*arguments, given=given, axes_of_results=axes))
+
+
+def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, batch: Any) -> None:
+    """Raises ``ValueError`` for a step that gives workers different parameters or shared state.
+
+    Checked are parameters and states that the step passes to an optimizer from ``on_mesh``, and the
+    parameters beside these that ``optax.masked`` or ``optax.partition`` keeps from it.
+
+    Args:
+      train_step: the step of one worker.
+      slow: the axes that workers lie along.
+      state: one worker's state, as the step takes it; arrays or their types.
+      batch: its share of the batch.
+    """
+    traced, (results, _) = jax.make_jaxpr(train_step, return_shape=True)(state, batch)
+    if jax.tree.structure(results) != jax.tree.structure(state):
+        return
+    program, paths = traced.jaxpr, [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    count = len(paths)
+    alike = _alike(program, paths)
+    axes = [Axes()] * count + [Axes(slow)] * (len(program.invars) - count)
+    while True:
+        after = axes_of_results(program, axes)[:count]
+        differing = next((i for i in alike if after[i] & Axes(slow)), None)
+        if differing is not None:
+            raise ValueError(_message(f"state{jax.tree_util.keystr(paths[differing])}"))
+        grown = [x | y for x, y in zip(axes, after, strict=False)] + axes[count:]
+        if grown == axes:
+            return
+        # What differs after this step does before the next.
+        axes = grown
+
+
+def _alike(program: Jaxpr, paths: Sequence[Any]) -> list[int]:
+    """The places of the arrays in a step's state that must be equal on all workers."""
+    alike: dict[int, bool] = {}
+    masked: set[int] = set()
+    origins = dict(zip(program.invars, range(len(paths)), strict=False))
+    for given, found in _updates_in(program, origins):
+        alike |= {i: x for i, x in zip(found, given.alike, strict=True) if i is not None}
+        for path, i in zip(given.params, found[len(found) - len(given.params) :], strict=True):
+            trees = [] if i is None else _before(paths[i], path)
+            masked |= {
+                k
+                for k, other in enumerate(paths)
+                if any(other[: len(tree + x)] == tree + x for tree in trees for x in given.masked)
+            }
+    return sorted(i for i in alike.keys() | masked if alike.get(i, True))
+
+
+def _before(whole: Any, path: Any) -> list[Any]:
+    """What leads to a path in another, behind which a container of one array may come."""
+    starts = range(len(whole) - len(path), -1, -1)
+    return next(([whole[:k]] for k in starts if whole[k : k + len(path)] == path), [])
+
+
+def _updates_in(
+    program: Jaxpr, origins: dict[Any, int]
+) -> Iterator[tuple[_Given, list[int | None]]]:
+    """What updates in a program were given, and where in the state it was, as far as is known."""
+    origins = dict(origins)
+    for eqn in program.eqns:
+        of = [None if isinstance(x, Literal) else origins.get(x) for x in eqn.invars]
+        if eqn.primitive is _missing_vmap:
+            yield eqn.params["given"], of
+        elif eqn.primitive.name in _SAME and of[0] is not None:
+            origins[eqn.outvars[0]] = of[0]
+        for value in eqn.params.values():
+            for below in programs_in(value):
+                # The last arguments: conditions and counts come before.
+                last = of[max(len(of) - len(below.invars), 0) :]
+                known = zip(below.invars, last, strict=False)
+                yield from _updates_in(below, {x: i for x, i in known if i is not None})
+
+
+def _message(name: str) -> str:
+    return (
+        f"after a step {name} would differ between workers, and replicas silently diverge: it "
+        f"depends on each worker's own gradients or loss, not by way of the exchange alone. A "
+        f"condition on them around onebit_jax.on_mesh does that (optax.apply_if_finite, a loss "
+        f"scale, jnp.where on a loss that is not finite), and what gets gradients that nothing "
+        f"exchanges (the other parameters of optax.masked, a branch of optax.partition). Put such "
+        f"a wrapper inside on_mesh, which checks it; to skip bad gradients there take "
+        f"onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike; give every "
+        f"branch an exchange, such as onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), ...)."
+    )
