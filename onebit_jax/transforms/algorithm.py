@@ -1,10 +1,11 @@
 """The interface of this library's optimizers, and the driver that makes Optax transformations.
 
 An algorithm is a frozen dataclass of hyperparameters that derives from :class:`Algorithm` and
-defines the state before the first update, a step, and the direction of an update. Its state is a
-NamedTuple with a :class:`~.phases.Progress` in a field ``progress``; other fields are equal on all
-workers, bit for bit, or inside a :class:`~onebit_jax.PerWorker`. Other modules query a state
-through its methods; :func:`ask` has the defaults.
+defines the state before the first update and a step, or from :class:`PhasedAlgorithm` and defines
+the steps of its phases, and how an update follows from the state. Its state is a NamedTuple with a
+:class:`~.phases.Progress` in a field ``progress``; other fields are equal on all workers, bit for
+bit, or inside a :class:`~onebit_jax.PerWorker`. Other modules query a state through its methods;
+:func:`ask` has the defaults.
 
 :func:`transformation` is the common driver: it checks arguments, chooses the phase, skips updates,
 counts them, and casts. In an algorithm's methods gradients, parameters and updates are lists of
@@ -88,14 +89,16 @@ class Algorithm:
         """A tree in the state with the structure of the parameters, if there is one."""
         del state
 
-    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
-        """The state after an update, and further input of :meth:`direction`."""
+    def step(self, state: Any, update: Update) -> tuple[Any, Arrays | None]:
+        """The state after an update, not counted yet, and the update itself, float32.
+
+        None for the update if it follows from the counted state, by :meth:`direction`.
+        """
         raise NotImplementedError
 
-    def direction(self, state: Any, received: Any, update: Update) -> Arrays:
-        """The update itself, float32, by default the result of :meth:`step`; already counted."""
-        del state, update
-        return received
+    def direction(self, state: Any, update: Update) -> Arrays:
+        """The update itself, float32, from the state after it, which has counted it."""
+        raise NotImplementedError
 
     def upcoming(self, state: Any) -> Any:
         """The phases of the next updates: see :class:`~.phases.Progress`."""
@@ -168,7 +171,7 @@ class PhasedAlgorithm(Algorithm):
         """Accepts a phase only on its side of the freeze."""
         return (progress.frozen_at >= 0) == (phase in self.after())
 
-    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
+    def step(self, state: Any, update: Update) -> tuple[Any, None]:
         """The step of the given phase, or a program that chooses the upcoming one, in place."""
         if update.phase is not None:
             return self._make(update.phase, state, update), None
@@ -255,7 +258,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         accepted = follows if when is None else when.made & follows
         beside = None if when is None else when.beside
         update = Update(grads, leaves, accepted, phase, extra_args, updates, beside)
-        new, received = algorithm.step(state, update)
+        new, u = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(
                 count=was.count + accepted,
@@ -264,7 +267,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         )
         new = _with_upcoming(algorithm, new)
         _check_same(name, new, state)
-        u = algorithm.direction(new, received, update)
+        u = algorithm.direction(new, update) if u is None else u
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
             u = keep(accepted, u, jax.tree.map(jnp.zeros_like, u))
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]

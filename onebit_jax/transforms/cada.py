@@ -91,8 +91,11 @@ class Cada(Algorithm):
         """Any phase, but an exchange first."""
         return phase == "sync" or progress.count > 0
 
-    def step(self, state: State, update: Update) -> tuple[State, None]:
-        """Averages gradients in a sync; then decides whether the next update is one."""
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+        """Averages gradients in a sync; then decides whether the next update is one.
+
+        The update is the mean gradient as of the last exchange.
+        """
         tree, axes = jax.tree.structure(state.mean), bound_axes(self.exchange.axis_name)
         g, p = (
             tree.unflatten([x.astype(jnp.float32) for x in leaves])
@@ -132,12 +135,7 @@ class Cada(Algorithm):
             moves=moves,
             age=age,
             due=due,
-        ), None
-
-    def direction(self, state: State, received: None, update: Update) -> Arrays:
-        """The mean gradient as of the last exchange."""
-        del received, update
-        return jax.tree.leaves(state.mean)
+        ), jax.tree.leaves(mean)
 
 
 def cada(

@@ -87,12 +87,8 @@ class EfSignsgd(Algorithm):
         m = materialize(m, exchange.axes.node)
         nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
         delta, kept = exchange.average(nesterov, state.exchange, Call(update.when))
-        return state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept), delta
-
-    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
-        """``-Delta``."""
-        del state, update
-        return [-x for x in received]
+        new = state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept)
+        return new, [-x for x in delta]
 
     def carry(self, state: State, like: Any) -> Any:
         """The total residual of all workers and servers."""

@@ -104,8 +104,11 @@ class LocalSteps(Algorithm):
         new = optax.apply_updates(shared, moves), new_outer
         return *keep(when, new, (shared, of_outer)), of_exchange
 
-    def step(self, state: State, update: Update) -> tuple[State, None]:
-        """An inner step; in a sync then an outer step of the group of tensors whose turn it is."""
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+        """An inner step; in a sync then an outer step of the group of tensors whose turn it is.
+
+        The update is the new ``x_i`` minus the present parameters.
+        """
         tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
         steps, inner_state = self.inner.update(
@@ -133,7 +136,7 @@ class LocalSteps(Algorithm):
                 lambda x, y, group: jnp.where(turn == group, x, y), met, moved, fragments.numbers()
             )
         fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
-        return state._replace(
+        new = state._replace(
             plan=self.plan,
             since_sync=jnp.where(syncs, self.delay, state.since_sync + update.when),
             fragment=fragment,
@@ -142,7 +145,9 @@ class LocalSteps(Algorithm):
             shared=shared,
             own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
             exchange=tuple(of_exchange for *_, of_exchange in kept),
-        ), None
+        )
+        pairs = zip(jax.tree.leaves(moved), update.params, strict=True)
+        return new, [x - p.astype(jnp.float32) for x, p in pairs]
 
     def _outer_steps(
         self, turn: jax.Array, upcoming: jax.Array, update: Update, kept: list[Any], own: list[Any]
@@ -166,12 +171,6 @@ class LocalSteps(Algorithm):
             [(x, received) for x in own],
             axis_names=axes.names,
         )
-
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """The new ``x_i`` minus the present parameters."""
-        del received
-        moved = jax.tree.leaves(state.own.value)
-        return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, update.params, strict=True)]
 
     def _groups(self, like: Any) -> list[Any]:
         return Fragments(like, self.fragments).split(like)

@@ -215,9 +215,8 @@ class OnebitLamb(FrozenVariance):
         alike, numbers = exchange.layout.alike(), (rates, 1 / state.momentum_scales)
         return lamb.tensors_of(alike, numbers, (fresh, y, sizes, params))
 
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
+    def direction(self, state: State, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ r u`` in compression."""
-        del received
         last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
         compressed = state.progress.phase == PHASES.index("compression")
         exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)

@@ -266,9 +266,8 @@ class ZeroOneAdam(PhasedAlgorithm):
         )
         return keep(update.when, new, state)._replace(exchange=exchanged)
 
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
+    def direction(self, state: State, update: Update) -> Arrays:
         """Adam's update before the freeze; after it, the new parameters minus the old ones."""
-        del received
         before = after = None
         if update.phase not in ("local", "sync"):
             u = self.adam_update(state, update.params, state.progress.count - 1)

@@ -49,11 +49,7 @@ class Sum(Algorithm):
         factor = update.extra_args.get("factor", 1.0)
         mean = lax.pmean([x.astype(jnp.float32) for x in update.grads], AXIS)
         total = [x + update.when * factor * y for x, y in zip(state.total, mean, strict=True)]
-        return self.spoil(state._replace(total=total)), mean
-
-    def direction(self, state, received, update):
-        assert len(received) == len(update.grads)
-        return state.total
+        return self.spoil(state._replace(total=total)), total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +88,7 @@ class Halving(PhasedAlgorithm):
         coming = state.progress.count + jnp.arange(phases.OUTLOOK)
         return jnp.where(coming < FREEZE, 0, 1).astype(jnp.int32)
 
-    def direction(self, state, received, update):
+    def direction(self, state, update):
         return jax.tree.leaves(state.total)
 
 
