@@ -480,10 +480,3 @@ def pieces_of(exchange: BoundExchange, state: PerWorker) -> Arrays:
         )
     check_fits(held, expected, exchange.axes.workers)
     return [held[name] for name in exchange.layout.names]
-
-
-def bound(how: Exchange, tree: Any, state: Any) -> BoundExchange:
-    """The exchange over a tree; raises ``ValueError`` if its state does not fit it."""
-    exchange = how.over(tree)
-    check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)
-    return exchange

@@ -14,7 +14,7 @@ from onebit_jax.collectives.axes import bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import PerWorker, own
+from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
 
@@ -75,7 +75,7 @@ class Cada(Algorithm):
         return CadaState(
             progress=begin(),
             mean=zeros,
-            sent=PerWorker(jax.tree.map(lambda x: x[None], zeros)),
+            sent=as_own(zeros),
             params=zeros,
             moves=jnp.zeros((self.delay,), jnp.float32),
             age=jnp.zeros([], jnp.int32),
@@ -130,7 +130,7 @@ class Cada(Algorithm):
         )
         return state._replace(
             mean=mean,
-            sent=PerWorker(jax.tree.map(lambda x: x[None], sent)),
+            sent=as_own(sent),
             params=p,
             moves=moves,
             age=age,

@@ -23,7 +23,6 @@ from onebit_jax.transforms.algorithm import (
     Step,
     Update,
     at_count,
-    bound,
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
@@ -172,7 +171,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return state.progress.count + 1 >= self.variance_freeze
 
     def _bound(self, state: State) -> BoundExchange:
-        return bound(self.exchange, state.inverse_root, state.exchange)
+        return self.exchange.over(state.inverse_root, state.exchange)
 
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
