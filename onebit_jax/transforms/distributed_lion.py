@@ -21,13 +21,10 @@ from onebit_jax.transforms.algorithm import (
     Arrays,
     Update,
     decay_and_rate,
-    named,
-    named_alike,
-    named_zeros,
-    pieces_of,
     transformation,
 )
 from onebit_jax.transforms.phases import Progress, keep
+from onebit_jax.transforms.worker_pieces import named, named_shared, named_zeros, pieces_of
 
 Aggregation = Literal["majority", "mean"]
 
@@ -95,7 +92,7 @@ class DistributedLion(Algorithm):
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """Gives the mean momentum to every worker."""
         del state
-        return {"momentum": named_alike(self.exchange.over(like), carried)}
+        return {"momentum": named_shared(self.exchange.over(like), carried)}
 
 
 def scale_by_distributed_lion(
