@@ -439,19 +439,19 @@ class BoundExchange:
 
     # Changes of the state between calls, with error feedback.
 
-    def activate(self, state: ExchangeState, alike: Any) -> ExchangeState:
+    def activate(self, state: ExchangeState, active: Any) -> ExchangeState:
         """Marks the active elements from the next call on.
 
         Newly active elements begin with residuals of zero.
 
         Args:
           state: the state.
-          alike: a tree of numbers like the tree, above 0 for active elements; the same on all
+          active: a tree of numbers like the tree, above 0 for active elements; the same on all
             workers.
         """
         if not self.compresses or not isinstance(self.compressor, OneBit):
             return state
-        return self.compressor.activate(self.layout, state, alike)
+        return self.compressor.activate(self.layout, state, active)
 
     def begin(self, active: Any = None) -> Any:
         """The state before the first call, with active elements as for :meth:`activate`, or all."""

@@ -356,8 +356,8 @@ class OneBit:
             squared += times * jnp.sum(jnp.square(total))
         return jnp.sqrt(squared) / len(received)
 
-    def activate(self, layout: Layout, state: ExchangeState, alike: Any) -> ExchangeState:
-        """Says which elements take part from the next call on; see ``BoundExchange.activate``."""
+    def activate(self, layout: Layout, state: ExchangeState, active: Any) -> ExchangeState:
+        """Marks the active elements from the next call on; see ``BoundExchange.activate``."""
 
         def of_shard(pieces: list[jax.Array]) -> Active:
             bits = [piece.pack(x > 0, 1) for piece, x in zip(layout.pieces, pieces, strict=True)]
@@ -366,10 +366,10 @@ class OneBit:
             counts = [jnp.sum(x, range(2, x.ndim), dtype=jnp.int32) for x in set_bits]
             return Active(rows, jnp.concatenate(counts, -1).astype(jnp.float32))
 
-        pieces = layout.gather(alike)
-        active = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
+        pieces = layout.gather(active)
+        marks = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
         # The newly active have c and a of 0, which would stand for residuals of -s and -S.
-        born = layout.shard(active.bits & ~cast(Active, state.active).bits)
+        born = layout.shard(marks.bits & ~cast(Active, state.active).bits)
         chunk = lax.axis_index(layout.axes.node)
         held, scales = state.worker.value
         c = []
@@ -385,7 +385,7 @@ class OneBit:
         return state._replace(
             worker=PerWorker(Compensated(c, scales)),
             server=PerWorker(Compensated(served, server_scales)),
-            active=active,
+            active=marks,
         )
 
     def residuals(
