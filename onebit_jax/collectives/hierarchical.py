@@ -34,8 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import padded
 from onebit_jax.collectives.packing import Shape
+from onebit_jax.collectives.pieces import padded
 
 LocalDtype = Literal["float32", "bfloat16"]
 

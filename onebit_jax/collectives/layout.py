@@ -23,7 +23,7 @@ chunks are those of all ``n = L N`` devices, ``N`` of them in each of ``L`` shar
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,11 @@ from jax import lax
 
 from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Shape, join_sections, pack, unpack_flags
+from onebit_jax.collectives.packing import Shape, join_sections
+from onebit_jax.collectives.pieces import Piece, Stack, padded, unpadded
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
 Grouping = Literal["separate", "fused", "blocks"]
-# Where to read from, by the place: see `hide_constants`.
-Places = Mapping[int, jax.Array]
-
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
 
@@ -49,123 +47,6 @@ _PADDING = 16
 # A tensor is padded by whole rows of its first axis unless that makes it longer by more than 1 in
 # so many.
 _ROWS_PADDING = 32
-
-
-class Piece(NamedTuple):
-    """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
-
-    Attributes:
-      tensors: their places among the layout's tensors.
-      shape: of the array that holds them, in the hierarchical form of one shard.
-      chunks: number of chunks, one for each server.
-      planes: numbers to a byte.
-      plane: the shape of one tensor's bytes in a chunk.
-      joined: whether the array is ``[tensors, ...]``; else it is the one tensor's.
-      start: the first of their bytes in a row.
-      first: the place of the first of their scales.
-      scales: how many scales they have, in the last axis of those.
-      at: all places that the layout reads from, which it adds once its pieces are made.
-    """
-
-    tensors: tuple[int, ...]
-    shape: Shape
-    chunks: int
-    planes: int
-    plane: Shape
-    joined: bool
-    start: int
-    first: int
-    scales: int
-    at: Places
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether the chunks have whole rows that the array lacks."""
-        in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
-        return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
-
-    def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This piece's part of all scales, by their last axis."""
-        return lax.dynamic_slice_in_dim(scales, self.at[self.first], self.scales, axis=-1)
-
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Makes one scale for each tensor broadcast with the array."""
-        return scales[:, None] if self.joined else scales[0]
-
-    def chunks_of(self, values: jax.Array) -> jax.Array:
-        """Views an array like the piece's as ``[tensors, chunks, planes, *plane]``."""
-        if self.joined:
-            return values.reshape(len(self.tensors), self.chunks, self.planes, *self.plane)
-        return padded(values, (1, self.chunks, self.planes, *self.plane))
-
-    def pack(self, values: jax.Array, bits: int) -> jax.Array:
-        """Packs an array like the piece's; uint8 ``[chunks, bytes]``."""
-        return self.section(pack(self.chunks_of(values), bits, 2))
-
-    def section(self, packed: jax.Array) -> jax.Array:
-        """From bytes ``[tensors, chunks, *plane]`` the piece's part of rows ``[chunks, bytes]``."""
-        return packed.swapaxes(0, 1).reshape(self.chunks, -1)
-
-    def array(self, values: jax.Array) -> jax.Array:
-        """Undoes the view of bytes: ``[..., chunks, tensors, planes, *plane]`` to the array."""
-        axis = values.ndim - 3 - len(self.plane)
-        if self.joined:
-            values = values.swapaxes(axis, axis + 1)
-        return unpadded(values, (*values.shape[:axis], *self.shape))
-
-    def chunk_sums(self, values: jax.Array) -> jax.Array:
-        """The sum of each tensor's chunks, of an array like the piece's; ``[chunks, tensors]``."""
-        size = self.planes * math.prod(self.plane)
-        return jnp.sum(padded(values, (len(self.tensors), self.chunks, size)), -1).T
-
-    def bytes(self, rows: jax.Array) -> jax.Array:
-        """This piece's bytes in rows, ``[..., tensors, *plane]``."""
-        return _section(rows, self.at[self.start], len(self.tensors), self.plane)
-
-    def flags(self, rows: jax.Array) -> jax.Array:
-        """One bit per element, from rows ``[..., chunks, bytes]`` to booleans like the array."""
-        return self.array(unpack_flags(self.bytes(rows), rows.ndim))
-
-
-class Stack(NamedTuple):
-    """Tensors whose chunks have one shape, ``G`` of them, side by side in the rows.
-
-    Attributes:
-      pieces: the same tensors, as workers hold them.
-      count: their number, ``G``.
-      plane: the shape of one tensor's bytes in a chunk.
-      scales: how many scales they have, in the last axis of those.
-    """
-
-    pieces: tuple[Piece, ...]
-    count: int
-    plane: Shape
-    scales: int
-
-    @property
-    def chunk_shape(self) -> Shape:
-        """The shape of what a server holds: ``(G, planes, *plane)``."""
-        return (self.count, self.pieces[0].planes, *self.plane)
-
-    def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This stack's part of all scales, by their last axis."""
-        first = self.pieces[0].first
-        return scales[..., first : first + self.scales]
-
-    def bytes(self, rows: jax.Array) -> jax.Array:
-        """This stack's bytes in rows, ``[..., G, *plane]``."""
-        return _section(rows, self.pieces[0].start, self.count, self.plane)
-
-    def split(self, chunks: jax.Array) -> list[jax.Array]:
-        """Each piece's part of chunks ``[chunks, G, planes, *plane]``."""
-        parts = []
-        for piece in self.pieces:
-            first = piece.first - self.pieces[0].first
-            if self.plane == piece.plane:
-                parts.append(chunks[:, first : first + len(piece.tensors)])
-            else:  # blocks of all pieces, side by side
-                parts.append(chunks[..., first : first + piece.scales, :])
-        return parts
 
 
 class Layout:
@@ -248,8 +129,20 @@ class Layout:
                     shape = (len(group), self.axes.nodes * size)
                 else:
                     shape = self._held_shape(self.tensors[group[0]], plane)
-                lies = (self.axes.nodes, self.planes, plane, joined, start, first, len(group))
-                pieces.append(Piece(tuple(group), shape, *lies, self.at))
+                pieces.append(
+                    Piece(
+                        tensors=tuple(group),
+                        shape=shape,
+                        chunks=self.axes.nodes,
+                        planes=self.planes,
+                        plane=plane,
+                        joined=joined,
+                        start=start,
+                        first=first,
+                        scales=len(group),
+                        at=self.at,
+                    )
+                )
                 first, start = first + len(group), start + len(group) * math.prod(plane)
             stacks.append(Stack(tuple(pieces), len(tensors), plane, len(tensors)))
         return stacks
@@ -290,10 +183,20 @@ class Layout:
         for i, leaves in enumerate(self.tensors):
             size = sum(math.prod(self.shapes[leaf]) for leaf in leaves)
             rows = -(-size // (self.axes.workers * self.planes * BLOCK))
-            plane = (rows, BLOCK)
-            shape = (self.axes.nodes, self.planes, *plane)
-            lies = (self.axes.nodes, self.planes, plane, False, first * BLOCK, first, rows)
-            pieces.append(Piece((i,), shape, *lies, self.at))
+            pieces.append(
+                Piece(
+                    tensors=(i,),
+                    shape=(self.axes.nodes, self.planes, rows, BLOCK),
+                    chunks=self.axes.nodes,
+                    planes=self.planes,
+                    plane=(rows, BLOCK),
+                    joined=False,
+                    start=first * BLOCK,
+                    first=first,
+                    scales=rows,
+                    at=self.at,
+                )
+            )
             first += rows
         return [Stack(tuple(pieces), 1, (first, BLOCK), first)] if pieces else []
 
@@ -456,11 +359,6 @@ def scale_bytes(scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(scales, jnp.uint8)
 
 
-def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
-    part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
-    return part.reshape(*rows.shape[:-1], count, *plane)
-
-
 def end_to_end(
     tensors: Sequence[jax.Array],
     starts: Sequence[Any] | None = None,
@@ -486,28 +384,3 @@ def end_to_end(
     for x, start in zip(tensors, starts, strict=True):
         onto = lax.dynamic_update_slice(onto, x.reshape(-1), (start,))
     return onto
-
-
-def padded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or more; those behind its own are zero."""
-    padding = math.prod(shape) - x.size
-    if padding:
-        if not _has_rows_of(x.shape, shape):
-            x = x.reshape(-1)
-        ends = [(0, padding // math.prod(x.shape[1:]))] + [(0, 0)] * (x.ndim - 1)
-        x = jnp.pad(x, ends)
-    return x.reshape(shape)
-
-
-def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or fewer; it loses those at its end."""
-    if x.size > math.prod(shape):
-        if _has_rows_of(shape, x.shape):
-            return x.reshape(-1, *shape[1:])[: shape[0]]
-        x = x.reshape(-1)[: math.prod(shape)]
-    return x.reshape(shape)
-
-
-def _has_rows_of(shape: Shape, longer: Shape) -> bool:
-    """Whether two shapes differ in their first axes alone, and both have others."""
-    return len(shape) > 1 and longer[1 - len(shape) :] == shape[1:]
