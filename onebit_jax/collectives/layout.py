@@ -2,17 +2,18 @@
 
 A tensor of ``d`` elements is padded to ``n`` chunks, one for each server, and viewed as ``[n, k,
 *plane]``: chunk, plane, byte, with ``k`` numbers to a byte (``packing.py``). Row ``j`` of the
-packed ``[n, *plane]`` is what goes to server ``j``, and nothing has to be moved about before an
-``all_to_all``. The rows of all tensors, and behind them the scales, are laid side by side::
+packed ``[n, *plane]`` goes to server ``j``, so that an ``all_to_all`` needs no rearrangement. The
+rows of all tensors, and behind them the scales, are laid side by side::
 
     row j:   | tensor 0 | tensor 1 | ... | scales, 4 bytes each | padding |
 
 Tensors are laid out one by one (*separate*), end to end as one (*fused*), or in whole blocks of 256
-values, small ones end to end (*blocks*). Those whose chunks have one shape are neighbours in the
-row and make a ``Stack``, which a server treats at once. A worker treats small ones at once,
-too (``Piece``): a program's size and the time to compile it grow with the number of pieces. A state
-holds a tensor in its own shape if chunks and planes divide its first axis, or would with a few rows
-more, at most 1 in 32; else as ``[n, k, L]``: another view of it would cost divisions per element.
+values, small ones end to end (*blocks*). Tensors whose chunks have the same shape are neighbours in
+the row and make a ``Stack``, which a server computes at once. A worker computes small ones at once
+too, as a ``Piece``: a program's size and the time to compile it grow with the number of pieces. A
+state holds a tensor in its own shape if chunks and planes divide its first axis, possibly after
+padding it by at most 1 row in 32; else as ``[n, k, L]``, since any other view would cost divisions
+for each element.
 
 In one stage no worker is a server: each sends its rows of all chunks to all others.
 
@@ -40,12 +41,11 @@ Grouping = Literal["separate", "fused", "blocks"]
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
 
-# In blocks, a tensor that padding would make longer by more than 1 in so many is treated together
-# with other small ones.
+# In blocks, a tensor that padding would lengthen by more than 1 in 16 is joined with
+# other small ones.
 _PADDING = 16
 
-# A tensor is padded by whole rows of its first axis unless that makes it longer by more than 1 in
-# so many.
+# A tensor is padded by whole rows of its first axis unless that lengthens it by more than 1 in 32.
 _ROWS_PADDING = 32
 
 
@@ -54,16 +54,16 @@ class Layout:
 
     Attributes:
       axes: the axes that the exchange runs along.
-      planes: numbers to a byte.
+      planes: the number of values per byte.
       shapes: the shapes of the tree's leaves.
-      tensors: the leaves that each of the layout's tensors is made of; no empty ones.
-      pieces: what a worker compresses.
-      names: of the first leaf in each piece.
-      stacks: the same, as servers hold them.
-      payload: the bytes of a row before its scales.
-      scale_shape: of a row's scales.
+      tensors: the leaves of which each of the layout's tensors consists; no empty ones.
+      pieces: the arrays that a worker compresses.
+      names: the name of the first leaf in each piece.
+      stacks: the same tensors, as servers hold them.
+      payload: the number of a row's bytes before its scales.
+      scale_shape: the shape of a row's scales.
       shards: ``(L,)`` in the hierarchical form, else ``()``.
-      at: all places that are read from.
+      at: all places from which arrays are read.
     """
 
     def __init__(self, axes: Axes, tree: Any, planes: int = 8, grouping: Grouping = "separate"):
@@ -85,7 +85,7 @@ class Layout:
         self._hide_places()
 
     def _hide_places(self) -> None:
-        """Sets all places that are read from: few constants, which those of a stack are made of."""
+        """Sets all places from which arrays are read; sums of few hidden constants."""
         longest = max([places_in(self.shapes), *(len(piece.tensors) for piece in self.pieces)])
         constants = set(range(longest))
         constants |= {x for group in self.tensors if len(group) > 1 for x in self._starts(group)}
@@ -148,11 +148,11 @@ class Layout:
         return stacks
 
     def _plane(self, leaves: tuple[int, ...]) -> Shape:
-        """The shape in which a chunk's bytes are computed: ``(L,)``, or better.
+        """The shape in which a chunk's bytes are computed: ``(L,)``, or in rows.
 
-        Where the first axis is cut into ``k n`` pieces the others are left alone. The order is the
-        same, but on TPUs, where arrays are tiled, only then is a view free; and XLA for CPUs reads
-        a padded array in rows as it reads another.
+        If the first axis can be cut into ``k n`` parts, the other axes stay as they are. The order
+        of elements is the same, but on TPUs, where arrays are tiled, only this view is free, and
+        XLA for CPUs reads a padded array as fast as any other only in rows.
         """
         parts = self.planes * self.axes.workers
         if self._is_cut_in_rows(leaves):
@@ -161,7 +161,7 @@ class Layout:
         return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
 
     def _is_cut_in_rows(self, leaves: tuple[int, ...]) -> bool:
-        """Whether chunks and planes cut a tensor along its first axis, perhaps padded, alone."""
+        """Whether chunks and planes cut a tensor along its first axis alone, perhaps padded."""
         shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
         if not (self._separate and shape):
             return False
@@ -213,7 +213,7 @@ class Layout:
         return self.gather_pieces(range(len(self.pieces)), leaves)
 
     def _starts(self, group: Sequence[int]) -> list[int]:
-        """Where each leaf begins in an array in which these lie end to end."""
+        """Where each leaf of a group begins in an array of all of them, end to end."""
         sizes = [math.prod(self.shapes[leaf]) for leaf in group]
         return list(itertools.accumulate(sizes, initial=0))[:-1]
 
@@ -234,7 +234,7 @@ class Layout:
         return end_to_end([x for _, x in filled], [start for start, _ in filled], onto)
 
     def gather_pieces(self, places: Sequence[int], leaves: Mapping[int, jax.Array]) -> list[Any]:
-        """Some pieces, of all shards, from the leaves that they are made of."""
+        """Makes some pieces, of all shards, from their leaves."""
         pieces = [self.pieces[place] for place in places]
         tensors = {
             i: self.join(self.tensors[i], [leaves[leaf] for leaf in self.tensors[i]])
@@ -250,7 +250,7 @@ class Layout:
         return in_chunks and len(self.leaves_of(place)) == 1
 
     def leaves_of(self, place: int) -> list[int]:
-        """The leaves that the piece at this place is made of."""
+        """The leaves of the piece at this place."""
         return [leaf for i in self.pieces[place].tensors for leaf in self.tensors[i]]
 
     def _gather_piece(self, piece: Piece, tensors: Any) -> jax.Array:
@@ -260,7 +260,7 @@ class Layout:
         return jnp.stack([padded(tensors[i], flat) for i in piece.tensors], len(self.shards))
 
     def scatter(self, values: Sequence[jax.Array]) -> Any:
-        """From pieces of all shards the tree; undoes :meth:`gather`."""
+        """Makes the tree from pieces of all shards; undoes :meth:`gather`."""
         leaves = [jnp.zeros(shape, jnp.float32) for shape in self.shapes]  # the empty ones
         at, axis = self.at, len(self.shards)
         for piece, value in zip(self.pieces, values, strict=True):
@@ -272,7 +272,7 @@ class Layout:
                 if len(group) == 1:
                     leaves[group[0]] = unpadded(one, self.shapes[group[0]])
                     continue
-                # Written first, or XLA would decode the whole piece anew for each leaf.
+                # Written first: otherwise XLA decodes the whole piece again for each leaf.
                 one = materialize(one, self.axes.node)
                 for leaf, x in zip(group, self.cut(one, group), strict=True):
                     leaves[leaf] = x
@@ -326,7 +326,7 @@ class Layout:
     # Rows.
 
     def row(self, sections: Sequence[jax.Array], scales: jax.Array | None) -> jax.Array:
-        """A row of what travels, or several: bytes, scales, and padding.
+        """A row to send, or several: bytes, scales, and padding.
 
         Args:
           sections: uint8 ``[..., bytes]``.
@@ -341,7 +341,7 @@ class Layout:
     def backward_order(self) -> list[int]:
         """The pieces' places in about the order in which a backward pass makes their gradients.
 
-        The reverse of the tree's order stands in for it; a piece of several tensors waits for the
+        It is taken to be the reverse of the tree's order; a piece of several tensors waits for the
         last of them.
         """
         return sorted(range(len(self.pieces)), key=lambda i: min(self.leaves_of(i)), reverse=True)
@@ -355,7 +355,7 @@ class Layout:
 
 
 def scale_bytes(scales: jax.Array) -> jax.Array:
-    """Scales as they travel, four bytes each: float32 ``[..., k]`` to uint8 ``[..., k, 4]``."""
+    """Scales as bytes, to send: float32 ``[..., k]`` to uint8 ``[..., k, 4]``."""
     return lax.bitcast_convert_type(scales, jnp.uint8)
 
 
@@ -368,8 +368,9 @@ def end_to_end(
 
     Args:
       tensors: arrays of one dtype.
-      starts: where each begins, if XLA should not know it (:func:`hide_constants`).
-      onto: a flat array to write them over, which may be longer; by default one that just fits.
+      starts: where each begins, if it is hidden from XLA (:func:`hide_constants`).
+      onto: a flat array over which to write them, which may be longer; by default one that just
+        fits.
 
     >>> end_to_end([jnp.ones(3), jnp.full((2, 1), 2.0)])
     Array([1., 1., 1., 2., 2.], dtype=float32)

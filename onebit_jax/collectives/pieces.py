@@ -13,7 +13,7 @@ from jax import lax
 
 from onebit_jax.collectives.packing import Shape, pack, unpack_flags
 
-# Where to read from, by the place: see `hide_constants`.
+# Places from which arrays are read, hidden from constant folding: see `hide_constants`.
 Places = Mapping[int, jax.Array]
 
 
@@ -21,16 +21,16 @@ class Piece(NamedTuple):
     """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
 
     Attributes:
-      tensors: their places among the layout's tensors.
-      shape: of the array that holds them, in the hierarchical form of one shard.
-      chunks: number of chunks, one for each server.
-      planes: numbers to a byte.
+      tensors: the places of the tensors among the layout's.
+      shape: the shape of the array that holds them; in the hierarchical form, of one shard.
+      chunks: the number of chunks, one for each server.
+      planes: the number of values per byte.
       plane: the shape of one tensor's bytes in a chunk.
-      joined: whether the array is ``[tensors, ...]``; else it is the one tensor's.
-      start: the first of their bytes in a row.
-      first: the place of the first of their scales.
-      scales: how many scales they have, in the last axis of those.
-      at: all places that the layout reads from, which it adds once its pieces are made.
+      joined: whether the array is ``[tensors, ...]``; else it is that of a single tensor.
+      start: the place of their first byte in a row.
+      first: the place of their first scale, in the last axis of scales.
+      scales: the number of their scales in that axis.
+      at: the layout's places, which it sets once all pieces are made.
     """
 
     tensors: tuple[int, ...]
@@ -46,16 +46,16 @@ class Piece(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Whether the chunks have whole rows that the array lacks."""
+        """Whether the chunks are padded by whole rows."""
         in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
         return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
 
     def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This piece's part of all scales, by their last axis."""
+        """Slices out this piece's scales, along the last axis."""
         return lax.dynamic_slice_in_dim(scales, self.at[self.first], self.scales, axis=-1)
 
     def spread(self, scales: jax.Array) -> jax.Array:
-        """Makes one scale for each tensor broadcast with the array."""
+        """Reshapes one scale for each tensor to broadcast with the array."""
         return scales[:, None] if self.joined else scales[0]
 
     def chunks_of(self, values: jax.Array) -> jax.Array:
@@ -69,11 +69,11 @@ class Piece(NamedTuple):
         return self.section(pack(self.chunks_of(values), bits, 2))
 
     def section(self, packed: jax.Array) -> jax.Array:
-        """From bytes ``[tensors, chunks, *plane]`` the piece's part of rows ``[chunks, bytes]``."""
+        """Bytes ``[tensors, chunks, *plane]`` as the piece's part of rows ``[chunks, bytes]``."""
         return packed.swapaxes(0, 1).reshape(self.chunks, -1)
 
     def array(self, values: jax.Array) -> jax.Array:
-        """Undoes the view of bytes: ``[..., chunks, tensors, planes, *plane]`` to the array."""
+        """Views values ``[..., chunks, tensors, planes, *plane]`` as the piece's array."""
         axis = values.ndim - 3 - len(self.plane)
         if self.joined:
             values = values.swapaxes(axis, axis + 1)
@@ -89,18 +89,18 @@ class Piece(NamedTuple):
         return _part(rows, self.at[self.start], len(self.tensors), self.plane)
 
     def flags(self, rows: jax.Array) -> jax.Array:
-        """One bit per element, from rows ``[..., chunks, bytes]`` to booleans like the array."""
+        """Unpacks one bit per element of rows ``[..., chunks, bytes]`` to booleans in the array."""
         return self.array(unpack_flags(self.bytes(rows), rows.ndim))
 
 
 class Stack(NamedTuple):
-    """Tensors whose chunks have one shape, ``G`` of them, side by side in the rows.
+    """``G`` tensors whose chunks have the same shape, side by side in the rows.
 
     Attributes:
       pieces: the same tensors, as workers hold them.
       count: their number, ``G``.
       plane: the shape of one tensor's bytes in a chunk.
-      scales: how many scales they have, in the last axis of those.
+      scales: the number of their scales in the last axis of scales.
     """
 
     pieces: tuple[Piece, ...]
@@ -110,11 +110,11 @@ class Stack(NamedTuple):
 
     @property
     def chunk_shape(self) -> Shape:
-        """The shape of what a server holds: ``(G, planes, *plane)``."""
+        """The shape of a server's array: ``(G, planes, *plane)``."""
         return (self.count, self.pieces[0].planes, *self.plane)
 
     def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This stack's part of all scales, by their last axis."""
+        """Slices out this stack's scales, along the last axis."""
         first = self.pieces[0].first
         return scales[..., first : first + self.scales]
 
@@ -141,7 +141,7 @@ def _part(rows: jax.Array, start: jax.Array | int, count: int, plane: Shape) -> 
 
 
 def padded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or more; those behind its own are zero."""
+    """Reshapes an array to a shape of as many elements or more, with zeros at its end."""
     padding = math.prod(shape) - x.size
     if padding:
         if not _has_rows_of(x.shape, shape):
@@ -152,7 +152,7 @@ def padded(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or fewer; it loses those at its end."""
+    """Reshapes an array to a shape of as many elements or fewer, without those at its end."""
     if x.size > math.prod(shape):
         if _has_rows_of(shape, x.shape):
             return x.reshape(-1, *shape[1:])[: shape[0]]
@@ -161,5 +161,5 @@ def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def _has_rows_of(shape: Shape, longer: Shape) -> bool:
-    """Whether two shapes differ in their first axes alone, and both have others."""
+    """Whether both shapes have the same axes, at least one, after the first."""
     return len(shape) > 1 and longer[1 - len(shape) :] == shape[1:]
