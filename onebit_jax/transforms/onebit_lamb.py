@@ -225,7 +225,8 @@ class OnebitLamb(FrozenVariance):
             numbers = rates, 1 / state.momentum_scales
             groups = alike.groups((k_m, y, update.params), numbers)
             dense = [lamb.dense_update(self.eps, frozen, *x) for x in groups]
-            u = [jnp.where(compressed, x, y) for x, y in zip(u, dense)] if u else dense  # noqa: B905
+            both = zip(u, dense, strict=True)
+            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
         factors = alike.numbers(state.factors)
         return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
 
