@@ -43,6 +43,11 @@ def own(node: PerWorker) -> Any:
     return jax.tree_util.tree_map_with_path(row, node.value)
 
 
+def as_own(tree: Any) -> PerWorker:
+    """Marks a tree as a worker's own, in the worker view; undoes :func:`own`."""
+    return PerWorker(jax.tree.map(lambda x: x[None], tree))
+
+
 def is_per_worker(node: Any) -> bool:
     """True for a :class:`PerWorker` node: the ``is_leaf`` of tree maps that look for the marker."""
     return isinstance(node, PerWorker)

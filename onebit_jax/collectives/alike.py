@@ -6,6 +6,7 @@ a program that does it tensor by tensor is long, and so takes long to compile.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +82,28 @@ class Alike:
                 )
         return [tensors[i] for i in range(len(self._shapes))]
 
-    def map(self, f: Callable[..., jax.Array], *operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """``f`` of the tensors of each operand, elementwise; a tensor each, of the same shapes."""
-        return self.unstack([f(*x) for x in zip(*map(self.stack, operands), strict=True)])
+    def groups(
+        self, operands: Sequence[Sequence[jax.Array]], numbers: Sequence[Any] = ()
+    ) -> list[tuple[Any, ...]]:
+        """For each group its numbers, then its arrays, as arguments of elementwise functions.
+
+        Args:
+          operands: of each kind, such as momentum and variance, one array for each tensor.
+          numbers: of each kind, such as weight decay, one for each tensor, float32 ``[tensors]``,
+            or one for all.
+        """
+        stacked = map(self.stack, operands)
+        spread = [self.numbers(x) if jnp.ndim(x) else [x] * len(self.counts) for x in numbers]
+        return list(zip(*spread, *stacked, strict=True))
+
+    def map(
+        self,
+        f: Callable[..., jax.Array],
+        *operands: Sequence[jax.Array],
+        numbers: Sequence[Any] = (),
+    ) -> list[jax.Array]:
+        """``f(*numbers, *arrays)`` of each tensor, elementwise; arguments as for :meth:`groups`."""
+        return self.unstack([f(*x) for x in self.groups(operands, numbers)])
 
     def sums(self, tensors: Sequence[jax.Array]) -> jax.Array:
         """The sum of each tensor; float32 ``[tensors]``."""

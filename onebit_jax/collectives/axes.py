@@ -24,12 +24,12 @@ _shards: contextvars.ContextVar[_Shards] = contextvars.ContextVar("_shards", def
 
 @contextlib.contextmanager
 def tensors_split_along(names: tuple[str, ...], specs: Any = ()) -> Iterator[None]:
-    """Says that along these axes a program has different shards of the same tensors.
+    """Declares that tensors are split into shards along these axes of a program.
 
     An exchange then runs once for each place along them, between the workers' shards of one place.
 
     Args:
-      names: axes that are bound where exchanges are called, none of them an exchange's own.
+      names: axes that are bound where exchanges are called, and along which no exchange runs.
       specs: a tree of partition specs like the parameters, for :func:`whole_tensors`.
     """
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -65,7 +65,7 @@ class Axes(NamedTuple):
 
     @property
     def single_node(self) -> bool:
-        """Whether nothing has to cross between nodes, so that by choice nothing is compressed."""
+        """Whether there is one node only, within which nothing is compressed."""
         return self.nodes == 1 and self.local is not None
 
     @property
@@ -75,7 +75,7 @@ class Axes(NamedTuple):
 
 
 def sum_over_shards(sums: jax.Array) -> jax.Array:
-    """From sums over this place's shards those over whole tensors, the same at all places.
+    """Makes sums over whole tensors, the same at all places, from those over a place's shards.
 
     A tensor that is not split counts once for each place.
     """
@@ -84,7 +84,7 @@ def sum_over_shards(sums: jax.Array) -> jax.Array:
 
 
 def least_over_shards(least: jax.Array) -> jax.Array:
-    """From minima over this place's shards those over whole tensors, the same at all places."""
+    """Makes minima over whole tensors, the same at all places, from those over a place's shards."""
     names = _shards.get().names
     return lax.pmin(least, names) if names else least
 
@@ -133,8 +133,8 @@ def _by_split_axes(
 def equal_on_all_workers(tree: Any) -> Any:
     """Returns the arrays as they are, and tells checks that they are the same on all workers.
 
-    For what each worker keeps for itself and yet, by what workers told each other, is the same on
-    all, which is not to be seen from the program (:mod:`onebit_jax.programs.collective_check`).
+    For arrays that each worker computes for itself from what all of them received, which the
+    program does not show (:mod:`onebit_jax.programs.collective_check`).
     """
     return tree
 
@@ -143,12 +143,12 @@ def bound_axes(axis_name: Any) -> Axes:
     """The axes of an exchange.
 
     Args:
-      axis_name: the name of one axis, or a pair ``(node_axis, local_axis)``. Where nodes have one
+      axis_name: the name of one axis, or a pair ``(node_axis, local_axis)``. If nodes have one
         device each, the pair is the node axis alone.
 
     Raises:
-      ValueError: for anything else, for a name that is not bound, and where this program has
-        devices along another axis besides.
+      ValueError: for anything else, for a name that is not bound, and if the program has devices
+        along a further axis.
     """
     names: tuple[Any, ...] = (axis_name,) if isinstance(axis_name, str) else axis_name
     shards = _shards.get().names

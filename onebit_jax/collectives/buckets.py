@@ -1,7 +1,7 @@
-"""Rows of the buffer in pieces, for transports that a large message would hold up.
+"""Rows cut into buckets, for transports that a large message would hold up.
 
-A bucket depends on its own sections alone: where a backward pass makes their gradients one after
-the other, each bucket travels while the rest of the gradients are computed.
+A bucket depends on its own sections alone: if a backward pass makes their gradients one after the
+other, each bucket travels while the other gradients are computed.
 """
 
 import itertools
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.xla_workarounds import separate
 
-# What Gloo, JAX's transport between CPU hosts, sends both ways at once: larger messages wait.
+# The largest message that Gloo, JAX's transport between CPU hosts, sends both ways at once.
 _CPU_BUCKET_BYTES = 2**18
 
 
 def bucket_limit(bucket_bytes: int | Literal["auto"] | None) -> int | None:
-    """Bytes of a bucket where the program is to run; ``"auto"`` is what was measured to pay."""
+    """Bytes of a bucket on this backend; ``"auto"`` gives the fastest as measured."""
     if bucket_bytes != "auto":
         return bucket_bytes
     between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
@@ -37,8 +37,8 @@ class Part(NamedTuple):
 def buckets_of(sizes: Sequence[int], limit: int) -> list[list[Part]]:
     """Cuts sections of these many bytes into buckets of at most ``limit``.
 
-    A larger section is cut into equal parts, each a bucket of its own; smaller ones that are
-    neighbours share a bucket.
+    A larger section is cut into equal parts, each a separate bucket; neighbouring smaller ones
+    share a bucket.
 
     >>> [[tuple(part) for part in bucket] for bucket in buckets_of([3, 2, 10, 1], 5)]
     [[(0, 0, 3), (1, 0, 2)], [(2, 0, 5)], [(2, 5, 10)], [(3, 0, 1)]]
@@ -69,7 +69,7 @@ def in_buckets(
     """Applies a collective to rows, ``[..., row_bytes]``, in buckets.
 
     Args:
-      collective: keeps the last axis as it is, but for padding behind it; may add axes before.
+      collective: keeps the last axis, except for padding at its end; may add axes before it.
       sections: the rows' sections, side by side; uint8 ``[..., bytes]``.
       limit: bytes of a row in a bucket, at most; None for all in one.
       order: the places of sections whose buckets are filled first, in this order; then the others.

@@ -10,24 +10,25 @@ same size, whatever :math:`x` is, so their signs and one scale say most about th
     s = \frac{\|x\|_2^2}{\|R x\|_1} \text{ (unbiased)} \quad \text{or} \quad
     s = \frac{\|R x\|_1}{256} \text{ (least error)}
 
-Every worker draws signs of its own in every call, so that errors are independent: those of an
-unbiased mean fall as :math:`1/n`. A server decodes what workers sent of its chunk, rotates the mean
-anew and sends it to all likewise; in one stage every worker decodes and averages. Rows carry the
-number from which the signs are drawn.
+Every worker draws new signs in every call, so that errors are independent: the error of an unbiased
+mean falls as :math:`1/n`. A server decodes the workers' rows of its chunk, and rotates and sends
+the mean in the same way; in one stage every worker decodes and averages. Rows contain the key from
+which the signs are drawn.
 
-Each way ``1/8 + 4/256`` bytes per value are sent, and nothing is kept but the number of calls. That
-is the difference to :class:`~onebit_jax.collectives.one_bit.OneBit`, whose residuals make up for
-rounding errors over many calls: DRIVE is for few. Rotations cost some 64 multiplications per value,
-three times in a call of two stages.
+Each way sends ``1/8 + 4/256`` bytes per value, and the state is the number of calls alone.
+:class:`~onebit_jax.collectives.one_bit.OneBit` keeps residuals, which correct rounding errors over
+many calls; DRIVE is for few calls. Rotations cost some 64 multiplications per value, three times in
+a call of two stages.
 
 References:
-  Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation <https://arxiv.org/abs/2105.08339>`_,
-  NeurIPS 2021. `FedJAX <https://github.com/google/fedjax>`_ has it for JAX.
+  Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation
+  <https://arxiv.org/abs/2105.08339>`_, NeurIPS 2021. `FedJAX <https://github.com/google/fedjax>`_
+  has it for JAX.
 
 Differences from the paper:
-  Blocks of 256 values are rotated, each with a scale, in place of a whole vector that is padded to
-  a power of two: that is 12.5 % more bytes, and no more than a chunk's padding. The paper's server
-  sends its mean uncompressed, here it compresses it.
+  Blocks of 256 values are rotated, each with a scale, instead of a whole vector padded to a power
+  of two: 12.5 % more bytes, but no more padding than a chunk's. The paper's server sends its mean
+  uncompressed; here the mean is compressed.
 """
 
 import dataclasses
@@ -42,13 +43,14 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, Calls
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, Piece, scale_bytes
+from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack_flags
+from onebit_jax.collectives.pieces import Piece
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.
 _ORDER = 16
-# Of 32 random bits that the signs of a block take.
+# Words of 32 random bits for the signs of a block.
 _WORDS = BLOCK // 32
 
 
@@ -65,11 +67,11 @@ def random_signs(
     """``D`` of blocks, +1 or -1.
 
     Args:
-      keys: from which the signs of each chunk are drawn; uint32 ``[..., C, 2]``.
+      keys: the keys from which the signs of each chunk are drawn; uint32 ``[..., C, 2]``.
       chunks: the places of these chunks; uint32 ``[C]``.
       first: the place of the first block in a plane of its chunk.
-      blocks: how many blocks of each plane.
-      of_blocks: how many there are in all.
+      blocks: the number of blocks in each plane.
+      of_blocks: the number of blocks in each plane of all tensors.
 
     Returns:
       float32 ``[..., C, 8, blocks, 256]``.
@@ -92,7 +94,7 @@ def rotate(x: jax.Array) -> jax.Array:
     True
     """
     H, square = _hadamard(_ORDER) / np.sqrt(_ORDER, dtype=np.float32), (_ORDER, _ORDER)
-    # In full float32: accelerators would round to fewer bits what others must decode alike.
+    # In full float32: accelerators would use fewer bits, and all workers must decode alike.
     y = jnp.einsum(
         "ij,...jk,kl->...il", H, x.reshape(*x.shape[:-1], *square), H, precision="highest"
     )
@@ -101,7 +103,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """Signs after a random rotation, for the argument ``compressor`` of exchanges that are few.
+    """Signs after a random rotation, for the argument ``compressor`` of rare exchanges.
 
     It sends 1.125 bits per parameter each way, keeps no state of full size and has no error
     feedback. :func:`onebit_jax.local_steps` and :func:`onebit_jax.compressed_mean` take it.
@@ -110,7 +112,7 @@ class Drive:
       scale: ``"unbiased"``, whose errors average out over workers and calls, at an error of about
         0.57 of a worker's squared norm; or ``"least_error"``, at 0.36, which shrinks values to 0.64
         of their size.
-      seed: of all random signs, an int in ``[0, 2**32)``.
+      seed: the seed of all random signs, an int in ``[0, 2**32)``.
 
     Raises:
       ValueError: for another scale or seed.
@@ -169,7 +171,7 @@ class Drive:
             D = random_signs(_keys(layout, row)[None], chunk, *every)
             return decoded(stack.bytes(row), layout.scales(row), D)
 
-        # A row at a time: XLA would write out all decoded rows before it sums them.
+        # One row at a time: otherwise XLA writes all decoded rows before it sums them.
         total, _ = lax.scan(lambda total, row: (total + own(row), None), own(rows[0]), rows[1:])
         key = self._key(layout, state, stage=1)
         y, s = self._rounded(total / len(rows) * random_signs(key[None], chunk, *every))
@@ -191,7 +193,7 @@ class Drive:
         ]
 
     def _key(self, layout: Layout, state: Calls, stage: int) -> jax.Array:
-        """What this device draws the signs of a call's stage from; uint32 ``[2]``."""
+        """The key from which this device draws the signs of a call's stage; uint32 ``[2]``."""
         key = jax.random.fold_in(jax.random.key(self.seed), state.count)
         for name in layout.axes.names:
             key = jax.random.fold_in(key, lax.axis_index(name))

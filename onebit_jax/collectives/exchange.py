@@ -42,6 +42,7 @@ from onebit_jax.collectives.error_feedback import (
     Call,
     ExchangeState,
     Late,
+    check_fits,
     total_residual,
     with_worker_values,
     without_server,
@@ -154,13 +155,20 @@ class Exchange:
         validation.check_local_dtype(self.local_dtype, self.axis_name)
         validation.check_bucket_bytes(self.bucket_bytes)
 
-    def over(self, tree: Any) -> "BoundExchange":
+    def over(self, tree: Any, state: Any = None) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.
 
+        Args:
+          tree: the tree.
+          state: the state of the exchange, if it is to be checked.
+
         Raises:
-          ValueError: for an axis that is not bound.
+          ValueError: for an axis that is not bound, or a state that does not fit the tree.
         """
-        return BoundExchange(self, bound_axes(self.axis_name), tree)
+        exchange = BoundExchange(self, bound_axes(self.axis_name), tree)
+        if state is not None:
+            check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)
+        return exchange
 
 
 class BoundExchange:
@@ -431,19 +439,19 @@ class BoundExchange:
 
     # Changes of the state between calls, with error feedback.
 
-    def activate(self, state: ExchangeState, alike: Any) -> ExchangeState:
+    def activate(self, state: ExchangeState, active: Any) -> ExchangeState:
         """Marks the active elements from the next call on.
 
         Newly active elements begin with residuals of zero.
 
         Args:
           state: the state.
-          alike: a tree of numbers like the tree, above 0 for active elements; the same on all
+          active: a tree of numbers like the tree, above 0 for active elements; the same on all
             workers.
         """
         if not self.compresses or not isinstance(self.compressor, OneBit):
             return state
-        return self.compressor.activate(self.layout, state, alike)
+        return self.compressor.activate(self.layout, state, active)
 
     def begin(self, active: Any = None) -> Any:
         """The state before the first call, with active elements as for :meth:`activate`, or all."""

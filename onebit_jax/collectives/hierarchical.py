@@ -11,18 +11,17 @@ into :math:`L` *shards*, and device :math:`l` of each node stands for its node i
 Between nodes a device sends :math:`1/L` of what it would send in the flat exchange, so that a
 node's traffic does not grow with its devices; residuals, too, are those of a shard. With
 :math:`L = 1` this is the flat exchange, bit for bit. With :math:`N = 1` nothing has to cross
-between nodes, and by choice nothing is compressed: an optimizer then takes the plain mean.
+between nodes, and nothing is compressed: an optimizer then takes the plain mean.
 
 The chunks of a tensor are those of the flat layout for :math:`n = L N` workers, ``N`` of them in
-each shard. In the flat form a shard is the whole tensor, and the first and the last collective are
-none.
+each shard. In the flat form a shard is the whole tensor, and there is no local collective.
 
 References:
   Peng et al., `BinSGDM: Extreme One-Bit Quantization for Communication Efficient Large-Scale
   Distributed Training`, 2023, its hierarchical communication scheme.
 
 Differences from the paper:
-  The paper has it for its own, stateless compressor; here it also serves compressors with error
+  The paper uses it with a stateless compressor; here it also serves compressors with error
   feedback.
 """
 
@@ -34,8 +33,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import padded
 from onebit_jax.collectives.packing import Shape
+from onebit_jax.collectives.pieces import padded
 
 LocalDtype = Literal["float32", "bfloat16"]
 
@@ -46,10 +45,10 @@ def reduce_scatter(
     """Averages values over the devices of a node; each gets its own shard of the means.
 
     Args:
-      values: a device's own tensors.
-      shapes: of their shards.
+      values: this device's tensors.
+      shapes: the shapes of their shards.
       axes: the axes; in the flat form the values are returned as they are.
-      dtype: what travels within the node.
+      dtype: the dtype within the node.
 
     Returns:
       Shards, float32.
@@ -61,21 +60,21 @@ def reduce_scatter(
         if not x.size:
             return jnp.zeros(shape, jnp.float32)  # XLA cannot scatter nothing
         whole = padded(x.astype(dtype), (axes.per_node * shape[0], *shape[1:]))
-        # Tiled, so that it has the shard's own shape, and XLA may write what it makes of it, c,
-        # over it: memory that a step has not touched yet is expensive.
+        # Tiled, so that it has the shard's shape, and XLA can write c, computed from it, over it:
+        # memory that a step has not touched yet is expensive.
         summed = lax.psum_scatter(whole, axes.local, tiled=True)
         return summed.astype(jnp.float32) / axes.per_node
 
-    # One per tensor: joining them would cost a pass over memory, and XLA for GPUs joins the
-    # small ones by itself.
+    # One for each tensor: joining them would cost a pass over memory, and XLA for GPUs joins small
+    # ones by itself.
     return [mean(x, shape) for x, shape in zip(values, shapes, strict=True)]
 
 
 def all_gather(x: jax.Array, axes: Axes) -> jax.Array:
-    """Brings together what the devices of a node have for their own shards.
+    """Gathers an array of each shard from the devices of a node.
 
     Args:
-      x: a device's own, ``[N, ...]``.
+      x: this device's array, ``[N, ...]``.
       axes: the axes; in the flat form nothing is gathered.
 
     Returns:

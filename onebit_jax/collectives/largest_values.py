@@ -9,23 +9,23 @@ magnitude, with their places, and keeps the others in its residual:
     \text{result} = \tfrac1n \textstyle\sum_i \mathrm{sent}_i
 
 At the first of every :math:`L` calls :math:`\tau_i` is set such that a share :math:`\eta` of all
-values passes; in between nothing is sorted. Shapes of arrays are fixed, so there is room for
-:math:`\eta d` values: where more pass, those in excess stay in the residual, and where fewer pass,
-the rest of the room travels empty. All tensors share one threshold.
+values passes; other calls sort nothing. Shapes of arrays are fixed, so a message holds
+:math:`\eta d` values: if more pass, the others stay in the residual, and if fewer pass, the rest of
+the message is empty. All tensors share one threshold.
 
 Every worker receives ``8 eta (n - 1)`` bytes per value (four of the value, four of its place) in
-one ``all_gather``: with eta = 0.01 less than one bit in two stages up to three workers, and more
-with each further one. The state takes four bytes per value. What is sent is exact, and over any
-number of calls results and residuals add up to the exact means, but a value waits in its residual
-for as long as it is small: residuals are old.
+one ``all_gather``: with eta = 0.01 less than one bit in two stages for up to three workers, and
+more with each further one. The state takes four bytes per value. The values sent are exact, and
+over any number of calls results and residuals add up to the exact means, but a value stays in its
+residual while it is small: residuals are old.
 
 References:
   Gupta et al., `Training Recommender Systems at Scale: Communication-Efficient Model and Data
   Parallelism <https://arxiv.org/abs/2010.08899>`_, KDD 2021: its DCT for data parallelism.
 
 Differences from the paper:
-  The number of values is bounded. Who finds no room takes turns, since the search for passing
-  values begins at another place in each call.
+  The number of values is bounded. If more pass, they take turns, since each call begins the search
+  for them at another place.
 """
 
 import dataclasses
@@ -68,8 +68,8 @@ class LargestValues:
     feedback, and one form of the exchange, one-stage.
 
     Attributes:
-      share: of all values, how many are sent: ``eta``, above 0 and at most 1.
-      every: calls from one renewal of the threshold to the next: ``L``.
+      share: the share of all values that is sent: ``eta``, above 0 and at most 1.
+      every: the number of calls from one renewal of the threshold to the next: ``L``.
 
     Raises:
       ValueError: for a share or number that is out of range.
@@ -136,7 +136,7 @@ class LargestValues:
         raise NotImplementedError
 
     def _capacity(self, layout: Layout) -> int:
-        """How many values a device sends."""
+        """The number of values that a device sends."""
         [piece] = layout.pieces
         return math.ceil(self.share * math.prod(piece.shape))
 

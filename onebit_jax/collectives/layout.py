@@ -2,17 +2,18 @@
 
 A tensor of ``d`` elements is padded to ``n`` chunks, one for each server, and viewed as ``[n, k,
 *plane]``: chunk, plane, byte, with ``k`` numbers to a byte (``packing.py``). Row ``j`` of the
-packed ``[n, *plane]`` is what goes to server ``j``, and nothing has to be moved about before an
-``all_to_all``. The rows of all tensors, and behind them the scales, are laid side by side::
+packed ``[n, *plane]`` goes to server ``j``, so that an ``all_to_all`` needs no rearrangement. The
+rows of all tensors, and behind them the scales, are laid side by side::
 
     row j:   | tensor 0 | tensor 1 | ... | scales, 4 bytes each | padding |
 
 Tensors are laid out one by one (*separate*), end to end as one (*fused*), or in whole blocks of 256
-values, small ones end to end (*blocks*). Those whose chunks have one shape are neighbours in the
-row and make a ``Stack``, which a server treats at once. A worker treats small ones at once,
-too (``Piece``): a program's size and the time to compile it grow with the number of pieces. A state
-holds a tensor in its own shape if chunks and planes divide its first axis, or would with a few rows
-more, at most 1 in 32; else as ``[n, k, L]``: another view of it would cost divisions per element.
+values, small ones end to end (*blocks*). Tensors whose chunks have the same shape are neighbours in
+the row and make a ``Stack``, which a server computes at once. A worker computes small ones at once
+too, as a ``Piece``: a program's size and the time to compile it grow with the number of pieces. A
+state holds a tensor in its own shape if chunks and planes divide its first axis, possibly after
+padding it by at most 1 row in 32; else as ``[n, k, L]``, since any other view would cost divisions
+for each element.
 
 In one stage no worker is a server: each sends its rows of all chunks to all others.
 
@@ -23,7 +24,7 @@ chunks are those of all ``n = L N`` devices, ``N`` of them in each of ``L`` shar
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,140 +33,20 @@ from jax import lax
 
 from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Shape, join_sections, pack, unpack_flags
+from onebit_jax.collectives.packing import Shape, join_sections
+from onebit_jax.collectives.pieces import Piece, Stack, padded, unpadded
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
 Grouping = Literal["separate", "fused", "blocks"]
-# Where to read from, by the place: see `hide_constants`.
-Places = Mapping[int, jax.Array]
-
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
 
-# In blocks, a tensor that padding would make longer by more than 1 in so many is treated together
-# with other small ones.
+# In blocks, a tensor that padding would lengthen by more than 1 in 16 is joined with
+# other small ones.
 _PADDING = 16
 
-# A tensor is padded by whole rows of its first axis unless that makes it longer by more than 1 in
-# so many.
+# A tensor is padded by whole rows of its first axis unless that lengthens it by more than 1 in 32.
 _ROWS_PADDING = 32
-
-
-class Piece(NamedTuple):
-    """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
-
-    Attributes:
-      tensors: their places among the layout's tensors.
-      shape: of the array that holds them, in the hierarchical form of one shard.
-      chunks: number of chunks, one for each server.
-      planes: numbers to a byte.
-      plane: the shape of one tensor's bytes in a chunk.
-      joined: whether the array is ``[tensors, ...]``; else it is the one tensor's.
-      start: the first of their bytes in a row.
-      first: the place of the first of their scales.
-      scales: how many scales they have, in the last axis of those.
-      at: all places that the layout reads from, which it adds once its pieces are made.
-    """
-
-    tensors: tuple[int, ...]
-    shape: Shape
-    chunks: int
-    planes: int
-    plane: Shape
-    joined: bool
-    start: int
-    first: int
-    scales: int
-    at: Places
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether the chunks have whole rows that the array lacks."""
-        in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
-        return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
-
-    def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This piece's part of all scales, by their last axis."""
-        return lax.dynamic_slice_in_dim(scales, self.at[self.first], self.scales, axis=-1)
-
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Makes one scale for each tensor broadcast with the array."""
-        return scales[:, None] if self.joined else scales[0]
-
-    def chunks_of(self, values: jax.Array) -> jax.Array:
-        """Views an array like the piece's as ``[tensors, chunks, planes, *plane]``."""
-        if self.joined:
-            return values.reshape(len(self.tensors), self.chunks, self.planes, *self.plane)
-        return padded(values, (1, self.chunks, self.planes, *self.plane))
-
-    def pack(self, values: jax.Array, bits: int) -> jax.Array:
-        """Packs an array like the piece's; uint8 ``[chunks, bytes]``."""
-        return self.section(pack(self.chunks_of(values), bits, 2))
-
-    def section(self, packed: jax.Array) -> jax.Array:
-        """From bytes ``[tensors, chunks, *plane]`` the piece's part of rows ``[chunks, bytes]``."""
-        return packed.swapaxes(0, 1).reshape(self.chunks, -1)
-
-    def array(self, values: jax.Array) -> jax.Array:
-        """Undoes the view of bytes: ``[..., chunks, tensors, planes, *plane]`` to the array."""
-        axis = values.ndim - 3 - len(self.plane)
-        if self.joined:
-            values = values.swapaxes(axis, axis + 1)
-        return unpadded(values, (*values.shape[:axis], *self.shape))
-
-    def chunk_sums(self, values: jax.Array) -> jax.Array:
-        """The sum of each tensor's chunks, of an array like the piece's; ``[chunks, tensors]``."""
-        size = self.planes * math.prod(self.plane)
-        return jnp.sum(padded(values, (len(self.tensors), self.chunks, size)), -1).T
-
-    def bytes(self, rows: jax.Array) -> jax.Array:
-        """This piece's bytes in rows, ``[..., tensors, *plane]``."""
-        return _section(rows, self.at[self.start], len(self.tensors), self.plane)
-
-    def flags(self, rows: jax.Array) -> jax.Array:
-        """One bit per element, from rows ``[..., chunks, bytes]`` to booleans like the array."""
-        return self.array(unpack_flags(self.bytes(rows), rows.ndim))
-
-
-class Stack(NamedTuple):
-    """Tensors whose chunks have one shape, ``G`` of them, side by side in the rows.
-
-    Attributes:
-      pieces: the same tensors, as workers hold them.
-      count: their number, ``G``.
-      plane: the shape of one tensor's bytes in a chunk.
-      scales: how many scales they have, in the last axis of those.
-    """
-
-    pieces: tuple[Piece, ...]
-    count: int
-    plane: Shape
-    scales: int
-
-    @property
-    def chunk_shape(self) -> Shape:
-        """The shape of what a server holds: ``(G, planes, *plane)``."""
-        return (self.count, self.pieces[0].planes, *self.plane)
-
-    def scales_of(self, scales: jax.Array) -> jax.Array:
-        """This stack's part of all scales, by their last axis."""
-        first = self.pieces[0].first
-        return scales[..., first : first + self.scales]
-
-    def bytes(self, rows: jax.Array) -> jax.Array:
-        """This stack's bytes in rows, ``[..., G, *plane]``."""
-        return _section(rows, self.pieces[0].start, self.count, self.plane)
-
-    def split(self, chunks: jax.Array) -> list[jax.Array]:
-        """Each piece's part of chunks ``[chunks, G, planes, *plane]``."""
-        parts = []
-        for piece in self.pieces:
-            first = piece.first - self.pieces[0].first
-            if self.plane == piece.plane:
-                parts.append(chunks[:, first : first + len(piece.tensors)])
-            else:  # blocks of all pieces, side by side
-                parts.append(chunks[..., first : first + piece.scales, :])
-        return parts
 
 
 class Layout:
@@ -173,16 +54,16 @@ class Layout:
 
     Attributes:
       axes: the axes that the exchange runs along.
-      planes: numbers to a byte.
+      planes: the number of values per byte.
       shapes: the shapes of the tree's leaves.
-      tensors: the leaves that each of the layout's tensors is made of; no empty ones.
-      pieces: what a worker compresses.
-      names: of the first leaf in each piece.
-      stacks: the same, as servers hold them.
-      payload: the bytes of a row before its scales.
-      scale_shape: of a row's scales.
+      tensors: the leaves of which each of the layout's tensors consists; no empty ones.
+      pieces: the arrays that a worker compresses.
+      names: the name of the first leaf in each piece.
+      stacks: the same tensors, as servers hold them.
+      payload: the number of a row's bytes before its scales.
+      scale_shape: the shape of a row's scales.
       shards: ``(L,)`` in the hierarchical form, else ``()``.
-      at: all places that are read from.
+      at: all places from which arrays are read.
     """
 
     def __init__(self, axes: Axes, tree: Any, planes: int = 8, grouping: Grouping = "separate"):
@@ -204,7 +85,7 @@ class Layout:
         self._hide_places()
 
     def _hide_places(self) -> None:
-        """Sets all places that are read from: few constants, which those of a stack are made of."""
+        """Sets all places from which arrays are read; sums of few hidden constants."""
         longest = max([places_in(self.shapes), *(len(piece.tensors) for piece in self.pieces)])
         constants = set(range(longest))
         constants |= {x for group in self.tensors if len(group) > 1 for x in self._starts(group)}
@@ -248,18 +129,30 @@ class Layout:
                     shape = (len(group), self.axes.nodes * size)
                 else:
                     shape = self._held_shape(self.tensors[group[0]], plane)
-                lies = (self.axes.nodes, self.planes, plane, joined, start, first, len(group))
-                pieces.append(Piece(tuple(group), shape, *lies, self.at))
+                pieces.append(
+                    Piece(
+                        tensors=tuple(group),
+                        shape=shape,
+                        chunks=self.axes.nodes,
+                        planes=self.planes,
+                        plane=plane,
+                        joined=joined,
+                        start=start,
+                        first=first,
+                        scales=len(group),
+                        at=self.at,
+                    )
+                )
                 first, start = first + len(group), start + len(group) * math.prod(plane)
             stacks.append(Stack(tuple(pieces), len(tensors), plane, len(tensors)))
         return stacks
 
     def _plane(self, leaves: tuple[int, ...]) -> Shape:
-        """The shape in which a chunk's bytes are computed: ``(L,)``, or better.
+        """The shape in which a chunk's bytes are computed: ``(L,)``, or in rows.
 
-        Where the first axis is cut into ``k n`` pieces the others are left alone. The order is the
-        same, but on TPUs, where arrays are tiled, only then is a view free; and XLA for CPUs reads
-        a padded array in rows as it reads another.
+        If the first axis can be cut into ``k n`` parts, the other axes stay as they are. The order
+        of elements is the same, but on TPUs, where arrays are tiled, only this view is free, and
+        XLA for CPUs reads a padded array as fast as any other only in rows.
         """
         parts = self.planes * self.axes.workers
         if self._is_cut_in_rows(leaves):
@@ -268,7 +161,7 @@ class Layout:
         return (-(-sum(math.prod(self.shapes[i]) for i in leaves) // parts),)
 
     def _is_cut_in_rows(self, leaves: tuple[int, ...]) -> bool:
-        """Whether chunks and planes cut a tensor along its first axis, perhaps padded, alone."""
+        """Whether chunks and planes cut a tensor along its first axis alone, perhaps padded."""
         shape, parts = self.shapes[leaves[0]], self.planes * self.axes.workers
         if not (self._separate and shape):
             return False
@@ -290,10 +183,20 @@ class Layout:
         for i, leaves in enumerate(self.tensors):
             size = sum(math.prod(self.shapes[leaf]) for leaf in leaves)
             rows = -(-size // (self.axes.workers * self.planes * BLOCK))
-            plane = (rows, BLOCK)
-            shape = (self.axes.nodes, self.planes, *plane)
-            lies = (self.axes.nodes, self.planes, plane, False, first * BLOCK, first, rows)
-            pieces.append(Piece((i,), shape, *lies, self.at))
+            pieces.append(
+                Piece(
+                    tensors=(i,),
+                    shape=(self.axes.nodes, self.planes, rows, BLOCK),
+                    chunks=self.axes.nodes,
+                    planes=self.planes,
+                    plane=(rows, BLOCK),
+                    joined=False,
+                    start=first * BLOCK,
+                    first=first,
+                    scales=rows,
+                    at=self.at,
+                )
+            )
             first += rows
         return [Stack(tuple(pieces), 1, (first, BLOCK), first)] if pieces else []
 
@@ -310,7 +213,7 @@ class Layout:
         return self.gather_pieces(range(len(self.pieces)), leaves)
 
     def _starts(self, group: Sequence[int]) -> list[int]:
-        """Where each leaf begins in an array in which these lie end to end."""
+        """Where each leaf of a group begins in an array of all of them, end to end."""
         sizes = [math.prod(self.shapes[leaf]) for leaf in group]
         return list(itertools.accumulate(sizes, initial=0))[:-1]
 
@@ -331,7 +234,7 @@ class Layout:
         return end_to_end([x for _, x in filled], [start for start, _ in filled], onto)
 
     def gather_pieces(self, places: Sequence[int], leaves: Mapping[int, jax.Array]) -> list[Any]:
-        """Some pieces, of all shards, from the leaves that they are made of."""
+        """Makes some pieces, of all shards, from their leaves."""
         pieces = [self.pieces[place] for place in places]
         tensors = {
             i: self.join(self.tensors[i], [leaves[leaf] for leaf in self.tensors[i]])
@@ -347,7 +250,7 @@ class Layout:
         return in_chunks and len(self.leaves_of(place)) == 1
 
     def leaves_of(self, place: int) -> list[int]:
-        """The leaves that the piece at this place is made of."""
+        """The leaves of the piece at this place."""
         return [leaf for i in self.pieces[place].tensors for leaf in self.tensors[i]]
 
     def _gather_piece(self, piece: Piece, tensors: Any) -> jax.Array:
@@ -357,7 +260,7 @@ class Layout:
         return jnp.stack([padded(tensors[i], flat) for i in piece.tensors], len(self.shards))
 
     def scatter(self, values: Sequence[jax.Array]) -> Any:
-        """From pieces of all shards the tree; undoes :meth:`gather`."""
+        """Makes the tree from pieces of all shards; undoes :meth:`gather`."""
         leaves = [jnp.zeros(shape, jnp.float32) for shape in self.shapes]  # the empty ones
         at, axis = self.at, len(self.shards)
         for piece, value in zip(self.pieces, values, strict=True):
@@ -369,7 +272,7 @@ class Layout:
                 if len(group) == 1:
                     leaves[group[0]] = unpadded(one, self.shapes[group[0]])
                     continue
-                # Written first, or XLA would decode the whole piece anew for each leaf.
+                # Written first: otherwise XLA decodes the whole piece again for each leaf.
                 one = materialize(one, self.axes.node)
                 for leaf, x in zip(group, self.cut(one, group), strict=True):
                     leaves[leaf] = x
@@ -423,7 +326,7 @@ class Layout:
     # Rows.
 
     def row(self, sections: Sequence[jax.Array], scales: jax.Array | None) -> jax.Array:
-        """A row of what travels, or several: bytes, scales, and padding.
+        """A row to send, or several: bytes, scales, and padding.
 
         Args:
           sections: uint8 ``[..., bytes]``.
@@ -438,7 +341,7 @@ class Layout:
     def backward_order(self) -> list[int]:
         """The pieces' places in about the order in which a backward pass makes their gradients.
 
-        The reverse of the tree's order stands in for it; a piece of several tensors waits for the
+        It is taken to be the reverse of the tree's order; a piece of several tensors waits for the
         last of them.
         """
         return sorted(range(len(self.pieces)), key=lambda i: min(self.leaves_of(i)), reverse=True)
@@ -452,13 +355,8 @@ class Layout:
 
 
 def scale_bytes(scales: jax.Array) -> jax.Array:
-    """Scales as they travel, four bytes each: float32 ``[..., k]`` to uint8 ``[..., k, 4]``."""
+    """Scales as bytes, to send: float32 ``[..., k]`` to uint8 ``[..., k, 4]``."""
     return lax.bitcast_convert_type(scales, jnp.uint8)
-
-
-def _section(rows: jax.Array, start: Any, count: int, plane: Shape) -> jax.Array:
-    part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
-    return part.reshape(*rows.shape[:-1], count, *plane)
 
 
 def end_to_end(
@@ -470,8 +368,9 @@ def end_to_end(
 
     Args:
       tensors: arrays of one dtype.
-      starts: where each begins, if XLA should not know it (:func:`hide_constants`).
-      onto: a flat array to write them over, which may be longer; by default one that just fits.
+      starts: where each begins, if it is hidden from XLA (:func:`hide_constants`).
+      onto: a flat array over which to write them, which may be longer; by default one that just
+        fits.
 
     >>> end_to_end([jnp.ones(3), jnp.full((2, 1), 2.0)])
     Array([1., 1., 1., 2., 2.], dtype=float32)
@@ -486,28 +385,3 @@ def end_to_end(
     for x, start in zip(tensors, starts, strict=True):
         onto = lax.dynamic_update_slice(onto, x.reshape(-1), (start,))
     return onto
-
-
-def padded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or more; those behind its own are zero."""
-    padding = math.prod(shape) - x.size
-    if padding:
-        if not _has_rows_of(x.shape, shape):
-            x = x.reshape(-1)
-        ends = [(0, padding // math.prod(x.shape[1:]))] + [(0, 0)] * (x.ndim - 1)
-        x = jnp.pad(x, ends)
-    return x.reshape(shape)
-
-
-def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
-    """Gives an array a shape of as many elements or fewer; it loses those at its end."""
-    if x.size > math.prod(shape):
-        if _has_rows_of(shape, x.shape):
-            return x.reshape(-1, *shape[1:])[: shape[0]]
-        x = x.reshape(-1)[: math.prod(shape)]
-    return x.reshape(shape)
-
-
-def _has_rows_of(shape: Shape, longer: Shape) -> bool:
-    """Whether two shapes differ in their first axes alone, and both have others."""
-    return len(shape) > 1 and longer[1 - len(shape) :] == shape[1:]

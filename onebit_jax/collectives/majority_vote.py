@@ -9,9 +9,9 @@ chunk :math:`j` of every tensor:
     v = \mathrm{sgn} \textstyle\sum_i w_i \, \mathrm{sgn}(z_i), \qquad
     s = \tfrac1n \sum_i \tfrac1d \|z_i\|_1, \qquad \text{result} = s \, v
 
-One bit per element travels each way. Nothing is kept but the number of calls: rounding errors are
-lost, and a minority's values too, however large. :class:`~onebit_jax.collectives.one_bit.OneBit`
-sends as much and loses nothing over many calls.
+One bit per element travels each way. The state is the number of calls alone: rounding errors are
+lost, and so are a minority's values, however large. :class:`~onebit_jax.collectives.one_bit.OneBit`
+sends as many bytes and loses nothing over many calls.
 
 References:
   GeoMesh (`arXiv 2609.18388 <https://arxiv.org/abs/2609.18388>`_).
@@ -106,7 +106,7 @@ class MajorityVote:
 
 
 def _sizes(layout: Layout) -> jax.Array:
-    """How many elements this device's shard has of each tensor; float32 ``[tensors]``."""
+    """The number of each tensor's elements in this device's shard; float32 ``[tensors]``."""
     shards = np.arange(layout.axes.per_node)
     sizes = []
     for piece in layout.pieces:

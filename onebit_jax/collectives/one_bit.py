@@ -48,9 +48,9 @@ Scale = Literal["rms", "mean_abs"]
 ScalePer = Literal["shard", "tensor"]
 ResidualDtype = Literal["float32", "bfloat16"]
 
-# Elements that are neighbours in a sample: what a cache line or a TPU's tile holds, or more.
+# Neighbouring elements in a sample, at least as many as a cache line or a TPU's tile holds.
 _ROW = 128
-# Elements of a tensor that are enough to estimate a mean from.
+# Elements of a tensor from which a mean is estimated.
 _SAMPLE = 2**14
 
 
@@ -75,17 +75,17 @@ def compensate(
       z: the worker's own values.
       compensated: the last call's ``c``, ``[1, *shape]``; the result takes its memory.
       scale: the last call's ``s``, float32 that broadcasts to them.
-      active: which elements count, bool.
-      residual_decay: what ``e`` is multiplied with.
+      active: which elements are active, bool.
+      residual_decay: the factor of ``e``.
       when: where false, the last call's ``c`` stays.
     """
-    # In the shape that c is held in from end to end: only then does XLA write the new c over the
-    # old one. A reshape on the way would make it copy.
+    # All arithmetic is in the shape in which c is held: only then does XLA write the new c over the
+    # old one. A reshape in between would make it copy.
     c = z.astype(jnp.float32).reshape(compensated.shape)
     c += residual_decay * residual(compensated, scale)
     c = lax.select(active.reshape(c.shape), c, jnp.zeros_like(c)).astype(compensated.dtype)
-    # Keeps c from being computed once for the scale and again for the signs. XLA for CPUs drops the
-    # barrier before it fuses, but its sums read arrays, so that c is written there.
+    # Without a barrier c would be computed once for the scale and again for the signs. XLA for CPUs
+    # drops the barrier before it fuses, but writes c, since its sums read arrays.
     return lax.optimization_barrier(lax.select(when, c, compensated))
 
 
@@ -105,11 +105,11 @@ def compensate_mean(
       scales: theirs, float32 ``[n, G]``.
       compensated: the last call's ``a``, ``[1, G, 8, *plane]``; the result takes its memory.
       server_scales: the last call's ``S``, float32 ``[G]``.
-      active: which elements count, bool ``[G, 8, *plane]``.
-      residual_decay: what ``E`` is multiplied with.
+      active: which elements are active, bool ``[G, 8, *plane]``.
+      residual_decay: the factor of ``E``.
       when: where false, the last call's ``a`` stays.
     """
-    # In the shape that a is held in from end to end, as for the worker's c.
+    # All arithmetic is in the shape in which a is held, as for the worker's c.
     last = residual(compensated, across(server_scales, compensated[0])[None])
     total = jnp.multiply(residual_decay, last)
 
@@ -117,26 +117,26 @@ def compensate_mean(
         return total + signed(*row)[None], None
 
     # A row at a time, in order: XLA would write out the decoded rows before an einsum over them.
-    # Adding to the residual what is already divided by n leaves no product for the compiler to
-    # contract into the sum, here but not there.
+    # The scales are divided by n first: a product in the sum would be contracted into it by some
+    # compilers, and not by others.
     total, _ = lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))
     a = lax.select(active[None], total, jnp.zeros_like(total)).astype(compensated.dtype)
     return lax.optimization_barrier(lax.select(when, a, compensated))
 
 
 def across(scales: jax.Array, blocks: jax.Array) -> jax.Array:
-    """Scales ``[k]`` to go with blocks ``[k, ...]``."""
+    """Reshapes scales ``[k]`` to broadcast with blocks ``[k, ...]``."""
     return scales.reshape(-1, *[1] * (blocks.ndim - 1))
 
 
 def power_sum(c: jax.Array, kind: Scale) -> jax.Array:
-    """What a scale is made of: the sum of squares, or of absolute values, of each of ``k`` blocks.
+    """The sum of squares, or of absolute values, of each of ``k`` blocks, for :func:`scale`.
 
     Args:
       c: float ``[k, ...]``, 0 where not active.
       kind: ``"rms"`` (root mean square, the paper's) or ``"mean_abs"`` (mean absolute value).
     """
-    # Flat before all else: XLA for CPUs then adds up in the same order under vmap as elsewhere.
+    # Flattened first: XLA for CPUs then sums in the same order under vmap as elsewhere.
     c = c.astype(jnp.float32).reshape(len(c), -1)
     return jnp.sum(c * c if kind == "rms" else jnp.abs(c), 1)
 
@@ -145,9 +145,9 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
     """``s(c)`` of blocks, over their active elements; 0 where there are none.
 
     Args:
-      power_sums: from :func:`power_sum`.
-      counts: how many elements of each are active, float32.
-      kind: as for it.
+      power_sums: from :func:`power_sum`, of the same ``kind``.
+      counts: the number of active elements of each block, float32.
+      kind: ``"rms"`` or ``"mean_abs"``.
     """
     mean = power_sums / jnp.maximum(counts, 1)
     return jnp.sqrt(mean) if kind == "rms" else mean
@@ -170,7 +170,7 @@ def squared_residual(
 
     Args:
       scales: of the blocks, or of the tensors of which they are shards.
-      counts: how many elements of each block are active, float32.
+      counts: the number of active elements of each block, float32.
       squares: their sums of squares, from :func:`power_sum` or :func:`estimated_sum`.
       magnitudes: their sums of absolute values, likewise.
     """
@@ -178,16 +178,16 @@ def squared_residual(
 
 
 def estimated_sum(c: jax.Array, kind: Scale) -> jax.Array:
-    """As :func:`power_sum`, of large blocks from some 16,000 elements, evenly spread."""
+    """Estimates :func:`power_sum` of large blocks from some 16,000 elements, evenly spread."""
     sample, times = evenly_sampled(c)
     return times * power_sum(sample, kind)
 
 
 def evenly_sampled(c: jax.Array, count: int = _SAMPLE) -> tuple[jax.Array, float]:
-    """Some elements of blocks ``[k, ...]``, evenly spread, and how many elements each stands for.
+    """Samples blocks ``[k, ...]`` evenly; also returns how many elements each one represents.
 
-    About ``count`` of each block are taken, by runs of 128 within rows, and by whole rows where
-    those are shorter.
+    It takes about ``count`` elements of each block, in runs of 128 within rows, or in whole rows if
+    rows are shorter.
     """
     step = c.size // len(c) // count
     if step <= 1:
@@ -210,8 +210,8 @@ class OneBit:
 
     Attributes:
       scale: ``"rms"``, the papers', or ``"mean_abs"``.
-      residual_dtype: of the arrays that hold compensated values.
-      fused: whether the whole tree is one tensor, with one scale.
+      residual_dtype: dtype of the arrays that hold compensated values.
+      fused: whether the whole tree is treated as one tensor, with one scale.
       scale_per: where tensors are split between devices, ``"shard"`` or ``"tensor"``. A fused tree
         always has one scale: tensors that are not split must not differ from place to place.
 
@@ -239,7 +239,7 @@ class OneBit:
     def init(self, layout: Layout) -> ExchangeState:
         """The state before the first call: no residuals, and nothing active."""
         dtype, nodes = self.residual_dtype, (*layout.shards, layout.axes.nodes)
-        # One element where there is nothing: Orbax saves no empty array.
+        # One element in place of none: Orbax saves no empty array.
         scales = jnp.zeros((1, *(layout.scale_shape if layout.pieces else (1,))), jnp.float32)
         none = Active(
             jnp.zeros((*nodes, layout.payload if layout.compresses else 1), jnp.uint8),
@@ -261,8 +261,8 @@ class OneBit:
             others.append(estimated_sum(blocks, other))
             packed = pack(piece.chunks_of(c[0] >= 0), 1, 2)
             if piece.is_padded:
-                # Written as planes first: as a part of a row it would take a division for each byte
-                # to find its place, before or behind the padding.
+                # Written as planes first: as a part of a row, each byte would need a division to
+                # find its place before or behind the padding.
                 packed = materialize(packed, layout.axes.node)
             sections.append(piece.section(packed))
         counts = jnp.sum(layout.shard(state.active).counts, 0)
@@ -326,14 +326,14 @@ class OneBit:
         return [*sections, scale_bytes(S)], state._replace(server=kept_values)
 
     def _scales(self, power_sums: jax.Array, counts: jax.Array) -> jax.Array:
-        """The scales of shards, or of the tensors that they are shards of."""
+        """The scales of shards, or of the whole tensors."""
         if self.fused or self.scale_per == "tensor":
-            # What every place has as a whole counts as often in the sums as in the counts.
+            # A tensor that every place has as a whole is counted equally often in both.
             power_sums, counts = sum_over_shards(jnp.stack([power_sums, counts]))
         return scale(power_sums, counts, self.scale)
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
-        """The numbers ``S sgn`` that rows stand for, in pieces."""
+        """Decodes rows to the numbers ``S sgn``, in pieces."""
         return scaled_signs(layout, rows)
 
     def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
@@ -356,8 +356,8 @@ class OneBit:
             squared += times * jnp.sum(jnp.square(total))
         return jnp.sqrt(squared) / len(received)
 
-    def activate(self, layout: Layout, state: ExchangeState, alike: Any) -> ExchangeState:
-        """Says which elements take part from the next call on; see ``BoundExchange.activate``."""
+    def activate(self, layout: Layout, state: ExchangeState, active: Any) -> ExchangeState:
+        """Marks the active elements from the next call on; see ``BoundExchange.activate``."""
 
         def of_shard(pieces: list[jax.Array]) -> Active:
             bits = [piece.pack(x > 0, 1) for piece, x in zip(layout.pieces, pieces, strict=True)]
@@ -366,10 +366,11 @@ class OneBit:
             counts = [jnp.sum(x, range(2, x.ndim), dtype=jnp.int32) for x in set_bits]
             return Active(rows, jnp.concatenate(counts, -1).astype(jnp.float32))
 
-        pieces = layout.gather(alike)
-        active = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
-        # The newly active have c and a of 0, which would stand for residuals of -s and -S.
-        born = layout.shard(active.bits & ~cast(Active, state.active).bits)
+        pieces = layout.gather(active)
+        marks = jax.vmap(of_shard)(pieces) if layout.shards else of_shard(pieces)
+        # Newly active elements have c = a = 0, which would mean residuals of -s and -S: with c = s
+        # and a = S they begin with residuals of 0.
+        born = layout.shard(marks.bits & ~cast(Active, state.active).bits)
         chunk = lax.axis_index(layout.axes.node)
         held, scales = state.worker.value
         c = []
@@ -385,7 +386,7 @@ class OneBit:
         return state._replace(
             worker=PerWorker(Compensated(c, scales)),
             server=PerWorker(Compensated(served, server_scales)),
-            active=active,
+            active=marks,
         )
 
     def residuals(
@@ -413,12 +414,12 @@ class OneBit:
         return state._replace(worker=PerWorker(Compensated(c, state.worker.value.scales)))
 
     def encode(self, layout: Layout, pieces: Sequence[jax.Array], counts: jax.Array) -> jax.Array:
-        """Rows whose numbers are as near to a shard's values as a scale for each chunk allows.
+        """Encodes a shard's values as rows, as closely as one scale per chunk allows.
 
         Args:
           layout: the layout.
           pieces: the values, 0 where not active.
-          counts: how many elements of each chunk are active.
+          counts: the number of active elements of each chunk.
         """
         bits, sums = [], []
         for piece, x in zip(layout.pieces, pieces, strict=True):

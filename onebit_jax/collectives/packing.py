@@ -66,8 +66,8 @@ def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
     >>> unpack_flags(jnp.array([5], jnp.uint8), axis=0)[:, 0].astype(int)
     Array([1, 0, 1, 0, 0, 0, 0, 0], dtype=int32)
     """
-    # Masks made beside the data, never eight planes joined afterwards: XLA fuses a broadcast into
-    # the loop that reads it, and writes a stack out.
+    # Broadcast masks, not a stack of eight planes: XLA fuses a broadcast into the loop that reads
+    # it, and writes a stack to memory.
     shape = (*packed.shape[:axis], 8, *packed.shape[axis:])
     masks = lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
     # Operations of lax, here and wherever each tensor is decoded: a third of jnp's instructions.
@@ -76,12 +76,12 @@ def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
 
 
 def _shifts(bits: int, trailing: int) -> np.ndarray:
-    """Where in a byte each number begins, along an axis that so many others follow."""
+    """The first bit of each number in its byte, along an axis before ``trailing`` others."""
     return np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, *[1] * trailing)
 
 
 def signed(packed: jax.Array, scale: jax.Array) -> jax.Array:
-    """The numbers ``scale * sgn`` that packed signs stand for.
+    """Decodes packed signs to the numbers ``scale * sgn``.
 
     Args:
       packed: uint8.

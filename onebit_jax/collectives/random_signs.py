@@ -6,21 +6,21 @@ else -1, so that :math:`\mathrm{E}\, Q(z) = z`. Worker :math:`i` sends :math:`u_
 mean itself. Nothing is kept from call to call. In the hierarchical form a worker is a node, and a
 device sends its own shard.
 
-*Inactive* elements need one more bit of information: whether to stay so. They send the same bits
-with another meaning: a worker sends :math:`z_i = 1` if it has a gradient there and -1 otherwise,
-drawn without chance, and all workers receive 1 if any has sent it.
+The bits of *inactive* elements tell whether they become active: a worker sends :math:`z_i = 1` if
+it has a gradient there and -1 otherwise, without a random draw, and all workers receive 1 if any of
+them sent it.
 
 The bits travel in either way of :mod:`~onebit_jax.collectives.votes`. In a sum of votes every
-worker draws the second :math:`Q` from one shared key. It is the one that the servers would draw:
-both ways give the same results, bit for bit.
+worker draws the second :math:`Q` from a shared key, as the servers would: both ways give the same
+results, bit for bit.
 
 Random bits:
-  A draw takes 16 of them, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
-  none may cost a pass over memory. JAX's generators take 1 to 20 nanoseconds per element on two CPU
-  cores; drawing *and* packing from a hash of a counter takes what packing alone does, 0.2
+  A draw takes 16 random bits, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
+  must not cost a pass over memory. JAX's generators take 1 to 20 nanoseconds per element on two CPU
+  cores; drawing *and* packing by a hash of a counter takes as long as packing alone, 0.2
   (``benchmarks/random_bits.py``, figures in ``docs/performance.md``). So bits come from a hash,
-  which XLA computes inside the loop that draws. Its keys, one a worker and step, are drawn by
-  ``jax.random``.
+  which XLA computes inside the loop that draws. Its keys, one for each worker and step, are drawn
+  by ``jax.random``.
 
 References:
   Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed
@@ -60,7 +60,7 @@ class Ratio(NamedTuple):
 
     Attributes:
       numerator: at most ``denominator`` in absolute value.
-      denominator: above 0; at least 2**-100, lest products with it underflow.
+      denominator: above 0; at least 2**-100, so that products with it do not underflow.
     """
 
     numerator: jax.Array
@@ -70,9 +70,8 @@ class Ratio(NamedTuple):
 def hash_words(counter: jax.Array, key: jax.Array) -> jax.Array:
     """32 random bits for each number: MurmurHash3's finalizer, keyed before each of its two rounds.
 
-    Words are distinct for distinct counters under one key, and under a key that is drawn at random
-    every word is as likely as any other. Keys that differ in a few bits of the second word alone
-    give words that are alike.
+    Distinct counters give distinct words under one key, and a random key makes all words equally
+    likely. Keys that differ only in a few bits of their second word give similar words.
 
     Args:
       counter: uint32; so is the result.
@@ -82,7 +81,7 @@ def hash_words(counter: jax.Array, key: jax.Array) -> jax.Array:
     x ^= x >> 16
     x *= np.uint32(0x85EBCA6B)
     x ^= x >> 13
-    # Without this one, all keys would read one sequence, each in another order.
+    # Without this line all keys would give the same words, each in another order.
     x ^= key[1]
     x *= np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -95,10 +94,10 @@ def uniforms(
 
     Args:
       key: uint32 ``[2]``.
-      firsts: for each of ``G`` tensors the counter of its first word.
-      chunks: how many chunks it has.
+      firsts: the counter of the first word of each of ``G`` tensors.
+      chunks: the number of chunks of each.
       plane: the shape of a chunk's bytes.
-      chunk: the one chunk to draw for; None for all.
+      chunk: the only chunk to draw for; None for all.
 
     Returns:
       float32 ``[G, chunks, 8, *plane]``, with 1 in place of ``chunks`` for one of them.
@@ -112,7 +111,7 @@ def uniforms(
     words = hash_words(counter[None] + starts[:, None], key)
     words = words.reshape(len(starts), drawn, 1, 4, *plane)
     shifts = jnp.array([0, 16], jnp.uint32).reshape(2, 1, *[1] * len(plane))
-    # By way of int32, for which CPUs have an instruction.
+    # Converted from int32, for which CPUs have an instruction.
     halves = ((words >> shifts) & np.uint32(0xFFFF)).astype(jnp.int32).astype(jnp.float32)
     numbers = halves * np.float32(2**-15) + np.float32(2**-16 - 1)
     return numbers.reshape(len(starts), drawn, 8, *plane)
@@ -124,10 +123,10 @@ def binarize(z: Ratio, uniform: jax.Array) -> jax.Array:
 
 
 class Draw(NamedTuple):
-    """What a call is told.
+    """Options of a call of :class:`RandomSigns`.
 
     Attributes:
-      key: a PRNG key, the same on all workers, another in each call.
+      key: a PRNG key, the same on all workers, and a new one in each call.
       active: which elements are active; uint8 ``[chunks, bytes]``, the same on all workers.
     """
 
@@ -141,7 +140,7 @@ class RandomSigns:
 
     Attributes:
       transport: ``"bits"`` or ``"votes"``.
-      requantize: whether servers draw, so that one bit comes back; else the counts do.
+      requantize: whether servers draw, and return one bit; else they return the counts.
 
     Raises:
       ValueError: for another transport.
@@ -158,7 +157,7 @@ class RandomSigns:
         validation.check_flag("requantize", self.requantize)
 
     def init(self, layout: Layout) -> tuple[()]:
-        """Nothing; ``ValueError`` for more than 255 workers, or nodes, whose votes are summed."""
+        """No state; raises ``ValueError`` if votes of more than 255 workers or nodes are summed."""
         if self.transport == "votes":
             field_bits(layout.axes.nodes)
         return ()
@@ -189,7 +188,7 @@ class RandomSigns:
         return [self._decided(layout, count_rows(rows), call, chunk)], state
 
     def sum(self, layout: Layout, votes: jax.Array, call: Draw) -> jax.Array:
-        """What all servers would send, ``[chunks, bytes]``, by one sum of all workers' votes."""
+        """The rows of all servers, ``[chunks, bytes]``, by one sum of all workers' votes."""
         return self._decided(layout, sum_votes(votes, layout.axes.node), call, None)
 
     def _decided(self, layout: Layout, digits: jax.Array, call: Draw, chunk: Any) -> jax.Array:
@@ -214,7 +213,7 @@ class RandomSigns:
         return layout.row(materialize(sections, layout.axes.node), None)
 
     def newly_active(self, layout: Layout, received: jax.Array, active: jax.Array) -> jax.Array:
-        """Inactive elements of which any worker has a gradient; bits ``[chunks, bytes]``."""
+        """Inactive elements for which any worker has a gradient; bits ``[chunks, bytes]``."""
         if not self.requantize:
             digits = jnp.split(received, layout.axes.nodes.bit_length(), -1)
             received = functools.reduce(jnp.bitwise_or, digits)
@@ -231,7 +230,7 @@ class RandomSigns:
 
 
 def _words(layout: Layout, key: jax.Array, which: Any) -> jax.Array:
-    """The words of a key that a worker or, by the number of nodes, all servers draw from."""
+    """The key's words from which worker ``which`` draws; the number of nodes stands for servers."""
     if layout.axes.local is not None:
         key = jax.random.fold_in(key, lax.axis_index(layout.axes.local))
     return jax.random.bits(jax.random.fold_in(key, which), (2,), jnp.uint32)

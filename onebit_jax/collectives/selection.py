@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Flags that are counted together.
+# The number of flags in a row that is counted at once.
 _ROW = 64
 
 
 def kth_largest(magnitudes: jax.Array, k: int) -> jax.Array:
     """The ``k``-th largest of numbers that are at least 0, exactly; float32 ``[]``.
 
-    By bisection over the bits of a float, which are in the order of the numbers: 31 passes that
-    count, which are faster than a sort on any device (XLA for CPUs sorts 30 times as long).
+    It bisects over the bits of floats, which are ordered as the numbers are: 31 passes that count
+    are faster than a sort on any device (a sort takes XLA for CPUs 30 times as long).
 
     Args:
       magnitudes: float32 ``[d]``.
@@ -28,7 +28,7 @@ def kth_largest(magnitudes: jax.Array, k: int) -> jax.Array:
         tried = found | bit
         return jnp.where(jnp.sum(bits >= tried, dtype=jnp.int32) >= k, tried, found), None
 
-    # Begins as a part of the numbers, and so varies over the same axes of a mesh.
+    # Computed from the numbers, so that it varies over the same axes of a mesh.
     none = bits[0] & np.uint32(0)
     found, _ = lax.scan(try_bit, none, jnp.uint32(1) << jnp.arange(30, -1, -1, dtype=jnp.uint32))
     return lax.bitcast_convert_type(found, jnp.float32)
@@ -37,15 +37,15 @@ def kth_largest(magnitudes: jax.Array, k: int) -> jax.Array:
 def places_of(
     flags: jax.Array, count: int, start: jax.Array | int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """The places of the first ``count`` true flags from a start on, past the end to the beginning.
+    """The places of the first ``count`` true flags from a start on, wrapping around at the end.
 
     Args:
       flags: bool ``[d]``.
-      count: how many places at most.
+      count: the largest number of places.
       start: below ``d``.
 
     Returns:
-      int32 ``[count]``, and which of them there are; the others are 0.
+      int32 ``[count]``, and flags that tell which of them were found; the others are 0.
 
     >>> places_of(jnp.array([True, False, True, True]), 2, start=3)[0]
     Array([3, 0], dtype=int32)

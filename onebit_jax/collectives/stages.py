@@ -1,10 +1,10 @@
-"""An exchange in stages, so that its collectives may stand apart from what encodes and decodes.
+"""An exchange in stages, whose collectives can be separated from encoding and decoding.
 
-*Stages* are a generator that yields each message, is sent what all workers received of it, and
-returns the result. :func:`carry_out` sends the messages as they come. Where one of several
-exchanges has a turn, what encodes and decodes runs in a loop that the others skip, and a collective
-in a loop cannot overlap with what is outside: :func:`send_in_turns` sends all messages by
-collectives outside the loops, and :func:`carry_out` is then given what was received.
+*Stages* are a generator that yields each message, is sent the bytes that all workers received of
+it, and returns the result. :func:`carry_out` sends each message as it comes. If several exchanges
+take turns, encoding and decoding run in a loop that all but one skip, and a collective in a loop
+cannot overlap with computations outside. So :func:`send_in_turns` sends all messages by collectives
+outside the loops, and :func:`carry_out` is then given the received bytes.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Message(NamedTuple):
-    """What a stage sends.
+    """A message of a stage.
 
     Attributes:
       collective: takes rows, uint8 ``[..., bytes]``, and may add axes before.
@@ -36,11 +36,11 @@ class Message(NamedTuple):
     order: Sequence[int] = ()
 
     def travel(self) -> jax.Array:
-        """What all workers receive; rows of a length that is a multiple of 128."""
+        """Sends it, and returns what all workers receive; rows of a multiple of 128 bytes."""
         return in_buckets(self.collective, self.sections, self.limit, self.order)
 
     def rows(self) -> jax.Array:
-        """The sections side by side; rows of a length that is a multiple of 128."""
+        """The sections side by side; rows of a multiple of 128 bytes."""
         leading = self.sections[0].shape[:-1]
         return join_sections(self.sections, leading)
 
@@ -49,11 +49,11 @@ Stages = Generator[Message, Any, Result]
 
 
 def carry_out(stages: Stages[Result], received: Sequence[jax.Array] = ()) -> Result:
-    """The result of stages.
+    """Runs stages, and returns their result.
 
     Args:
       stages: the stages, from the first on.
-      received: what all workers received of the first messages, which are not sent again.
+      received: the bytes received of the first messages, which are not sent again.
     """
     given, answer = iter(received), None
     try:
@@ -72,12 +72,12 @@ def send_in_turns(
     *,
     axis_names: tuple[str, ...],
 ) -> list[jax.Array]:
-    """Sends all messages of one of several exchanges; each takes the bytes of the largest.
+    """Sends all messages of exchange ``which``; each takes as many bytes as the largest one's.
 
     Args:
       which: the exchange whose turn it is; int32 ``[]``, the same on all workers.
       begin: begins the stages of an exchange.
-      reads: for each exchange the tree of arrays from which its stages follow.
+      reads: for each exchange the arguments of ``begin``, a tree of arrays.
       axis_names: the axes that the workers run along.
 
     Returns:
@@ -103,7 +103,7 @@ def send_in_turns(
 
 
 def _next_message(stages: Stages[Any], received: Sequence[jax.Array]) -> Message:
-    """The first message that was not received; raises ``StopIteration`` if there is none."""
+    """The first message that is not among the received; ``StopIteration`` if there is none."""
     message = next(stages)
     for rows in received:
         message = stages.send(rows)

@@ -1,25 +1,25 @@
 """Votes: each worker sends one bit per element, and the majority, or the count, comes back.
 
-Bits are counted eight at a time: digit ``k`` of eight neighbouring counts is one byte, as the bits
-that are counted are, so that adding a row of votes is a few operations on bytes, and the digits are
-as they travel. There are two ways to bring the votes together:
+Bits are counted eight at a time: one byte holds digit ``k`` of eight neighbouring counts, as a byte
+of votes holds eight bits. So adding a row of votes takes a few operations on bytes, and digits are
+sent as they are. There are two ways to exchange votes:
 
 ``"bits"``
   Worker ``j`` serves chunk ``j``: it receives all workers' bits of the chunk in an ``all_to_all``,
   counts them, decides, and sends its answer to all in an ``all_gather``.
 
 ``"votes"``
-  One ``psum`` of uint8. Every vote stands in a field of 1, 2, 4 or 8 bits, the narrowest that holds
-  the number of workers, so that no sum carries from one field into the next. A ring sends ``2
-  (n-1)/n`` times the buffer, so this costs the bytes of the first way times the bits of a field,
-  and is one collective in place of two. XLA sums uint8 as such on GPUs and CPUs, and widens it to
-  uint32 on TPUs (JAX 0.10.2).
+  One ``psum`` of uint8. Every vote has a field of 1, 2, 4 or 8 bits, the narrowest that holds the
+  number of workers, so that no sum carries from one field into the next. A ring sends ``2 (n-1)/n``
+  times the buffer, so this costs the bytes of the first way times the bits of a field, in one
+  collective instead of two. XLA sums uint8 as such on GPUs and CPUs, and widens it to uint32 on
+  TPUs (JAX 0.10.2).
 
-A zero has no sign, yet one bit must be sent for it. If it were always the same, an element that is
-zero on all workers would walk, and so would one on which an even number of workers is divided. In
-:class:`Votes` both take turns: a zero counts as +1 on the workers whose index has the parity of
-``turn``, a tie gives +1 in even turns, and -1 otherwise. With ``turn`` counting calls, what zeros
-and ties add up to stays within one step of nothing.
+A zero has no sign, but one bit must be sent for it. With a fixed bit, an element that is zero on
+all workers would drift, and so would a tied one. In :class:`Votes` both take turns: a zero counts
+as +1 on the workers whose index has the parity of ``turn``, and a tie gives +1 in even turns and -1
+in odd ones. If ``turn`` counts calls, the sum over all calls of zeros and ties stays within one
+step of 0.
 
 References:
   Bernstein et al., `signSGD with Majority Vote is Communication Efficient and Fault Tolerant
@@ -59,7 +59,7 @@ def field_bits(workers: int) -> int:
 
 
 def count_rows(rows: jax.Array) -> jax.Array:
-    """How many of the rows ``[n, bytes]`` have each bit set: the counts' binary digits.
+    """Counts for each bit the rows ``[n, bytes]`` that have it set; the counts' binary digits.
 
     Returns:
       uint8 ``[digits, bytes]``, lowest digit first, of ``bit_length(n)`` digits.
@@ -95,7 +95,7 @@ def sum_votes(votes: jax.Array, axis_name: str) -> jax.Array:
     fields = [jnp.zeros_like(votes) for _ in range(width)]
     for plane, (byte, field) in enumerate(places):
         fields[byte] |= ((votes >> np.uint8(plane)) & np.uint8(1)) << np.uint8(field * width)
-    # Buckets are not to be had here: XLA joins the sums into one again.
+    # There are no buckets here: XLA would join their sums into one again.
     sums = lax.psum(jnp.stack(fields), axis_name)
     digits = [jnp.zeros_like(votes) for _ in range(workers.bit_length())]
     for plane, (byte, field) in enumerate(places):
@@ -106,7 +106,7 @@ def sum_votes(votes: jax.Array, axis_name: str) -> jax.Array:
 
 
 def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Array]:
-    """Which counts are more than the threshold and which are equal to it, a bit each."""
+    """Bits that tell which counts exceed the threshold, and which equal it."""
     more, equal = jnp.zeros_like(digits[0]), ~jnp.zeros_like(digits[0])
     for k in reversed(range(len(digits))):
         if threshold >> k & 1:
@@ -118,7 +118,7 @@ def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Ar
 
 
 def counts_of(digits: Sequence[jax.Array], axis: int) -> jax.Array:
-    """The counts that digits stand for, float32, with an axis of 8 put in."""
+    """Decodes digits to counts, float32, and inserts an axis of 8."""
     parts = [jnp.where(unpack_flags(x, axis), jnp.float32(2**k), 0.0) for k, x in enumerate(digits)]
     return sum(parts[1:], parts[0])
 
@@ -137,10 +137,10 @@ def mean_signs(layout: Layout, received: jax.Array) -> list[jax.Array]:
 
 
 class Turn(NamedTuple):
-    """What a call of :class:`Votes` is told.
+    """Options of a call of :class:`Votes`.
 
     Attributes:
-      turn: an int that decides on zeros and ties, the same on all workers; count calls with it.
+      turn: the number of calls, which decides zeros and ties; the same on all workers.
     """
 
     turn: jax.Array
@@ -148,11 +148,11 @@ class Turn(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Votes:
-    """Each worker's signs, of which the majority or the mean comes back; nothing is kept.
+    """Sends each worker's signs, and returns their majority or their mean; it has no state.
 
     Attributes:
-      mean: whether the mean of the signs comes back, at ``bit_length(n)`` bits per element, rather
-        than the majority's sign.
+      mean: whether servers return the mean of the signs, at ``bit_length(n)`` bits per element,
+        instead of the majority's sign.
     """
 
     mean: bool = False
@@ -161,7 +161,7 @@ class Votes:
     grouping: Grouping = dataclasses.field(default="separate", init=False)
 
     def init(self, layout: Layout) -> tuple[()]:
-        """Nothing."""
+        """No state."""
         del layout
         return ()
 

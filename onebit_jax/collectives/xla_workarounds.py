@@ -21,24 +21,24 @@ def overwrite_if(
 ) -> Arrays:
     """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
 
-    A zero- or one-iteration loop, whose result takes the memory of ``arrays``. A ``lax.cond``
-    copies what it passes on, and a select computes both.
+    A zero- or one-iteration loop, which writes its result over ``arrays``. A ``lax.cond`` would
+    copy the arrays, and a select would compute both.
 
     Args:
-      predicate: bool ``[]``, the same on all workers: ``update`` may hold collectives.
-      update: what to compute; its result has the structure, shapes and dtypes of ``arrays``.
+      predicate: bool ``[]``, the same on all workers: ``update`` may call collectives.
+      update: returns a tree of the structure, shapes and dtypes of ``arrays``.
       arrays: a tree of arrays.
-      *reads: trees of arrays that ``update`` reads besides.
-      axis_names: the axes that the workers run along. Those that ``vmap`` binds give every worker
-        a predicate of its own, which would turn the loop into a select.
+      *reads: further trees of arrays that ``update`` reads.
+      axis_names: the axes that the workers run along. An axis bound by ``vmap`` gives every worker
+        its own predicate, which would turn the loop into a select.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if mapped := tuple(name for name in axis_names if name not in manual):
         predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
 
     def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
-        # The barrier ties what is read to the carry: XLA would compute ahead of the loop, and so
-        # in every step, whatever does not change in it.
+        # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
+        # the loop before it, and so in every step.
         (_, over), tied = lax.optimization_barrier((carry, reads))
         return jnp.zeros_like(predicate), update(over, *tied)
 
@@ -53,21 +53,21 @@ def overwrite_one(
     *,
     axis_names: tuple[str, ...] = (),
 ) -> list[Arrays]:
-    """Of several trees number ``which`` by ``update(arrays[i], reads[i])``, the others as they are.
+    """Replaces tree number ``which`` by ``update(arrays[i], reads[i])``, and returns all trees.
 
-    A loop for each, of which one makes a turn. They are named as alternatives, so that
-    :mod:`onebit_jax.wire` counts one.
+    Each tree has its own loop, and one of these runs once. The loops are named as alternatives, so
+    that :mod:`onebit_jax.wire` counts one.
 
     Args:
       which: int32 ``[]``, the same on all workers; -1 for none.
       update: as for :func:`overwrite_if`.
       arrays: trees of arrays.
-      reads: for each of them what ``update`` reads besides.
+      reads: for each tree the further arrays that ``update`` reads.
       axis_names: the axes that the workers run along.
     """
     if len(arrays) == 1:
         return [overwrite_if(which == 0, update, arrays[0], reads[0], axis_names=axis_names)]
-    # Two calls in one program may be carried out in any order, and must not be taken for one.
+    # A program may run two calls in any order; their names tell them apart.
     shapes = repr([(x.shape, x.dtype) for x in jax.tree.leaves(arrays)])
     call, overwritten = zlib.crc32(shapes.encode()), []
     for i, (own, read) in enumerate(zip(arrays, reads, strict=True)):
@@ -77,18 +77,18 @@ def overwrite_one(
 
 
 def materialize(arrays: Arrays, axis_name: str) -> Arrays:
-    """Keeps XLA from computing arrays anew, or in another order, inside what reads them.
+    """Writes arrays to memory, so that XLA does not recompute or reorder them in their readers.
 
     On CPUs a loop that draws, packs and flattens at once is not vectorized, and takes several times
-    as long as one that draws and packs; and what a hundred small programs read each would compute.
-    All of the arrays are written before any is read: so one that is to be written over in place can
-    wait for the others.
+    as long as one that draws and packs; and each of a hundred small kernels would recompute its
+    input. All of the arrays are written before any is read, so an array that is to be overwritten
+    in place can wait for the others.
 
     Args:
-      arrays: a tree of them, of any dtype but booleans.
+      arrays: a tree of arrays of any dtype but bool.
       axis_name: the axis the workers run along.
     """
-    # XLA for CPUs drops a barrier before it fuses, but writes what goes through a loop.
+    # XLA for CPUs drops a barrier before it fuses, but writes the operands of a loop.
     return lax.platform_dependent(
         arrays,
         cpu=functools.partial(_through_a_loop, axis_name),
@@ -97,28 +97,28 @@ def materialize(arrays: Arrays, axis_name: str) -> Arrays:
 
 
 def separate(arrays: Arrays, before: Any) -> Arrays:
-    """``arrays``, whose readers XLA computes after ``before``, and in kernels of their own.
+    """Returns ``arrays``; XLA computes their readers after ``before``, and in separate kernels.
 
-    XLA for GPUs makes one kernel of what reads the same array for several tensors, so that the
-    first tensor's result has to wait for the last one's gradient. It cannot where one depends on
-    the other. XLA for CPUs and TPUs drops the barrier before it fuses.
+    If computations for several tensors read the same array, XLA for GPUs makes one kernel of them,
+    and the first tensor's result has to wait for the last one's gradient. It cannot do so if one
+    depends on the other. XLA for CPUs and TPUs drops the barrier before it fuses.
 
     Args:
-      arrays: a tree of arrays, small ones: they are written to memory.
+      arrays: a tree of small arrays: they are written to memory.
       before: a tree of arrays that are in memory anyway.
     """
     return lax.optimization_barrier((arrays, before))[0]
 
 
 def hide_constants(values: Iterable[int], axis_name: str) -> dict[int, jax.Array]:
-    """Integers of which XLA for CPUs does not know that they are constants; uint32 ``[]``.
+    """Integers hidden from constant folding in XLA for CPUs; uint32 ``[]``.
 
-    It compiles loops that are alike once, but those that differ in where they read from, a constant
-    of theirs, one by one. With hundreds of tensors in one buffer that is most of what compiling
-    takes.
+    XLA compiles equal loops once, but loops that differ in a constant, such as the place where they
+    begin to read, one by one. With hundreds of tensors in one buffer that takes most of the time of
+    compiling.
 
     Args:
-      values: what is needed.
+      values: the integers.
       axis_name: the axis the workers run along.
     """
     unique = sorted(set(values))
@@ -131,8 +131,8 @@ def hide_constants(values: Iterable[int], axis_name: str) -> dict[int, jax.Array
 
 
 def _through_a_loop(axis_name: str, arrays: Arrays) -> Arrays:
-    """Arrays by way of a loop that never runs, of which XLA cannot know that."""
-    # An index is never negative; but that is not known of the index of a device.
+    """Passes arrays through a loop that never runs, which XLA cannot know."""
+    # XLA does not know that a device's index is never negative.
     never = lax.axis_index(axis_name) < 0
     return lax.while_loop(
         lambda carry: carry[0],

@@ -1,10 +1,18 @@
 """The interface of this library's optimizers, and the driver that makes Optax transformations.
 
 An algorithm is a frozen dataclass of hyperparameters that derives from :class:`Algorithm` and
-defines the state before the first update, a step, and the direction of an update. Its state is a
-NamedTuple with a :class:`~.phases.Progress` in a field ``progress``; other fields are equal on all
-workers, bit for bit, or inside a :class:`~onebit_jax.PerWorker`. Other modules query a state
-through its methods; :func:`ask` has the defaults.
+defines the state before the first update and a step, or from :class:`PhasedAlgorithm` and defines
+the steps of its phases, and how an update follows from the state. Its state is a NamedTuple with a
+:class:`~.phases.Progress` in a field ``progress``; other fields are equal on all workers, bit for
+bit, or inside a :class:`~onebit_jax.PerWorker`. Other modules query what a state may have besides
+its fields:
+
+- ``metrics()``: scalars to log, by default the phase alone; ``diagnostics()``: further ones;
+- ``synced_parameters(params)``: the parameters that all workers share, if theirs differ;
+- ``worker_parameters(params)``: the parameters that a worker trains, in the worker view;
+- ``own_parameters()``: a tree of booleans, true where parameters may differ between workers;
+- ``phases``: the phases of its updates, where "compression" is none of them;
+- ``plan``: the schedule of exchanges it was made for, and ``check_plan(expected)``, its check.
 
 :func:`transformation` is the common driver: it checks arguments, chooses the phase, skips updates,
 counts them, and casts. In an algorithm's methods gradients, parameters and updates are lists of
@@ -23,10 +31,10 @@ from jax.typing import ArrayLike
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
-from onebit_jax.collectives.error_feedback import Beside, Call, Late, check_fits, worker_arrays
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.error_feedback import Beside, Call, Late
+from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import outermost
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, made
 
@@ -89,14 +97,16 @@ class Algorithm:
         """A tree in the state with the structure of the parameters, if there is one."""
         del state
 
-    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
-        """The state after an update, and further input of :meth:`direction`."""
+    def step(self, state: Any, update: Update) -> tuple[Any, Arrays | None]:
+        """The state after an update, not counted yet, and the update itself, float32.
+
+        None for the update if it follows from the counted state, by :meth:`direction`.
+        """
         raise NotImplementedError
 
-    def direction(self, state: Any, received: Any, update: Update) -> Arrays:
-        """The update itself, float32, by default the result of :meth:`step`; already counted."""
-        del state, update
-        return received
+    def direction(self, state: Any, update: Update) -> Arrays:
+        """The update itself, float32, from the state after it, which has counted it."""
+        raise NotImplementedError
 
     def upcoming(self, state: Any) -> Any:
         """The phases of the next updates: see :class:`~.phases.Progress`."""
@@ -169,7 +179,7 @@ class PhasedAlgorithm(Algorithm):
         """Accepts a phase only on its side of the freeze."""
         return (progress.frozen_at >= 0) == (phase in self.after())
 
-    def step(self, state: Any, update: Update) -> tuple[Any, Any]:
+    def step(self, state: Any, update: Update) -> tuple[Any, None]:
         """The step of the given phase, or a program that chooses the upcoming one, in place."""
         if update.phase is not None:
             return self._make(update.phase, state, update), None
@@ -265,7 +275,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         accepted = follows if when is None else when.made & follows
         beside = None if when is None else when.beside
         update = Update(grads, leaves, accepted, phase, extra_args, updates, beside)
-        new, received = algorithm.step(state, update)
+        new, u = algorithm.step(state, update)
         new = new._replace(
             progress=new.progress._replace(
                 count=was.count + accepted,
@@ -274,7 +284,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         )
         new = _with_upcoming(algorithm, new)
         _check_same(name, new, state)
-        u = algorithm.direction(new, received, update)
+        u = algorithm.direction(new, update) if u is None else u
         if when is not None or (phase is not None and len(algorithm.phases) > 1):
             u = keep(accepted, u, jax.tree.map(jnp.zeros_like, u))
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
@@ -363,30 +373,7 @@ def has_progress(node: Any) -> bool:
 
 def states_of(tree: Any) -> list[Any]:
     """All outermost states of algorithms in an optimizer's state."""
-    return list(filter(has_progress, jax.tree.leaves(tree, is_leaf=has_progress)))
-
-
-# Defaults for states without a method of that name. A state may also have:
-# - synced_parameters(params): the parameters that all workers share, if theirs differ;
-# - worker_parameters(params): the parameters that a worker trains, in the worker view;
-# - own_parameters(): a tree of booleans, true where parameters may differ between workers;
-# - phases: the phases of its updates, where "compression" is none of them;
-# - plan: the schedule of exchanges it was made for, and check_plan(expected), which checks it.
-_DEFAULTS: dict[str, Callable[[Any], Any]] = {
-    "metrics": lambda state: {"phase": state.progress.phase},
-    "diagnostics": lambda state: {},
-}
-
-
-def ask(state: Any, question: str, *args: Any) -> Any:
-    """Calls a method of an algorithm's state, or its default; None if there is neither."""
-    method = getattr(type(state), question, _DEFAULTS.get(question))
-    return None if method is None else method(state, *args)
-
-
-def states_that(tree: Any, question: str) -> list[Any]:
-    """The states of algorithms in an optimizer's state that have such a method or default."""
-    return [x for x in states_of(tree) if hasattr(type(x), question) or question in _DEFAULTS]
+    return outermost(tree, has_progress)
 
 
 def check_contract(name: str, state: Any) -> None:
@@ -460,37 +447,3 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
             "on the way: how it lies on the workers cannot be told."
         )
     return [x for x in found if x is not None]
-
-
-def named(exchange: BoundExchange, pieces: Arrays) -> PerWorker:
-    """A worker's pieces in a state: a dict by the names of their first tensors."""
-    return PerWorker(dict(zip(exchange.layout.names, pieces, strict=True)))
-
-
-def named_zeros(exchange: BoundExchange) -> PerWorker:
-    """The pieces before the first update."""
-    return named(exchange, worker_arrays(exchange.layout, jnp.float32))
-
-
-def named_alike(exchange: BoundExchange, tree: Any) -> PerWorker:
-    """The pieces of a tree that all workers share."""
-    return named(exchange, [x[None] for x in exchange.pieces(tree)])
-
-
-def pieces_of(exchange: BoundExchange, state: PerWorker) -> Arrays:
-    """Undoes :func:`named`; raises ``ValueError`` for pieces of other tensors or workers."""
-    held, expected = state.value, named_zeros(exchange).value
-    if held.keys() != expected.keys():
-        raise ValueError(
-            f"the state is of the tensors {sorted(held)}, but the gradients are a tree with "
-            f"{sorted(expected)}: give update the tree that init was given, or call init again."
-        )
-    check_fits(held, expected, exchange.axes.workers)
-    return [held[name] for name in exchange.layout.names]
-
-
-def bound(how: Exchange, tree: Any, state: Any) -> BoundExchange:
-    """The exchange over a tree; raises ``ValueError`` if its state does not fit it."""
-    exchange = how.over(tree)
-    check_fits(state, jax.eval_shape(exchange.init), exchange.axes.workers)
-    return exchange

@@ -25,13 +25,10 @@ from onebit_jax.transforms.algorithm import (
     Arrays,
     Update,
     decay_and_rate,
-    named,
-    named_alike,
-    named_zeros,
-    pieces_of,
     transformation,
 )
 from onebit_jax.transforms.phases import PHASES, Progress, begin, keep
+from onebit_jax.transforms.worker_pieces import named, named_shared, named_zeros, pieces_of
 
 # The least a of an active element. Its product with the smallest uniform number is still a normal
 # float, and a > 0 marks the element as active.
@@ -204,7 +201,7 @@ class Birder(Algorithm):
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Gives these means to every worker."""
         exchange = self.exchange.over(like)
-        m, a = (named_alike(exchange, tree) for tree in carried)
+        m, a = (named_shared(exchange, tree) for tree in carried)
         return {"m": m, "a": a, "elements": held_elements(exchange)}
 
 

@@ -14,7 +14,7 @@ from onebit_jax.collectives.axes import bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import PerWorker, own
+from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
 
@@ -75,7 +75,7 @@ class Cada(Algorithm):
         return CadaState(
             progress=begin(),
             mean=zeros,
-            sent=PerWorker(jax.tree.map(lambda x: x[None], zeros)),
+            sent=as_own(zeros),
             params=zeros,
             moves=jnp.zeros((self.delay,), jnp.float32),
             age=jnp.zeros([], jnp.int32),
@@ -91,8 +91,11 @@ class Cada(Algorithm):
         """Any phase, but an exchange first."""
         return phase == "sync" or progress.count > 0
 
-    def step(self, state: State, update: Update) -> tuple[State, None]:
-        """Averages gradients in a sync; then decides whether the next update is one."""
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+        """Averages gradients in a sync; then decides whether the next update is one.
+
+        The update is the mean gradient as of the last exchange.
+        """
         tree, axes = jax.tree.structure(state.mean), bound_axes(self.exchange.axis_name)
         g, p = (
             tree.unflatten([x.astype(jnp.float32) for x in leaves])
@@ -127,17 +130,12 @@ class Cada(Algorithm):
         )
         return state._replace(
             mean=mean,
-            sent=PerWorker(jax.tree.map(lambda x: x[None], sent)),
+            sent=as_own(sent),
             params=p,
             moves=moves,
             age=age,
             due=due,
-        ), None
-
-    def direction(self, state: State, received: None, update: Update) -> Arrays:
-        """The mean gradient as of the last exchange."""
-        del received, update
-        return jax.tree.leaves(state.mean)
+        ), jax.tree.leaves(mean)
 
 
 def cada(

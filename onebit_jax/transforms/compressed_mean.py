@@ -11,7 +11,7 @@ from onebit_jax.collectives.error_feedback import Calls, ExchangeState
 from onebit_jax.collectives.exchange import Compressor, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.phases import Progress
 
@@ -60,7 +60,7 @@ class CompressedMean(Algorithm):
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``u = EC(g_1, ..., g_n)``."""
-        exchange = bound(self.exchange, update.grads, state.exchange)
+        exchange = self.exchange.over(update.grads, state.exchange)
         call = update.call(self.residual_decay, self.residual_decay)
         mean, kept = exchange.average(update.grads, state.exchange, call)
         return state._replace(exchange=kept), mean

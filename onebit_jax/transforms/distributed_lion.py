@@ -21,13 +21,10 @@ from onebit_jax.transforms.algorithm import (
     Arrays,
     Update,
     decay_and_rate,
-    named,
-    named_alike,
-    named_zeros,
-    pieces_of,
     transformation,
 )
 from onebit_jax.transforms.phases import Progress, keep
+from onebit_jax.transforms.worker_pieces import named, named_shared, named_zeros, pieces_of
 
 Aggregation = Literal["majority", "mean"]
 
@@ -67,7 +64,7 @@ class DistributedLion(Algorithm):
         return ScaleByDistributedLionState(phases.begin(), named_zeros(self.exchange.over(params)))
 
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
-        """Votes with ``sgn(b1 m_i + (1 - b1) g_i)``; sets ``m_i <- b2 m_i + (1 - b2) g_i``."""
+        """``u``, voted by ``sgn(b1 m_i + (1 - b1) g_i)``; ``m_i <- b2 m_i + (1 - b2) g_i``."""
         exchange = self.exchange.over(update.tree)
         m, g = pieces_of(exchange, state.momentum), exchange.node_mean(update.grads)
         values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
@@ -81,15 +78,11 @@ class DistributedLion(Algorithm):
         m, received = materialize(kept, exchange.axes.node)
         new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
         m = named(exchange, keep(update.when, new, m))
-        return state._replace(momentum=m), received
-
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """``u``, decoded from the votes."""
-        del state
-        exchange = self.exchange.over(update.tree)
         if exchange.compresses:
-            return jax.tree.leaves(exchange.mean(received, ()))
-        return jax.tree.leaves(exchange.layout.scatter(received))
+            u = exchange.mean(received, ())
+        else:
+            u = exchange.layout.scatter(received)
+        return state._replace(momentum=m), jax.tree.leaves(u)
 
     def carry(self, state: State, like: Any) -> Any:
         """The mean momentum."""
@@ -99,7 +92,7 @@ class DistributedLion(Algorithm):
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """Gives the mean momentum to every worker."""
         del state
-        return {"momentum": named_alike(self.exchange.over(like), carried)}
+        return {"momentum": named_shared(self.exchange.over(like), carried)}
 
 
 def scale_by_distributed_lion(

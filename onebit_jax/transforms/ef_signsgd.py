@@ -20,7 +20,6 @@ from onebit_jax.transforms.algorithm import (
     Arrays,
     Update,
     at_count,
-    bound,
     transformation,
 )
 from onebit_jax.transforms.phases import Progress, keep
@@ -76,7 +75,7 @@ class EfSignsgd(Algorithm):
         """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
         m, tree = jax.tree.flatten(state.momentum.value)
         rate = at_count(self.learning_rate, state.progress.count)
-        exchange = bound(self.exchange, update.grads, state.exchange)
+        exchange = self.exchange.over(update.grads, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return self.momentum * m + g[None].astype(jnp.float32)
@@ -87,12 +86,8 @@ class EfSignsgd(Algorithm):
         m = materialize(m, exchange.axes.node)
         nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
         delta, kept = exchange.average(nesterov, state.exchange, Call(update.when))
-        return state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept), delta
-
-    def direction(self, state: Any, received: Arrays, update: Update) -> Arrays:
-        """``-Delta``."""
-        del state, update
-        return [-x for x in received]
+        new = state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept)
+        return new, [-x for x in delta]
 
     def carry(self, state: State, like: Any) -> Any:
         """The total residual of all workers and servers."""

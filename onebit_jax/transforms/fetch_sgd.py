@@ -72,8 +72,8 @@ class FetchSgd(Algorithm):
         sizes = jax.tree.map(lambda p: jnp.uint32(p.size), params)
         return FetchSgdState(phases.begin(), sizes, empty, empty)
 
-    def step(self, state: State, update: Update) -> tuple[State, jax.Array]:
-        """``u <- rho u + mean S(g)``, ``v <- v + lr u``; takes the largest elements out of both."""
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+        """``u <- rho u + mean S(g)``, ``v <- v + lr u``; subtracts the largest of ``v``."""
         sketch, size = self._sketch(update.grads)
         flat = end_to_end([x.astype(jnp.float32) for x in update.grads])
         same_tree = jax.tree.structure(update.tree) == jax.tree.structure(state.sizes)
@@ -92,16 +92,11 @@ class FetchSgd(Algorithm):
         taken = jnp.zeros_like(flat).at[places].set(estimates[places])
         new = sketch.cleared(u, places), sketch.cleared(v, places)
         u, v = keep(update.when, new, (state.momentum, state.error))
-        return state._replace(momentum=u, error=v), taken
-
-    def direction(self, state: State, received: jax.Array, update: Update) -> Arrays:
-        """``-D``."""
-        del state
-        parts, start = [], 0
+        steps, start = [], 0
         for x in update.grads:
-            parts.append(-received[start : start + x.size].reshape(x.shape))
+            steps.append(-taken[start : start + x.size].reshape(x.shape))
             start += x.size
-        return parts
+        return state._replace(momentum=u, error=v), steps
 
 
 def fetch_sgd(

@@ -1,5 +1,6 @@
 """What 1-bit Adam and 1-bit LAMB share: a momentum over a variance that freezes after a warm-up."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,16 @@ from onebit_jax.transforms.algorithm import PhasedAlgorithm, Step, Update
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.warmup import Warmup
+
+
+def first_moment(b1: Any, m: jax.Array, g: jax.Array) -> jax.Array:
+    """``m <- b1 m + (1 - b1) g``, in the dtype and the shape of ``m``."""
+    return (jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)).astype(m.dtype)
+
+
+def second_moment(b2: Any, v: jax.Array, g: jax.Array) -> jax.Array:
+    """``v <- b2 v + (1 - b2) g^2``."""
+    return b2 * v + (1 - b2) * g**2
 
 
 class FrozenVariance(PhasedAlgorithm):
@@ -79,42 +90,37 @@ class FrozenVariance(PhasedAlgorithm):
         return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
 
     def with_dense_moments(self, exchange: BoundExchange, state: Any, update: Update) -> Any:
-        """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient.
+        """The state with :func:`first_moment` and :func:`second_moment` of the mean gradient.
 
         Processes about a quarter of the tensors at a time: otherwise XLA averages all gradients
         into new memory before it uses the first.
         """
         layout, grads, gradients = exchange.layout, update.grads, state.gradients
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
+        m = list(state.momentum.m_then_compensated.value)
         averaged = self.gradient_mean.compresses
         if averaged:
             grads, gradients = self.gradient_mean.average(grads, gradients, update.when)
+        for places in layout.quarters():
+            leaves = [i for place in places for i in layout.leaves_of(place)]
 
-        def first_moment(m: jax.Array, g: jax.Array) -> jax.Array:
-            mean = jnp.multiply(self.b1, m.astype(jnp.float32)) + (1 - self.b1) * g.reshape(m.shape)
-            return mean.astype(m.dtype)
-
-        def second_moment(v: jax.Array, g: jax.Array) -> jax.Array:
-            return self.b2 * v + (1 - self.b2) * g**2
-
-        m = list(state.momentum.m_then_compensated.value)
-        for group in layout.quarters():
-            leaves = [i for place in group for i in layout.leaves_of(place)]
-
-            def turn(over: Any, own: Any, group: Any = group, leaves: Any = leaves) -> Any:
-                g = own if averaged else self.gradient_mean.dense(own)
-                pieces = layout.gather_pieces(group, dict(zip(leaves, g, strict=True)))
-                new_m = [first_moment(x, y) for x, y in zip(over[0], pieces, strict=True)]
-                return new_m, layout.alike(leaves).map(second_moment, over[1], g)
+            def moments_of(old: Any, g: Any, places: Any = places, leaves: Any = leaves) -> Any:
+                old_m, old_v = old
+                if not averaged:
+                    g = self.gradient_mean.dense(g)
+                pieces = layout.gather_pieces(places, dict(zip(leaves, g, strict=True)))
+                new_m = [first_moment(self.b1, *x) for x in zip(old_m, pieces, strict=True)]
+                of_v = functools.partial(second_moment, self.b2)
+                return new_m, layout.alike(leaves).map(of_v, old_v, g)
 
             new_m, new_v = overwrite_if(
                 update.when,
-                turn,
-                ([m[place] for place in group], [v[i] for i in leaves]),
+                moments_of,
+                ([m[place] for place in places], [v[i] for i in leaves]),
                 [grads[i] for i in leaves],
                 axis_names=exchange.axes.names,
             )
-            for place, new in zip(group, new_m, strict=True):
+            for place, new in zip(places, new_m, strict=True):
                 m[place] = new
             for i, new in zip(leaves, new_v, strict=True):
                 v[i] = new

@@ -32,73 +32,32 @@ class Bounds(NamedTuple):
     ratio_threshold: Any
 
 
-class Tensor(NamedTuple):
-    """A tensor's arrays, all of one shape, and the numbers that apply to all elements.
-
-    Small tensors of one shape are one: their arrays are stacked, and so are their numbers
-    (:class:`~onebit_jax.collectives.alike.Alike`).
-
-    Attributes:
-      count: how many tensors it is.
-      numbers: such as weight decay and inverse momentum scale, ``[]`` or ``[count, 1, ...]``.
-      arrays: such as momentum, variance and parameter, ``[*shape]`` or ``[count, *shape]``.
-    """
-
-    count: int
-    numbers: tuple[Any, ...]
-    arrays: tuple[jax.Array, ...]
-
-    def map(self, f: Callable[..., jax.Array]) -> jax.Array:
-        """``f(*numbers, *arrays)``."""
-        return f(*self.numbers, *self.arrays)
-
-
-def tensors_of(
-    alike: Alike, numbers: Sequence[Any], arrays: Sequence[Sequence[jax.Array]]
-) -> list[Tensor]:
-    """All tensors, small ones of one shape together.
-
-    Args:
-      alike: over the tensors.
-      numbers: float32 ``[P]``, or one number for all.
-      arrays: of each kind, one for each of the ``P`` tensors.
-    """
-    stacked = zip(*map(alike.stack, arrays), strict=True)
-    spread = [alike.numbers(x) if jnp.ndim(x) else [x] * len(alike.counts) for x in numbers]
-    rows = zip(*spread, strict=True) if spread else [()] * len(alike.counts)
-    return [Tensor(*x) for x in zip(alike.counts, rows, stacked, strict=True)]
-
-
-def scaled(alike: Alike, numbers: jax.Array, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each tensor times its number."""
-    stacked = zip(alike.numbers(numbers), alike.stack(tensors), strict=True)
-    return alike.unstack([k * x for k, x in stacked])
-
-
-def _reduced(x: jax.Array, kind: Any) -> jax.Array:
-    return jnp.sum(x, 1) if kind is SUM else jnp.min(x, 1, initial=math.inf)
-
-
-def _for_each(
+def _reduce(
     terms: Callable[..., tuple[jax.Array, ...]],
+    kinds: Sequence[Any],
     alike: Alike,
-    tensors: Sequence[Tensor],
-    *kinds: Any,
+    arrays: Sequence[Sequence[jax.Array]],
+    numbers: Sequence[Any] = (),
 ) -> list[jax.Array]:
-    """The sum or minimum of each term over each tensor.
+    """The sum or minimum over each tensor of each of ``terms(*numbers, *arrays)``.
 
     Sums over a tensor that every place of a mesh has as a whole are as many times too large; their
     ratios are not.
     """
     rows = []
-    for tensor in tensors:
-        of_tensor = functools.partial(terms, *tensor.numbers)
-        if tensor.count == 1:
-            rows.append([x[None] for x in fused_reduce(of_tensor, tensor.arrays, *kinds)])
+    for count, operands in zip(alike.counts, alike.groups(arrays, numbers), strict=True):
+        of_tensor = functools.partial(terms, *operands[: len(numbers)])
+        if count == 1:
+            found = fused_reduce(of_tensor, operands[len(numbers) :], *kinds)
+            rows.append([x[None] for x in found])
         else:
-            found = [x.reshape(tensor.count, -1) for x in of_tensor(*tensor.arrays)]
-            reduced = zip(found, kinds, strict=True)
-            rows.append([_reduced(*x) for x in reduced])
+            found = [x.reshape(count, -1) for x in terms(*operands)]
+            rows.append(
+                [
+                    jnp.sum(x, 1) if kind is SUM else jnp.min(x, 1, initial=math.inf)
+                    for x, kind in zip(found, kinds, strict=True)
+                ]
+            )
     found = [alike.in_order(column) for column in zip(*rows, strict=True)]
     found = found or [jnp.zeros((0,), jnp.float32)] * len(kinds)
     sums = [x for x, kind in zip(found, kinds, strict=True) if kind is SUM]
@@ -126,22 +85,31 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 
 
 def lamb_coefficients(
-    bounds: Bounds, u: Callable[..., jax.Array], alike: Alike, tensors: Sequence[Tensor]
+    bounds: Bounds,
+    eps: Any,
+    alike: Alike,
+    rates: Any,
+    m: Sequence[jax.Array],
+    v: Sequence[jax.Array],
+    p: Sequence[jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """``c = clip(||p|| / ||u||)``, 1 if either norm is 0; and ``||v_l||_1``; in one pass.
 
     Args:
       bounds: the bounds of ``c``.
-      u: computes an update from a tensor's numbers and arrays.
+      eps: added to the root of the variance.
       alike: over the tensors.
-      tensors: from :func:`tensors_of`, with the arrays ``m``, ``v`` and ``p``.
+      rates: from :func:`decay_rates`.
+      m: the momentum of each tensor.
+      v: its variance.
+      p: its parameters.
     """
 
-    def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
-        *_, v, p = of_tensor
-        return p.astype(jnp.float32) ** 2, u(*of_tensor) ** 2, v
+    def terms(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
+        u = decayed(m / (jnp.sqrt(v) + eps), p, rate)
+        return p.astype(jnp.float32) ** 2, u**2, v
 
-    squared_p, squared_u, v_sums = _for_each(terms, alike, tensors, SUM, SUM, SUM)
+    squared_p, squared_u, v_sums = _reduce(terms, (SUM, SUM, SUM), alike, (m, v, p), (rates,))
     defined = (squared_p > 0) & (squared_u > 0)
     c = jnp.sqrt(squared_p) / jnp.sqrt(jnp.where(defined, squared_u, 1.0))
     c = jnp.where(defined, jnp.clip(c, bounds.min_coeff, bounds.max_coeff), 1.0)
@@ -163,11 +131,10 @@ def momentum_scales(
     """
 
     def terms(m: jax.Array, inverse_root: jax.Array) -> tuple[jax.Array, ...]:
-        alive = inverse_root > 0
-        return jnp.where(alive, m**2, 0.0), alive.astype(jnp.float32)
+        active = inverse_root > 0
+        return jnp.where(active, m**2, 0.0), active.astype(jnp.float32)
 
-    tensors = tensors_of(alike, (), (m, inverse_roots))
-    squared_m, counts = _for_each(terms, alike, tensors, SUM, SUM)
+    squared_m, counts = _reduce(terms, (SUM, SUM), alike, (m, inverse_roots))
     sigma = jnp.sqrt(squared_m / jnp.maximum(counts, 1))
     moving = sigma > 0
     mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
@@ -211,7 +178,12 @@ def frozen_update(
 
 
 def ratios(
-    bounds: Bounds, eps: Any, last: jax.Array, alike: Alike, tensors: Sequence[Tensor]
+    bounds: Bounds,
+    eps: Any,
+    last: jax.Array,
+    alike: Alike,
+    arrays: Sequence[Sequence[jax.Array]],
+    numbers: Sequence[Any],
 ) -> jax.Array:
     r"""``r``: the factor by which the fresh variance would change the largest step of a tensor.
 
@@ -220,7 +192,8 @@ def ratios(
       eps: added to the root of the variance.
       last: the last ratios.
       alike: over the tensors.
-      tensors: from :func:`tensors_of`, the arguments of :func:`frozen_update`.
+      arrays: the last four arguments of :func:`frozen_update`, each one array per tensor.
+      numbers: its first two.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
@@ -230,7 +203,7 @@ def ratios(
         least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
         return q**2, frozen_update(*of_tensor) ** 2, least
 
-    squared_q, squared_u, least = _for_each(terms, alike, tensors, SUM, SUM, LEAST)
+    squared_q, squared_u, least = _reduce(terms, (SUM, SUM, LEAST), alike, arrays, numbers)
     f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
     w = jnp.sqrt(squared_q / jnp.where(squared_u > 0, squared_u, 1.0))
     w = jnp.where(squared_u > 0, jnp.minimum(w, 1.0), 1.0)

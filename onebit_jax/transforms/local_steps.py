@@ -16,8 +16,8 @@ from onebit_jax.collectives.exchange import Compressor, Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
 from onebit_jax.collectives.xla_workarounds import overwrite_one
-from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, bound, transformation
+from onebit_jax.markers import as_own, own
+from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.fragments import Fragments
 from onebit_jax.transforms.local_steps_checks import (
     check_exchanges_nothing,
@@ -70,10 +70,10 @@ class LocalSteps(Algorithm):
             plan=self.plan,
             since_sync=jnp.zeros([], jnp.int32),
             fragment=jnp.int32(1 % self.fragments),
-            inner=PerWorker(jax.tree.map(lambda x: jnp.asarray(x)[None], state)),
+            inner=as_own(jax.tree.map(jnp.asarray, state)),
             outer=tuple(map(self.outer.init, groups)),
             shared=shared,
-            own=PerWorker(jax.tree.map(lambda x: x[None], shared)),
+            own=as_own(shared),
             exchange=tuple(
                 self.exchange.over(group).begin() if self.compresses else () for group in groups
             ),
@@ -98,14 +98,17 @@ class LocalSteps(Algorithm):
         if not self.compresses:
             D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
         else:
-            exchange = bound(self.exchange, shared, of_exchange)
+            exchange = self.exchange.over(shared, of_exchange)
             D, of_exchange = yield from exchange.average_in_stages(gradient, of_exchange, call)
         moves, new_outer = self.outer.update(D, of_outer, shared)
         new = optax.apply_updates(shared, moves), new_outer
         return *keep(when, new, (shared, of_outer)), of_exchange
 
-    def step(self, state: State, update: Update) -> tuple[State, None]:
-        """An inner step; in a sync then an outer step of the group of tensors whose turn it is."""
+    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+        """An inner step; in a sync then an outer step of the group of tensors whose turn it is.
+
+        The update is the new ``x_i`` minus the present parameters.
+        """
         tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
         steps, inner_state = self.inner.update(
@@ -133,16 +136,18 @@ class LocalSteps(Algorithm):
                 lambda x, y, group: jnp.where(turn == group, x, y), met, moved, fragments.numbers()
             )
         fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
-        return state._replace(
+        new = state._replace(
             plan=self.plan,
             since_sync=jnp.where(syncs, self.delay, state.since_sync + update.when),
             fragment=fragment,
-            inner=PerWorker(jax.tree.map(lambda x: x[None], inner_state)),
+            inner=as_own(inner_state),
             outer=tuple(of_outer for _, of_outer, _ in kept),
             shared=shared,
-            own=PerWorker(jax.tree.map(lambda x: x[None], moved)),
+            own=as_own(moved),
             exchange=tuple(of_exchange for *_, of_exchange in kept),
-        ), None
+        )
+        pairs = zip(jax.tree.leaves(moved), update.params, strict=True)
+        return new, [x - p.astype(jnp.float32) for x, p in pairs]
 
     def _outer_steps(
         self, turn: jax.Array, upcoming: jax.Array, update: Update, kept: list[Any], own: list[Any]
@@ -166,12 +171,6 @@ class LocalSteps(Algorithm):
             [(x, received) for x in own],
             axis_names=axes.names,
         )
-
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
-        """The new ``x_i`` minus the present parameters."""
-        del received
-        moved = jax.tree.leaves(state.own.value)
-        return [x[0] - p.astype(jnp.float32) for x, p in zip(moved, update.params, strict=True)]
 
     def _groups(self, like: Any) -> list[Any]:
         return Fragments(like, self.fragments).split(like)

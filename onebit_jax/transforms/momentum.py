@@ -66,24 +66,24 @@ def compressed(exchange: BoundExchange, momentum: Momentum) -> Arrays:
 
 
 def activate(
-    exchange: BoundExchange, momentum: Momentum, arrays: Sequence[jax.Array], alike: Any
+    exchange: BoundExchange, momentum: Momentum, arrays: Sequence[jax.Array], active: Any
 ) -> Momentum:
     """Marks the active elements, and begins compression from a momentum.
 
     Args:
-      exchange: the exchange over ``alike``.
+      exchange: the exchange over ``active``.
       momentum: the momentum at the end of the dense phase.
       arrays: the momentum to continue from, for each piece; it is the first residual.
-      alike: a tree that is above 0 where elements are active.
+      active: a tree that is above 0 where elements are active.
     """
-    state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), alike)
+    state = exchange.activate(exchange.hand_over(arrays, momentum.exchange), active)
     _, state = exchange.hand_back(arrays, state)
     return momentum._replace(m_then_compensated=PerWorker(list(arrays)), exchange=state)
 
 
-def reactivate(exchange: BoundExchange, momentum: Momentum, alike: Any) -> Momentum:
+def reactivate(exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
     """Marks the active elements again; newly active ones begin with residuals of 0."""
-    return _taken_back(exchange, momentum, exchange.activate(_handed(exchange, momentum), alike))
+    return _taken_back(exchange, momentum, exchange.activate(_handed(exchange, momentum), active))
 
 
 def _handed(exchange: BoundExchange, momentum: Momentum) -> ExchangeState:

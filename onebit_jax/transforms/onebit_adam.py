@@ -213,9 +213,8 @@ class OnebitAdam(FrozenVariance):
         waiting, g = update._replace(beside=None), exchange.node_mean(update.grads)
         return self._with_momentum(exchange, state, m, g, waiting)
 
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
+    def direction(self, state: State, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected."""
-        del received
         exchange = self.bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0

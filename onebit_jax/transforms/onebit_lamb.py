@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
+from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.transforms import fused_momentum as fused
@@ -123,13 +123,10 @@ class OnebitLamb(FrozenVariance):
         state = self.with_dense_moments(exchange, state, update)
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
-
-        def u(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
-            return lamb.decayed(m / (jnp.sqrt(v) + self.eps), p, rate)
-
         alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
-        tensors = lamb.tensors_of(alike, (rates,), (m, v, update.params))
-        c, v_norms = lamb.lamb_coefficients(self.bounds, u, alike, tensors)
+        c, v_norms = lamb.lamb_coefficients(
+            self.bounds, self.eps, alike, rates, m, v, update.params
+        )
         running = lamb.running_coefficients(self.bounds, state.coefficients, c)
         # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
         norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
@@ -150,7 +147,7 @@ class OnebitLamb(FrozenVariance):
 
         roots = alike.map(inverse, v)
         k = lamb.momentum_scales(alike, m, roots)
-        inverse_root, scaled = tree.unflatten(roots), lamb.scaled(alike, k, m)
+        inverse_root, scaled = tree.unflatten(roots), alike.map(operator.mul, m, numbers=(k,))
         k_m = fused.join(exchange, scaled, onto=state.fresh_variance)
         held = state.momentum.m_then_compensated.value
         arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
@@ -164,13 +161,11 @@ class OnebitLamb(FrozenVariance):
     def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
         """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
         exchange, roots = self.bound(state), jax.tree.leaves(state.v_then_inverse_root)
-        alike = exchange.layout.alike()
 
         def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
             return jnp.where(root > 0, k * (1 / root - self.eps), 0.0) ** 2
 
-        tensors = lamb.tensors_of(alike, (state.momentum_scales,), (roots,))
-        v = alike.unstack([x.map(v_of) for x in tensors])
+        v = exchange.layout.alike().map(v_of, roots, numbers=(state.momentum_scales,))
         F = fused.compressed(exchange, state.momentum)
         return lamb.fresh_variance(self.b1, self.b2, fused.join(exchange, v), F, k_m)
 
@@ -178,7 +173,8 @@ class OnebitLamb(FrozenVariance):
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
         exchange, first = self.bound(state), state.progress.count == state.progress.frozen_at
         alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
-        g = exchange.node_mean(lamb.scaled(alike, state.momentum_scales, grads))
+        k_g = alike.map(operator.mul, grads, numbers=(state.momentum_scales,))
+        g = exchange.node_mean(k_g)
         m = moments.last(exchange, state.momentum)
         last_F = fused.compressed(exchange, state.momentum)
         m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
@@ -198,41 +194,39 @@ class OnebitLamb(FrozenVariance):
         later = lamb.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
         fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
         state = state._replace(fresh_variance=fresh)
-        tensors = self._compressed_tensors(exchange, state, update.params, state.progress.count)
-        r = lamb.ratios(self.bounds, self.eps, state.ratios, alike, tensors)
+        arrays, numbers = self._frozen_arguments(state, update.params, state.progress.count)
+        r = lamb.ratios(self.bounds, self.eps, state.ratios, alike, arrays, numbers)
         r = keep(update.when, r, state.ratios)
         factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
         return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
 
-    def _compressed_tensors(
-        self, exchange: BoundExchange, state: State, params: Arrays, count: jax.Array
-    ) -> list[lamb.Tensor]:
-        """The arguments of :func:`~.lamb_coefficients.frozen_update`."""
-        y, tree = jax.tree.flatten(state.v_then_inverse_root)
-        rates = lamb.decay_rates(self, tree.unflatten(params), count)
+    def _frozen_arguments(
+        self, state: State, params: Arrays, count: jax.Array
+    ) -> tuple[tuple[Arrays, ...], tuple[Any, ...]]:
+        """The arrays, and the numbers, of :func:`~.lamb_coefficients.frozen_update`."""
+        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         fresh = fused.cut(exchange, state.fresh_variance)
         sizes = fused.magnitudes(exchange, state.momentum)
-        alike, numbers = exchange.layout.alike(), (rates, 1 / state.momentum_scales)
-        return lamb.tensors_of(alike, numbers, (fresh, y, sizes, params))
+        rates = lamb.decay_rates(self, tree.unflatten(params), count)
+        return (fresh, y, sizes, params), (rates, 1 / state.momentum_scales)
 
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
+    def direction(self, state: State, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ r u`` in compression."""
-        del received
         last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
         compressed = state.progress.phase == PHASES.index("compression")
         exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         alike, u = exchange.layout.alike(), []
         if update.phase != "warmup":
-            tensors = self._compressed_tensors(exchange, state, update.params, last)
-            u = [x.map(lamb.frozen_update) for x in tensors]
+            arrays, numbers = self._frozen_arguments(state, update.params, last)
+            u = [lamb.frozen_update(*x) for x in alike.groups(arrays, numbers)]
         if update.phase != "compression":
             rates = lamb.decay_rates(self, tree.unflatten(update.params), last)
             k_m = fused.dense(exchange, state.momentum)
             numbers = rates, 1 / state.momentum_scales
-            tensors = lamb.tensors_of(alike, numbers, (k_m, y, update.params))
-            dense_update = functools.partial(lamb.dense_update, self.eps, frozen)
-            dense = [x.map(dense_update) for x in tensors]
-            u = [jnp.where(compressed, x, y) for x, y in zip(u, dense)] if u else dense  # noqa: B905
+            groups = alike.groups((k_m, y, update.params), numbers)
+            dense = [lamb.dense_update(self.eps, frozen, *x) for x in groups]
+            both = zip(u, dense, strict=True)
+            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
         factors = alike.numbers(state.factors)
         return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
 

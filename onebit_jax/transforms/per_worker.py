@@ -6,7 +6,7 @@ import jax
 import optax
 
 from onebit_jax import validation
-from onebit_jax.markers import PerWorker, is_per_worker, own
+from onebit_jax.markers import PerWorker, as_own, is_per_worker, own
 
 
 def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -49,12 +49,12 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
                 "library's do. Wrap only what stands before it: "
                 "optax.chain(onebit_jax.per_worker(optax.trace(0.9)), ...)."
             )
-        return PerWorker(jax.tree.map(lambda x: x[None], state))
+        return as_own(state)
 
     def update(
         updates: optax.Updates, state: PerWorker, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, PerWorker]:
         updates, new = inner.update(updates, own(state), params, **extra_args)
-        return updates, PerWorker(jax.tree.map(lambda x: x[None], new))
+        return updates, as_own(new)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))

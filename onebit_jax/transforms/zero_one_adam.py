@@ -23,7 +23,6 @@ from onebit_jax.transforms.algorithm import (
     Step,
     Update,
     at_count,
-    bound,
     transformation,
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
@@ -172,7 +171,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         return state.progress.count + 1 >= self.variance_freeze
 
     def _bound(self, state: State) -> BoundExchange:
-        return bound(self.exchange, state.inverse_root, state.exchange)
+        return self.exchange.over(state.inverse_root, state.exchange)
 
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
@@ -266,9 +265,8 @@ class ZeroOneAdam(PhasedAlgorithm):
         )
         return keep(update.when, new, state)._replace(exchange=exchanged)
 
-    def direction(self, state: State, received: Any, update: Update) -> Arrays:
+    def direction(self, state: State, update: Update) -> Arrays:
         """Adam's update before the freeze; after it, the new parameters minus the old ones."""
-        del received
         before = after = None
         if update.phase not in ("local", "sync"):
             u = self.adam_update(state, update.params, state.progress.count - 1)

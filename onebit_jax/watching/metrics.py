@@ -10,7 +10,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import DictKey
 
-from onebit_jax.transforms.algorithm import ask, has_progress
+from onebit_jax.transforms.algorithm import has_progress
 
 Metrics = dict[str, jax.Array]
 
@@ -20,7 +20,9 @@ def _reports(node: Any) -> bool:
 
 
 def _of_part(node: Any, diagnostics: bool) -> Metrics:
-    return ask(node, "metrics") | (ask(node, "diagnostics") if diagnostics else {})
+    metrics = node.metrics() if hasattr(node, "metrics") else {"phase": node.progress.phase}
+    further = node.diagnostics() if diagnostics and hasattr(node, "diagnostics") else {}
+    return metrics | further
 
 
 def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metrics:

@@ -17,6 +17,7 @@ from onebit_jax.transforms import algorithm, phases
 from onebit_jax.transforms.algorithm import Algorithm, PhasedAlgorithm, transformation
 from onebit_jax.transforms.phases import PHASES, Progress
 from onebit_jax.transforms.when import When
+from onebit_jax.watching.metrics import of_optimizers
 from tests.optimizers import OPTIMIZERS
 from tests.small_task import assert_equal
 from tests.workers import AXIS, draw, on_workers, replicate
@@ -49,11 +50,7 @@ class Sum(Algorithm):
         factor = update.extra_args.get("factor", 1.0)
         mean = lax.pmean([x.astype(jnp.float32) for x in update.grads], AXIS)
         total = [x + update.when * factor * y for x, y in zip(state.total, mean, strict=True)]
-        return self.spoil(state._replace(total=total)), mean
-
-    def direction(self, state, received, update):
-        assert len(received) == len(update.grads)
-        return state.total
+        return self.spoil(state._replace(total=total)), total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +89,7 @@ class Halving(PhasedAlgorithm):
         coming = state.progress.count + jnp.arange(phases.OUTLOOK)
         return jnp.where(coming < FREEZE, 0, 1).astype(jnp.int32)
 
-    def direction(self, state, received, update):
+    def direction(self, state, update):
         return jax.tree.leaves(state.total)
 
 
@@ -261,15 +258,11 @@ def test_a_step_that_changes_the_state_is_refused_by_name(spoil, message):
 # What others ask.
 
 
-def test_states_are_found_and_asked_by_method_or_default():
+def test_states_are_found_and_report_their_phase():
     state = begun(optax.chain(optax.trace(0.5), transformation(Sum())))
     [found] = algorithm.states_of(state)
     assert isinstance(found, State)
-    assert_equal(algorithm.ask(found, "metrics"), {"phase": found.progress.phase})
-    assert algorithm.ask(found, "diagnostics") == {}
-    assert algorithm.ask(found, "synced_parameters", PARAMS) is None
-    assert algorithm.states_that(state, "metrics") == [found]
-    assert algorithm.states_that(state, "synced_parameters") == []
+    assert_equal(of_optimizers(state, diagnostics=True), {"phase": found.progress.phase})
 
 
 def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
@@ -331,8 +324,7 @@ def test_only_empty_tensors_and_none_at_all(name):
         for _ in range(6):
             updates, state = step(params, state, jnp.zeros(WORKERS))
         assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-        [own] = algorithm.states_of(state)
-        metrics = jax.vmap(lambda own: algorithm.ask(own, "metrics"))(own)
+        metrics = jax.vmap(of_optimizers)(state)
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(metrics))
 
 
