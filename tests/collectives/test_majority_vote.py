@@ -121,10 +121,6 @@ def test_nodes_vote_and_one_node_averages(sizes):
             {"exchange": onebit_jax.ExchangeOptions(form="one-stage")},
             r"^form='one-stage' is not a form of MajorityVote.*has 'two-stage' only",
         ),
-        (
-            {"exchange": onebit_jax.ExchangeOptions(scale="mean_abs")},
-            r"are options of one bit with error feedback, but MajorityVote.* has none of them",
-        ),
     ],
 )
 def test_options_that_do_not_go_with_it_are_refused(options, message):

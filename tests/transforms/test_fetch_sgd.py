@@ -61,19 +61,3 @@ def test_it_follows_numpy(binding):
         got = np.concatenate([x[0].ravel() for x in jax.tree.leaves(params)])
         np.testing.assert_allclose(got, expected, atol=1e-5)
     assert 12 < np.count_nonzero(got) < 12 * STEPS
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compression": 0}, r"^compression=0 must be above 0 and finite"),
-        ({"share": 2}, r"^share=2 must be above 0 and at most 1"),
-        ({"rows": 0}, r"^rows=0 must be at least 1. The paper has 5"),
-        ({"rows": 101}, r"^rows=101 must be at most 100: every row reads all elements once more"),
-        ({"seed": "a"}, r"^seed='a' must be an int in"),
-        ({"momentum": 1.0}, r"^momentum=1.0 must be a number in \[0, 1\)"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        onebit_jax.fetch_sgd(0.1, axis_name=AXIS, **options)
