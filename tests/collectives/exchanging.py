@@ -18,9 +18,8 @@ from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Turn, Votes
+from tests.runs import Sizes
 from tests.workers import AXIS, PAIR, Binding, on_workers
-
-Sizes = int | tuple[int, int]
 
 ONE_BIT: dict[str, Any] = {
     "rms": OneBit(),
@@ -166,14 +165,6 @@ def _residuals(exchange: BoundExchange, state: Any) -> Any:
 def flat(tree: Any) -> np.ndarray:
     """A tree with one row per worker as `[workers, elements]`."""
     return np.concatenate([np.asarray(x, np.float32).reshape(len(x), -1) for x in leaves(tree)], 1)
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Bit for bit."""
-    named, structure = jax.tree_util.tree_flatten_with_path(ours)
-    assert structure == jax.tree.structure(theirs)
-    for (path, x), y in zip(named, leaves(theirs), strict=True):
-        assert x.tobytes() == y.tobytes(), jax.tree_util.keystr(path)
 
 
 def assert_close(ours: Any, theirs: Any, rtol: float = 1e-6, atol: float = 1e-6) -> None:

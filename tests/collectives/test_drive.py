@@ -5,15 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import onebit_jax
-from onebit_jax import Drive, wire
+from onebit_jax import Drive
 from onebit_jax.collectives.exchange import Exchange
 from tests import reference
-from tests.runs import axis_of, mesh_of
-from tests.workers import AXIS, assert_workers_agree, draw, on_workers
+from tests.collectives.exchanging import flat
+from tests.runs import axis_of
+from tests.workers import assert_workers_agree, draw, on_workers
 
 SHAPES: dict[str, Any] = {"large": (700, 300), "others": [(), (0,), (5,)], "small": (64, 30)}
 ELEMENTS = 700 * 300 + 1 + 5 + 64 * 30
@@ -33,10 +32,6 @@ def means(compressor: Any, values: Any, sizes: Any, form: Any = "auto", calls: i
     got = jax.device_get(on_workers(run, sizes)(values))
     assert_workers_agree(got)
     return got
-
-
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(tree)], 1)
 
 
 def key_of(seed: int, count: int, worker: int, stage: int) -> np.ndarray:
@@ -92,48 +87,3 @@ def test_between_nodes(sizes):
     got, exact = means(Drive(), values, sizes)["w"][0], values["w"].mean(0)
     assert (np.sum((got - exact) ** 2) / np.sum(exact**2) < 0.7) if sizes[0] > 1 else True
     assert np.allclose(got, exact, atol=1e-6) == (sizes[0] == 1)
-
-
-def test_what_travels():
-    """1.125 bits a value each way; scales and a key of 8 bytes beside them."""
-    mesh, size = mesh_of(4), 2**17
-    tree = jax.ShapeDtypeStruct((4, size), jnp.float32)
-    how = Exchange(AXIS, Drive())
-
-    def run(x):
-        exchange = how.over(x)
-        return exchange.average(x, exchange.init())[0]
-
-    found = wire.collectives(on_workers(run, 4, "shard_map").lower(tree).compile(), mesh)
-    assert sorted(c.op for c in found) == ["all-gather", "all-to-all"]
-    assert {c.dtype for c in found} == {"u8"}
-    expected = 2 * 3 / 4 * size * (1 / 8 + 4 / 256)
-    assert expected <= wire.bytes_sent(found) <= expected + 2 * 3 * 128
-
-
-def test_before_sgd_it_trains():
-    targets = np.array([[1.0, 2.0], [3.0, 2.0], [0.0, 4.0], [4.0, 0.0]], np.float32)
-    tx = optax.chain(onebit_jax.compressed_mean(AXIS, compressor=Drive()), optax.sgd(0.02))
-
-    def step(params, state, target):
-        updates, state = tx.update(params - target, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params: Any = np.zeros((4, 2), np.float32)
-    state, step = on_workers(tx.init, 4)(params), on_workers(step, 4)
-    for _ in range(300):
-        params, state = step(params, state, targets)
-    np.testing.assert_allclose(params, np.full((4, 2), 2.0), atol=0.3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": "mean"}, r"^scale='mean' must be 'unbiased' or 'least_error'"),
-        ({"seed": -1}, r"^seed=-1 must be an int"),
-        ({"seed": 0.5}, r"^seed=0.5 must be an int"),
-    ],
-)
-def test_options_that_it_does_not_have_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Drive(**options)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import onebit_jax
-from onebit_jax import LargestValues, wire
+from onebit_jax import LargestValues
 from onebit_jax.collectives.error_feedback import Call
 from onebit_jax.collectives.exchange import Exchange
 from tests import reference
-from tests.runs import axis_of, mesh_of
+from tests.collectives.exchanging import flat
+from tests.runs import axis_of
 from tests.workers import AXIS, assert_workers_agree, draw, on_workers
 
 # 240 elements, which need no padding for four workers: padding would have room of its own.
@@ -43,8 +43,8 @@ def averages(sizes: Any, binding: Any = "vmap", decay: float = 1.0) -> tuple[Any
         assert_workers_agree(mean)
         means.append(jax.tree.map(lambda x: x[:1], mean))
     total = on_workers(owed, sizes)(one, state)
-    rows = np.stack([_flat(jax.tree.map(lambda x, t=t: x[t], values)) for t in range(CALLS)])
-    return rows, np.stack([_flat(x)[0] for x in means]), _flat(total)[0]
+    rows = np.stack([flat(jax.tree.map(lambda x, t=t: x[t], values)) for t in range(CALLS)])
+    return rows, np.stack([flat(x)[0] for x in means]), flat(total)[0]
 
 
 def _rise(x: Any) -> Any:
@@ -52,10 +52,6 @@ def _rise(x: Any) -> Any:
     return np.array([1, 1, 1.5, 2, 2, 1, 0.5, 0.3, 1, 1], np.float32).reshape(
         -1, *[1] * (x.ndim - 1)
     )
-
-
-def _flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(tree)], 1)
 
 
 @pytest.mark.parametrize(("binding", "decay"), [("vmap", 1.0), ("shard_map", 0.5)])
@@ -86,36 +82,3 @@ def test_a_call_that_is_not_made_changes_nothing():
     before, after = on_workers(run, 4)(draw(1, 4, shapes=(40,)))
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-def test_what_travels():
-    """Eight bytes a value that has room, to all, in one collective."""
-    mesh, size = mesh_of(4), 2**16
-    tree = jax.ShapeDtypeStruct((4, size), jnp.float32)
-    how = Exchange(AXIS, LargestValues(0.05))
-
-    state = jax.eval_shape(on_workers(lambda x: how.over(x).init(), 4), tree)
-    call = on_workers(lambda x, state: how.over(x).average(x, state)[0], 4, "shard_map")
-    [found] = wire.collectives(call.lower(tree, state).compile(), mesh)
-    assert (found.op, found.dtype) == ("all-gather", "u8")
-    expected = 3 * 8 * np.ceil(0.05 * size)
-    assert expected <= found.bytes_sent <= expected + 3 * 128
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"share": 0.0}, r"^share=0.0 must be above 0 and at most 1"),
-        ({"share": "0.1"}, r"^share='0.1' must be above 0"),
-        ({"every": 0}, r"^every=0 must be at least 1. Give the calls between renewals"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LargestValues(**options)
-
-
-def test_two_stages_are_refused():
-    two_stages = onebit_jax.ExchangeOptions(form="two-stage")
-    with pytest.raises(ValueError, match=r"^form='two-stage' is not a form of LargestValues"):
-        onebit_jax.compressed_mean(AXIS, compressor=LargestValues(), exchange=two_stages)

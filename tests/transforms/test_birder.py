@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from typing import Any, cast
+from typing import Any
 
 import chex
 import jax
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import onebit_jax
 from onebit_jax.markers import PerWorker
@@ -164,37 +163,6 @@ def test_one_node_takes_the_plain_mean_and_draws_nothing():
         p = p - LR * np.where(a > 0, m / np.where(a > 0, a, 1), 0)
         np.testing.assert_allclose(run.params["rows"][0, t], p, rtol=1e-5, atol=2e-6)
     np.testing.assert_array_equal(run.updates["rows"][:, :, 1], 0)
-
-
-@pytest.mark.slow
-def test_the_mean_over_draws_is_that_of_the_nodes_ratios():
-    """And the devices of a node, whose shards are the halves here, draw different bits."""
-    sizes, draws, size = (2, 2), 1024, 64
-    tx = onebit_jax.scale_by_birder(B, seed=SEED, axis_name=PAIR)
-    rng = np.random.default_rng(0)
-    a = rng.uniform(0.5, 2, (4, 1, size // 2)).astype(np.float32)
-    m = (a * rng.uniform(-1, 1, a.shape)).astype(np.float32)
-
-    def means(m, a):
-        state = birder_state(tx.init(jnp.zeros(size)))
-        [name] = state.m.value
-        state = state._replace(m=PerWorker({name: m}), a=PerWorker({name: a}))
-
-        def update(key):
-            # Without a gradient m and a shrink alike.
-            u, _ = tx.update(jnp.zeros(size), state._replace(key=key), phase="compression")
-            halves = jnp.split(cast(jax.Array, u), 2)
-            return jnp.concatenate([*halves, halves[0] * halves[1]])
-
-        keys = jax.random.bits(jax.random.key(0), (draws, 2), jnp.uint32)
-        return jnp.mean(lax.map(update, keys, batch_size=256), 0)
-
-    ours = np.asarray(on_workers(means, sizes)(m, a))
-    assert_workers_agree(ours)
-    ratios = np.mean((m / a).reshape(2, size), axis=0)
-    expected = np.concatenate([ratios, ratios[: size // 2] * ratios[size // 2 :]])
-    error = 4.5 * np.sqrt((1 - expected**2) / draws) + 2**-16
-    assert np.all(np.abs(ours[0] - expected) <= error)
 
 
 @pytest.mark.parametrize(
