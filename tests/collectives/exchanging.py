@@ -19,7 +19,7 @@ from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Turn, Votes
 from tests.runs import Sizes
-from tests.workers import AXIS, PAIR, Binding, on_workers
+from tests.workers import AXIS, PAIR, Binding, assert_workers_agree, on_workers
 
 ONE_BIT: dict[str, Any] = {
     "rms": OneBit(),
@@ -160,6 +160,19 @@ def _residuals(exchange: BoundExchange, state: Any) -> Any:
     e, E = exchange.feedback.residuals(layout, state)
     own = layout.scatter([hierarchical.all_gather(x, layout.axes) for x in e])
     return own, total_residual(layout, [jnp.zeros_like(x) for x in e], E)
+
+
+def averaged(compressor: Any, values: Any, sizes: Sizes) -> Any:
+    """What the first call makes of a tree with one row per worker."""
+    how = Exchange(AXIS if isinstance(sizes, int) else PAIR, compressor)
+
+    def mean(tree: Any) -> Any:
+        exchange = how.over(tree)
+        return exchange.average(tree, exchange.init())[0]
+
+    means = jax.device_get(on_workers(mean, sizes)(values))
+    assert_workers_agree(means)
+    return means
 
 
 def flat(tree: Any) -> np.ndarray:

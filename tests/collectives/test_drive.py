@@ -8,30 +8,20 @@ import numpy as np
 import pytest
 
 from onebit_jax import Drive
-from onebit_jax.collectives.exchange import Exchange
 from tests import reference
-from tests.collectives.exchanging import flat
-from tests.runs import axis_of
-from tests.workers import assert_workers_agree, draw, on_workers
+from tests.collectives.exchanging import Exchanging, averaged, flat
+from tests.workers import assert_workers_agree, draw
 
 SHAPES: dict[str, Any] = {"large": (700, 300), "others": [(), (0,), (5,)], "small": (64, 30)}
-ELEMENTS = 700 * 300 + 1 + 5 + 64 * 30
 
 
 def means(compressor: Any, values: Any, sizes: Any, form: Any = "auto", calls: int = 1) -> Any:
-    """The mean in the last of so many calls, a row per worker."""
-    how = Exchange(axis_of(sizes), compressor, form=form)
-
-    def run(tree: Any) -> Any:
-        exchange = how.over(tree)
-        state, mean = exchange.init(), tree
-        for _ in range(calls):
-            mean, state = exchange.average(tree, state)
-        return mean
-
-    got = jax.device_get(on_workers(run, sizes)(values))
-    assert_workers_agree(got)
-    return got
+    """The mean in each of so many calls, a row per worker."""
+    shapes = jax.tree.map(lambda x: x.shape[1:], values)
+    exchange = Exchanging(compressor, shapes, sizes, form=form)
+    made = [exchange(values) for _ in range(calls)]
+    assert_workers_agree(made)
+    return made
 
 
 def key_of(seed: int, count: int, worker: int, stage: int) -> np.ndarray:
@@ -51,7 +41,7 @@ def key_of(seed: int, count: int, worker: int, stage: int) -> np.ndarray:
 )
 def test_it_follows_numpy(scale, workers, form, calls):
     values = draw(0, workers, shapes=SHAPES)
-    got = flat(means(Drive(scale, seed=3), values, workers, form, calls))[0]
+    got = flat(means(Drive(scale, seed=3), values, workers, form, calls)[-1])[0]
     sizes = [x.shape[1:] for x in jax.tree.leaves(values)]
     layout = reference.quantized_layout(sizes, workers, 1)
     # A server draws when the call is counted.
@@ -71,7 +61,7 @@ def test_errors_are_those_of_the_paper_and_average_out():
 
     def error(scale, workers, x, calls=1):
         same = np.broadcast_to(x, (workers, x.size))
-        made = [means(Drive(scale), same, workers, "one-stage", i + 1)[0] for i in range(calls)]
+        made = [mean[0] for mean in means(Drive(scale), same, workers, "one-stage", calls)]
         return np.sum((np.mean(made, 0) - x) ** 2) / np.sum(x**2)
 
     assert error("unbiased", 1, x) == pytest.approx(np.pi / 2 - 1, rel=0.05)
@@ -84,6 +74,6 @@ def test_errors_are_those_of_the_paper_and_average_out():
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
 def test_between_nodes(sizes):
     values = draw(1, 4, shapes={"w": (4000,)})
-    got, exact = means(Drive(), values, sizes)["w"][0], values["w"].mean(0)
+    got, exact = averaged(Drive(), values, sizes)["w"][0], values["w"].mean(0)
     assert (np.sum((got - exact) ** 2) / np.sum(exact**2) < 0.7) if sizes[0] > 1 else True
     assert np.allclose(got, exact, atol=1e-6) == (sizes[0] == 1)
