@@ -1,4 +1,4 @@
-"""Models of one dtype, and integers among the parameters or beside them."""
+"""Models of one dtype, and integers among the parameters."""
 
 import functools
 

@@ -94,7 +94,8 @@ def test_small_tensors_that_chunks_cut_evenly_are_treated_together(name):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, (2, 4)) for name in COMPRESSORS),
+        # One of each way to send; the others differ in how a value is rounded.
+        *((name, (2, 4)) for name in ("rms", "fused", "4 bits", "votes", "random signs, counted")),
         *((name, 3) for name in ("rms", "8 bits", "votes, counted", "random signs, summed")),
     ],
     ids=str,

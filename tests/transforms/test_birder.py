@@ -1,7 +1,6 @@
 """Birder, flat and by nodes: against NumPy, and its invariants."""
 
 import functools
-import itertools
 from typing import Any
 
 import chex
@@ -253,31 +252,17 @@ def test_a_gradient_of_long_ago_leaves_a_fair_coin():
     assert_workers_agree(updates)
 
 
-@pytest.mark.slow
-def test_the_seed_determines_the_run_and_every_update_draws_anew():
-    """By way of the key in the state: updates know no other."""
-    params = jnp.ones((3, 400))
-    update = on_workers(functools.partial(scale_by_birder().update, phase="compression"), 3)
+def test_a_seed_of_any_kind_is_the_key():
+    """Which determines all draws: those of NumPy come from it."""
 
     def start(seed):
         tx = onebit_jax.scale_by_birder(seed=seed, axis_name=AXIS)
-        return jax.device_get(jax.vmap(tx.init, axis_name=AXIS)(params))
+        return jax.device_get(on_workers(tx.init, 3)(jnp.ones((3, 4))))
 
-    def draw_coins(state):
-        """Updates of coordinates whose m is all but 0, one after another."""
-        draws = []
-        for size in (1.0, -1 / 0.95, 0.0, 0.0, 0.0):
-            u, state = update(jnp.full((3, 400), size), state)
-            draws.append(np.asarray(u[0]))
-        return np.array(draws[2:])
-
-    coins = draw_coins(start(0))
     for seed in (np.int64(0), jnp.int32(0), jax.random.key(0), jax.random.PRNGKey(0)):
         chex.assert_trees_all_equal(start(seed), start(0), strict=True)
-    for seed in (1, 2**30, jax.random.key(2), jax.random.key(0, impl="rbg")):
-        coins = np.concatenate([coins, draw_coins(start(seed))])
-    for x, y in itertools.combinations(coins, 2):
-        assert 0.3 < np.mean(x == y) < 0.7
+    others = (0, 1, 2**30, jax.random.key(2), jax.random.key(0, impl="rbg"))
+    assert len({start(seed).key.tobytes() for seed in others}) == len(others)
 
 
 # Metrics.
