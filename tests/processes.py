@@ -1,13 +1,14 @@
 """Runs a worker module in several processes of this machine."""
 
 import pathlib
-import socket
 import subprocess
 import sys
 import time
 
 import jax
 import numpy as np
+
+from tests.train.together import free_address
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 600  # a loaded machine starts four interpreters slowly
@@ -18,14 +19,12 @@ def run_processes(folder, processes, worker="tests.process_worker"):
 
     Each is `python -m WORKER FOLDER PROCESSES RANK PORT`, and leaves `FOLDER/PROCESSES-RANK.npz`.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_address().split(":")[1]
     logs = [folder / f"{processes}-{rank}.log" for rank in range(processes)]
     children = []
     try:
         for rank, log in enumerate(logs):
-            arguments = [str(folder), str(processes), str(rank), str(port)]
+            arguments = [str(folder), str(processes), str(rank), port]
             command = [sys.executable, "-m", worker, *arguments]
             with log.open("w") as file:
                 children.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file))

@@ -1,4 +1,4 @@
-"""Models of one dtype, and integers among the parameters or beside them."""
+"""Models of one dtype, and integers among the parameters."""
 
 import functools
 
@@ -88,30 +88,3 @@ def test_integers_stay_in_a_loop_of_ones_own():
     assert params["table"].dtype == INTEGERS["table"].dtype
     assert np.all(np.asarray(params["kernel"]) > 1)
     assert_replicas_agree((params, opt_state))
-
-
-def test_integers_held_as_floats_stay():
-    """The other advice, in `train_step`."""
-    tx = optax.partition(
-        {"kernel": onebit(), "table": optax.set_to_zero()}, {"kernel": "kernel", "table": "table"}
-    )
-    params = INTEGERS | {"table": INTEGERS["table"].astype(np.float32)}
-    step, (params, opt_state) = start(tx, params=params, loss_fn=squares)
-    for _ in range(4):
-        params, opt_state, metrics = step(params, opt_state, BATCH)
-        assert np.isfinite(metrics["loss"])
-    np.testing.assert_array_equal(params["table"], INTEGERS["table"])
-    assert np.all(np.asarray(params["kernel"]) > 1)
-
-
-def test_integers_beside_the_parameters():
-    """As a model's state, in `train_step`."""
-    params, table = {"kernel": INTEGERS["kernel"]}, {"table": INTEGERS["table"]}
-
-    def loss_fn(params, batch, model_state):
-        return squares(params, batch) + jnp.sum(model_state["table"]), {}, model_state
-
-    step, (params, opt_state) = start(onebit(), params=params, loss_fn=loss_fn)
-    for _ in range(4):
-        params, opt_state, table, _ = step(params, opt_state, BATCH, model_state=table)
-    np.testing.assert_array_equal(table["table"], INTEGERS["table"])

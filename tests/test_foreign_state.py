@@ -80,22 +80,22 @@ def without_target(folder) -> Any:
 # Checkpoints
 
 
-def test_restored_without_a_target(mesh, saved):
+def test_restored_without_a_target(saved):
     """Orbax then gives dicts and lists for named tuples, and the marks are lost."""
     _, opt_state = without_target(saved[0] / "onebit")
     assert isinstance(opt_state, list)
     refused(
-        mesh,
+        MESH,
         opt_state,
         r"^opt_state is not a state of this optimizer.* is missing.*restored without a target.*"
         r"lost its PerWorker nodes.*silently diverge.*target=onebit_jax.init\(tx, params, mesh\)",
     )
 
 
-def test_a_dense_one_restored_without_a_target(mesh, saved):
+def test_a_dense_one_restored_without_a_target(saved):
     """It had no marks to lose."""
     with pytest.raises(ValueError, match="restored without a target") as error:
-        onebit_jax.train_step(loss_fn, dense(), mesh)(
+        onebit_jax.train_step(loss_fn, dense(), MESH)(
             make_params(), without_target(saved[0] / "dense"), make_batches(1)[0]
         )
     assert "PerWorker" not in str(error.value)
@@ -124,16 +124,16 @@ def test_restored_as_numpy(saved):
 # Another's state
 
 
-def test_that_lost_its_marks_alone(mesh):
-    opt_state: Any = onebit_jax.init(onebit(), make_params(), mesh)
+def test_that_lost_its_marks_alone():
+    opt_state: Any = onebit_jax.init(onebit(), make_params(), MESH)
     unmarked = jax.tree.map(
         lambda node: (node.value,) if is_per_worker(node) else node,
         opt_state,
         is_leaf=is_per_worker,
     )
-    refused(mesh, unmarked, r"value.* is missing.*lost its PerWorker nodes.*beside nnx.split")
+    refused(MESH, unmarked, r"value.* is missing.*lost its PerWorker nodes.*beside nnx.split")
     plain = jax.tree.map(lambda x: x, opt_state[0]._asdict())
-    refused(mesh, (plain, *opt_state[1:]), r"in nodes of other types")
+    refused(MESH, (plain, *opt_state[1:]), r"in nodes of other types")
 
 
 @pytest.mark.parametrize(
@@ -145,28 +145,28 @@ def test_that_lost_its_marks_alone(mesh):
     ],
     ids=["dense", "ef_signsgd", "more of it"],
 )
-def test_of_another_optimizer(mesh, tx):
-    opt_state = onebit_jax.init(tx, make_params(), mesh)
+def test_of_another_optimizer(tx):
+    opt_state = onebit_jax.init(tx, make_params(), MESH)
     words = r"^opt_state is not a state of this optimizer.* is (missing|too much)\. Call .*init"
-    refused(mesh, opt_state, words)
+    refused(MESH, opt_state, words)
 
 
-def test_of_the_same_with_other_options(mesh):
+def test_of_the_same_with_other_options():
     opt_state = onebit_jax.init(
-        onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16")), make_params(), mesh
+        onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16")), make_params(), MESH
     )
-    refused(mesh, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
+    refused(MESH, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
 
 
-def test_of_other_parameters(mesh):
+def test_of_other_parameters():
     other = {"layer": {"kernel": np.ones((9, 6), np.float32), "bias": np.ones(6, np.float32)}}
     refused(
-        mesh,
-        onebit_jax.init(onebit(), other, mesh),
+        MESH,
+        onebit_jax.init(onebit(), other, MESH),
         r"^opt_state\[0\].*has shape \(6,\).*\(5,\) and float32 is needed.*the parameters' shapes",
     )
     renamed = {"head": make_params()["layer"]}
-    refused(mesh, onebit_jax.init(onebit(), renamed, mesh), r"\['layer'\]\['bias'\] is missing")
+    refused(MESH, onebit_jax.init(onebit(), renamed, MESH), r"\['layer'\]\['bias'\] is missing")
 
 
 # Other meshes

@@ -15,6 +15,7 @@ import onebit_jax
 from onebit_jax import ExchangeOptions
 from onebit_jax.collectives import alike, layout
 from onebit_jax.programs import hlo
+from tests.small_task import assert_equal
 from tests.workers import AXIS
 
 LAYERS, WIDTH = 4, 32
@@ -85,16 +86,6 @@ def _trajectory(name: str, workers: int, bucket_bytes: int | None) -> list[Any]:
     return made
 
 
-def _assert_same_bits(ours: Any, theirs: Any) -> None:
-    jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(
-            np.atleast_1d(x).view(np.uint8), np.atleast_1d(y).view(np.uint8)
-        ),
-        ours,
-        theirs,
-    )
-
-
 # Slow since `make test` compiles by emitters of XLA that round a sum as the program around it lets.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
@@ -108,9 +99,9 @@ def test_steps_are_those_of_one_message(name, workers):
     cut, whole = (_trajectory(name, workers, size) for size in (256, None))
     for i, (ours, theirs) in enumerate(zip(cut, whole, strict=True)):
         if i in _BAD:
-            _assert_same_bits(ours[:2], cut[i - 1][:2])
+            assert_equal(ours[:2], cut[i - 1][:2])
             assert ours[2]["skipped_in_a_row"] == 1
-        _assert_same_bits(ours, theirs)
+        assert_equal(ours, theirs)
     assert np.any(cut[-1][0]["0"]["kernel"] != cut[_BAD[1]][0]["0"]["kernel"])
 
 

@@ -39,6 +39,7 @@ def shift(x, axis, by=1):
     return lax.ppermute(x, axis, [(i, (i + by) % n) for i in range(n)])
 
 
+# What an operation does, and the bytes that a worker sends of so many, among so many workers.
 OPS = {
     "all-reduce": (lambda x, axis: lax.psum(x, axis), lambda b, n: 2 * (n - 1) * b / n),
     "all-gather": (lambda x, axis: lax.all_gather(x, axis), lambda b, n: (n - 1) * b),
@@ -55,10 +56,10 @@ OPS = {
 
 
 @pytest.mark.parametrize("axis", ["node", "local", AXES], ids=str)
-@pytest.mark.parametrize("dtype", ["u8", "f32"])
 @pytest.mark.parametrize("op", OPS)
-def test_lowered_and_compiled_agree_on_every_operation(mesh, op, dtype, axis):
+def test_lowered_and_compiled_agree_on_every_operation(mesh, op, axis):
     run, sent = OPS[op]
+    dtype = "u8" if axis == "local" else "f32"
     argument = jax.ShapeDtypeStruct(FLOATS.shape, {"u8": jnp.uint8, "f32": jnp.float32}[dtype])
     size = LOCAL if dtype == "f32" else LOCAL // 4
     axes = axis if isinstance(axis, tuple) else (axis,)

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import onebit_jax
 from onebit_jax.markers import is_per_worker
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
 
@@ -108,6 +109,23 @@ def draw(seed: int, *leading: int, shapes: Any) -> Any:
         shapes,
         is_leaf=lambda node: isinstance(node, tuple),
     )
+
+
+def lowered_update(
+    tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, shapes: Any, **told: Any
+) -> jax.stages.Lowered:
+    """An update on a mesh, of gradients and parameters of these shapes; told its phase, say."""
+    extended = optax.with_extra_args_support(tx)
+    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), shapes)
+    specs = onebit_jax.state_specs(state, mesh.axis_names)
+
+    def update(params: Any, state: Any) -> Any:
+        return extended.update(params, state, params, **told)
+
+    mapped = jax.shard_map(
+        update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
+    )
+    return jax.jit(mapped).lower(shapes, state)
 
 
 class Run(NamedTuple):

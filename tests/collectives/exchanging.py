@@ -18,9 +18,8 @@ from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Turn, Votes
-from tests.workers import AXIS, PAIR, Binding, on_workers
-
-Sizes = int | tuple[int, int]
+from tests.runs import Sizes
+from tests.workers import AXIS, PAIR, Binding, assert_workers_agree, on_workers
 
 ONE_BIT: dict[str, Any] = {
     "rms": OneBit(),
@@ -163,17 +162,22 @@ def _residuals(exchange: BoundExchange, state: Any) -> Any:
     return own, total_residual(layout, [jnp.zeros_like(x) for x in e], E)
 
 
+def averaged(compressor: Any, values: Any, sizes: Sizes) -> Any:
+    """What the first call makes of a tree with one row per worker."""
+    how = Exchange(AXIS if isinstance(sizes, int) else PAIR, compressor)
+
+    def mean(tree: Any) -> Any:
+        exchange = how.over(tree)
+        return exchange.average(tree, exchange.init())[0]
+
+    means = jax.device_get(on_workers(mean, sizes)(values))
+    assert_workers_agree(means)
+    return means
+
+
 def flat(tree: Any) -> np.ndarray:
     """A tree with one row per worker as `[workers, elements]`."""
     return np.concatenate([np.asarray(x, np.float32).reshape(len(x), -1) for x in leaves(tree)], 1)
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Bit for bit."""
-    named, structure = jax.tree_util.tree_flatten_with_path(ours)
-    assert structure == jax.tree.structure(theirs)
-    for (path, x), y in zip(named, leaves(theirs), strict=True):
-        assert x.tobytes() == y.tobytes(), jax.tree_util.keystr(path)
 
 
 def assert_close(ours: Any, theirs: Any, rtol: float = 1e-6, atol: float = 1e-6) -> None:

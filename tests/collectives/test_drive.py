@@ -5,38 +5,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import onebit_jax
-from onebit_jax import Drive, wire
-from onebit_jax.collectives.exchange import Exchange
+from onebit_jax import Drive
 from tests import reference
-from tests.runs import axis_of, mesh_of
-from tests.workers import AXIS, assert_workers_agree, draw, on_workers
+from tests.collectives.exchanging import Exchanging, averaged, flat
+from tests.workers import assert_workers_agree, draw
 
 SHAPES: dict[str, Any] = {"large": (700, 300), "others": [(), (0,), (5,)], "small": (64, 30)}
-ELEMENTS = 700 * 300 + 1 + 5 + 64 * 30
 
 
 def means(compressor: Any, values: Any, sizes: Any, form: Any = "auto", calls: int = 1) -> Any:
-    """The mean in the last of so many calls, a row per worker."""
-    how = Exchange(axis_of(sizes), compressor, form=form)
-
-    def run(tree: Any) -> Any:
-        exchange = how.over(tree)
-        state, mean = exchange.init(), tree
-        for _ in range(calls):
-            mean, state = exchange.average(tree, state)
-        return mean
-
-    got = jax.device_get(on_workers(run, sizes)(values))
-    assert_workers_agree(got)
-    return got
-
-
-def flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(tree)], 1)
+    """The mean in each of so many calls, a row per worker."""
+    shapes = jax.tree.map(lambda x: x.shape[1:], values)
+    exchange = Exchanging(compressor, shapes, sizes, form=form)
+    made = [exchange(values) for _ in range(calls)]
+    assert_workers_agree(made)
+    return made
 
 
 def key_of(seed: int, count: int, worker: int, stage: int) -> np.ndarray:
@@ -56,7 +41,7 @@ def key_of(seed: int, count: int, worker: int, stage: int) -> np.ndarray:
 )
 def test_it_follows_numpy(scale, workers, form, calls):
     values = draw(0, workers, shapes=SHAPES)
-    got = flat(means(Drive(scale, seed=3), values, workers, form, calls))[0]
+    got = flat(means(Drive(scale, seed=3), values, workers, form, calls)[-1])[0]
     sizes = [x.shape[1:] for x in jax.tree.leaves(values)]
     layout = reference.quantized_layout(sizes, workers, 1)
     # A server draws when the call is counted.
@@ -76,7 +61,7 @@ def test_errors_are_those_of_the_paper_and_average_out():
 
     def error(scale, workers, x, calls=1):
         same = np.broadcast_to(x, (workers, x.size))
-        made = [means(Drive(scale), same, workers, "one-stage", i + 1)[0] for i in range(calls)]
+        made = [mean[0] for mean in means(Drive(scale), same, workers, "one-stage", calls)]
         return np.sum((np.mean(made, 0) - x) ** 2) / np.sum(x**2)
 
     assert error("unbiased", 1, x) == pytest.approx(np.pi / 2 - 1, rel=0.05)
@@ -89,51 +74,6 @@ def test_errors_are_those_of_the_paper_and_average_out():
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
 def test_between_nodes(sizes):
     values = draw(1, 4, shapes={"w": (4000,)})
-    got, exact = means(Drive(), values, sizes)["w"][0], values["w"].mean(0)
+    got, exact = averaged(Drive(), values, sizes)["w"][0], values["w"].mean(0)
     assert (np.sum((got - exact) ** 2) / np.sum(exact**2) < 0.7) if sizes[0] > 1 else True
     assert np.allclose(got, exact, atol=1e-6) == (sizes[0] == 1)
-
-
-def test_what_travels():
-    """1.125 bits a value each way; scales and a key of 8 bytes beside them."""
-    mesh, size = mesh_of(4), 2**17
-    tree = jax.ShapeDtypeStruct((4, size), jnp.float32)
-    how = Exchange(AXIS, Drive())
-
-    def run(x):
-        exchange = how.over(x)
-        return exchange.average(x, exchange.init())[0]
-
-    found = wire.collectives(on_workers(run, 4, "shard_map").lower(tree).compile(), mesh)
-    assert sorted(c.op for c in found) == ["all-gather", "all-to-all"]
-    assert {c.dtype for c in found} == {"u8"}
-    expected = 2 * 3 / 4 * size * (1 / 8 + 4 / 256)
-    assert expected <= wire.bytes_sent(found) <= expected + 2 * 3 * 128
-
-
-def test_before_sgd_it_trains():
-    targets = np.array([[1.0, 2.0], [3.0, 2.0], [0.0, 4.0], [4.0, 0.0]], np.float32)
-    tx = optax.chain(onebit_jax.compressed_mean(AXIS, compressor=Drive()), optax.sgd(0.02))
-
-    def step(params, state, target):
-        updates, state = tx.update(params - target, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params: Any = np.zeros((4, 2), np.float32)
-    state, step = on_workers(tx.init, 4)(params), on_workers(step, 4)
-    for _ in range(300):
-        params, state = step(params, state, targets)
-    np.testing.assert_allclose(params, np.full((4, 2), 2.0), atol=0.3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": "mean"}, r"^scale='mean' must be 'unbiased' or 'least_error'"),
-        ({"seed": -1}, r"^seed=-1 must be an int"),
-        ({"seed": 0.5}, r"^seed=0.5 must be an int"),
-    ],
-)
-def test_options_that_it_does_not_have_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Drive(**options)

@@ -3,59 +3,35 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import onebit_jax
-from onebit_jax import LargestValues, wire
-from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange
+from onebit_jax import LargestValues
+from onebit_jax.collectives.exchange import BoundExchange
 from tests import reference
-from tests.runs import axis_of, mesh_of
-from tests.workers import AXIS, assert_workers_agree, draw, on_workers
+from tests.collectives.exchanging import Exchanging, flat
+from tests.small_task import assert_equal
+from tests.workers import assert_workers_agree
 
 # 240 elements, which need no padding for four workers: padding would have room of its own.
 SHAPES: dict[str, Any] = {"matrix": (20, 11), "others": [(), (0,), (19,)]}
-WORKERS, SHARE, EVERY, CALLS = 4, 0.1, 4, 10
+WORKERS, SHARE, EVERY = 4, 0.1, 4
+# More and more values pass the same threshold, or fewer and fewer.
+SIZES = np.array([1, 1, 1.5, 2, 2, 1, 0.5, 0.3, 1, 1], np.float32)
 
 
 def averages(sizes: Any, binding: Any = "vmap", decay: float = 1.0) -> tuple[Any, Any, Any]:
-    """Values of growing size, ``[calls, workers, 240]``, their means, and total residual."""
-    how = Exchange(axis_of(sizes), LargestValues(SHARE, EVERY))
-    values = draw(0, CALLS, WORKERS, shapes=SHAPES)
-    values = jax.tree.map(lambda x: _rise(x) * x, values)
-
-    def call(tree: Any, state: Any) -> Any:
-        return how.over(tree).average(tree, state, Call(residual_decay=decay))
-
-    def begin(tree: Any) -> Any:
-        return how.over(tree).init()
-
-    def owed(tree: Any, state: Any) -> Any:
-        return how.over(tree).total_residual(state)
-
-    one = jax.tree.map(lambda x: x[0], values)
-    state, means = on_workers(begin, sizes)(one), []
-    made = on_workers(call, sizes, binding)
-    for t in range(CALLS):
-        mean, state = made(jax.tree.map(lambda x, t=t: x[t], values), state)
+    """Values, ``[calls, workers, 240]``, their means, and the total residual in the end."""
+    exchange = Exchanging(LargestValues(SHARE, EVERY), SHAPES, sizes, binding)
+    rng, given, means = np.random.default_rng(0), [], []
+    for size in SIZES:
+        values = jax.tree.map(lambda x, size=size: size * x, exchange.draw(rng))
+        mean = exchange(values, decays=(decay, decay))
         assert_workers_agree(mean)
-        means.append(jax.tree.map(lambda x: x[:1], mean))
-    total = on_workers(owed, sizes)(one, state)
-    rows = np.stack([_flat(jax.tree.map(lambda x, t=t: x[t], values)) for t in range(CALLS)])
-    return rows, np.stack([_flat(x)[0] for x in means]), _flat(total)[0]
-
-
-def _rise(x: Any) -> Any:
-    """More and more pass the same threshold, or fewer and fewer."""
-    return np.array([1, 1, 1.5, 2, 2, 1, 0.5, 0.3, 1, 1], np.float32).reshape(
-        -1, *[1] * (x.ndim - 1)
-    )
-
-
-def _flat(tree: Any) -> np.ndarray:
-    return np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(tree)], 1)
+        given.append(flat(values))
+        means.append(flat(mean)[0])
+    owed = exchange.over(BoundExchange.total_residual, exchange.state)
+    return np.stack(given), np.stack(means), flat(owed)[0]
 
 
 @pytest.mark.parametrize(("binding", "decay"), [("vmap", 1.0), ("shard_map", 0.5)])
@@ -76,46 +52,9 @@ def test_nothing_is_lost(sizes):
 
 
 def test_a_call_that_is_not_made_changes_nothing():
-    how = Exchange(AXIS, LargestValues(SHARE, EVERY))
-
-    def run(x: Any) -> Any:
-        exchange = how.over(x)
-        state = exchange.average(x, exchange.init())[1]
-        return state, exchange.average(2 * x, state, Call(jnp.bool(False)))[1]
-
-    before, after = on_workers(run, 4)(draw(1, 4, shapes=(40,)))
-    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_what_travels():
-    """Eight bytes a value that has room, to all, in one collective."""
-    mesh, size = mesh_of(4), 2**16
-    tree = jax.ShapeDtypeStruct((4, size), jnp.float32)
-    how = Exchange(AXIS, LargestValues(0.05))
-
-    state = jax.eval_shape(on_workers(lambda x: how.over(x).init(), 4), tree)
-    call = on_workers(lambda x, state: how.over(x).average(x, state)[0], 4, "shard_map")
-    [found] = wire.collectives(call.lower(tree, state).compile(), mesh)
-    assert (found.op, found.dtype) == ("all-gather", "u8")
-    expected = 3 * 8 * np.ceil(0.05 * size)
-    assert expected <= found.bytes_sent <= expected + 3 * 128
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"share": 0.0}, r"^share=0.0 must be above 0 and at most 1"),
-        ({"share": "0.1"}, r"^share='0.1' must be above 0"),
-        ({"every": 0}, r"^every=0 must be at least 1. Give the calls between renewals"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        LargestValues(**options)
-
-
-def test_two_stages_are_refused():
-    two_stages = onebit_jax.ExchangeOptions(form="two-stage")
-    with pytest.raises(ValueError, match=r"^form='two-stage' is not a form of LargestValues"):
-        onebit_jax.compressed_mean(AXIS, compressor=LargestValues(), exchange=two_stages)
+    exchange = Exchanging(LargestValues(SHARE, EVERY), SHAPES, WORKERS)
+    rng = np.random.default_rng(1)
+    exchange(exchange.draw(rng))
+    before = exchange.state
+    exchange(exchange.draw(rng), when=False)
+    assert_equal(exchange.state, before)

@@ -8,9 +8,8 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax.collectives.exchange import Exchange
 from tests import reference
-from tests.runs import axis_of
+from tests.collectives.exchanging import averaged
 from tests.workers import AXIS, assert_workers_agree, draw, on_workers
 
 SHAPES: dict[str, Any] = {"large": (300, 11), "one": [(), (0,)], "even": (64, 3), "small": (9,)}
@@ -91,14 +90,7 @@ def _is_history(node: Any) -> bool:
 def test_nodes_vote_and_one_node_averages(sizes):
     """A shard's magnitudes are those of its own elements; padding takes no part."""
     values = draw(1, WORKERS, shapes={"w": (50,)})
-    how = Exchange(axis_of(sizes), onebit_jax.MajorityVote())
-
-    def mean(tree: Any) -> Any:
-        exchange = how.over(tree)
-        return exchange.average(tree, exchange.init())[0]
-
-    got = on_workers(mean, sizes)(values)["w"]
-    assert_workers_agree(got)
+    got = averaged(onebit_jax.MajorityVote(), values, sizes)["w"]
     nodes, per_node = sizes
     means = values["w"].reshape(nodes, per_node, -1).mean(1)
     expected = means[0]
@@ -120,10 +112,6 @@ def test_nodes_vote_and_one_node_averages(sizes):
         (
             {"exchange": onebit_jax.ExchangeOptions(form="one-stage")},
             r"^form='one-stage' is not a form of MajorityVote.*has 'two-stage' only",
-        ),
-        (
-            {"exchange": onebit_jax.ExchangeOptions(scale="mean_abs")},
-            r"are options of one bit with error feedback, but MajorityVote.* has none of them",
         ),
     ],
 )

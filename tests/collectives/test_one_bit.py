@@ -128,9 +128,13 @@ def test_the_residual_norm_follows_from_two_sums(kind):
     assert abs(squared[1]) <= 1e-6 * z[1, 0] ** 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "shape", [(1, 4097), (1, 2**18), (2, 300, 700), (3, 8, 2**17), (1, 130, 2**17)], ids=str
+    ("shape", "kind"),
+    [
+        *(((1, 4097), "rms"), ((1, 2**18), "mean_abs"), ((2, 300, 700), "rms")),
+        *(((3, 8, 2**17), "mean_abs"), ((1, 130, 2**17), "rms")),
+    ],
+    ids=str,
 )
 def test_the_sum_of_many_is_estimated_from_some(shape, kind):
     """Where elements grow from row to row, too; of few it is the sum itself."""

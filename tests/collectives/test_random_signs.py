@@ -11,7 +11,8 @@ from onebit_jax.collectives import random_signs
 from onebit_jax.collectives.exchange import BoundExchange
 from onebit_jax.collectives.random_signs import RandomSigns, Ratio
 from tests import reference
-from tests.collectives.exchanging import Exchanging, assert_equal
+from tests.collectives.exchanging import Exchanging
+from tests.small_task import assert_equal
 from tests.workers import assert_workers_agree
 
 BITS, COUNTS = RandomSigns(), RandomSigns(requantize=False)
@@ -158,34 +159,3 @@ def test_both_transports_bring_the_same(sizes, requantize):
     both = [Exchanging(RandomSigns(x, requantize), SHAPES, sizes) for x in ("bits", "votes")]
     values = both[0].draw(np.random.default_rng(0))
     assert_equal(*(exchange(values) for exchange in both))
-
-
-def test_workers_draw_different_bits_and_a_key_determines_them():
-    exchange, coins = Exchanging(COUNTS, [(512,)], 8), np.zeros((8, 512), np.float32)
-    [mean], [again], [other] = (exchange([coins], seed=seed) for seed in (7, 7, 8))
-    # Eight fair coins: a variance of 1/8 of one coin's.
-    assert np.var(mean[0]) == pytest.approx(1 / 8, rel=0.25)
-    np.testing.assert_array_equal(mean, again)
-    assert np.mean(other != mean) > 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signs", [BITS, VOTES], ids=str)
-def test_a_million_draws_average_to_z(signs):
-    count = 10**6
-    exchange = Exchanging(signs, [(count,)], 2)
-    for i, z in enumerate([-1, -0.999, -0.5, -1 / 3, -(2**-10), 0, 1e-4, 0.1, 0.7, 0.99, 1]):
-        # The workers differ, and it is their mean that must come back.
-        both = np.stack([np.full(count, z), np.full(count, z**3)]).astype(np.float32)
-        [mean] = exchange([both], seed=i)
-        expected = (z + z**3) / 2
-        standard_error = np.sqrt((1 - expected**2) / count)
-        assert abs(np.mean(mean[0]) - expected) <= 4 * standard_error + 2**-16
-        assert set(np.unique(mean)) <= {-1.0, 1.0}
-
-
-@pytest.mark.parametrize("signs", [VOTES, SUMS], ids=str)
-def test_the_votes_of_more_than_255_workers_are_not_summed(signs):
-    exchange = Exchanging(signs, [(40,)], 256)
-    with pytest.raises(ValueError, match=r"workers=256.*at most 255.*\(node_axis, local_axis\)"):
-        _ = exchange.fresh

@@ -7,7 +7,7 @@ import pytest
 from onebit_jax.collectives.selection import kth_largest, places_of, places_of_largest
 
 
-@pytest.mark.parametrize("k", [1, 2, 50, 200])
+@pytest.mark.parametrize("k", [1, 50, 200])
 def test_the_kth_largest_is_exact(k):
     rng = np.random.default_rng(k)
     x = np.abs(rng.standard_normal(200)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, 200)
@@ -18,8 +18,9 @@ def test_the_kth_largest_is_exact(k):
     np.testing.assert_array_equal(np.sort(places), np.sort(np.argsort(-x, kind="stable")[:k]))
 
 
-@pytest.mark.parametrize("start", [0, 1, 63, 64, 130, 199])
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("start", "share"), [(0, 0.0), (1, 0.05), (63, 0.5), (64, 1.0), (130, 0.5), (199, 0.05)]
+)
 def test_places_go_round(start, share):
     flags = np.random.default_rng(start).random(200) < share
     order = np.roll(np.arange(200), -start)

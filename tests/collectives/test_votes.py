@@ -47,15 +47,18 @@ def test_a_sum_of_votes_counts_as_rows_do(workers):
 
 
 def test_a_field_holds_the_number_of_workers_and_is_no_wider_than_needed():
-    """More than 255 are told of the hierarchical form: test_random_signs."""
+    """More than 255 are told of the hierarchical form: test_birder."""
     for workers in range(1, 256):
         bits = votes.field_bits(workers)
         assert workers < 2**bits
         assert bits == 1 or workers >= 2 ** (bits // 2)
 
 
-@pytest.mark.parametrize("sizes", [1, 2, 3, 8, 256, (2, 2), (3, 2)], ids=str)
-@pytest.mark.parametrize("mean", [False, True], ids=["majority", "mean"])
+@pytest.mark.parametrize(
+    ("mean", "sizes"),
+    [*((False, x) for x in (1, 3, 8, (2, 2))), *((True, x) for x in (2, 256, (3, 2)))],
+    ids=str,
+)
 def test_votes_are_counted_exactly(mean, sizes):
     shapes = [(9,)] if sizes == 256 else [(9,), (0,), (4, 16)]
     exchange = Exchanging(Votes(mean), shapes, sizes)

@@ -5,7 +5,6 @@ import json
 import pathlib
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from unittest import mock
@@ -18,6 +17,7 @@ import pytest
 import onebit_jax
 from onebit_jax import plan
 from tests.small_task import MESH, loss_fn, make_batches, make_params
+from tests.train.together import free_address
 from tests.workers import PAIR
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -221,9 +221,9 @@ def test_every_function_and_error_has_an_example_that_runs():
     assert [x for x in names if not re.search(rf"\b{x}\b", code)] == []
 
 
-def start_host(index, port, *options):
+def start_host(index, address, *options):
     """The program for hosts as one of two processes of this machine."""
-    where = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id", str(index)]
+    where = ["--coordinator", address, "--processes", "2", "--process-id", str(index)]
     program = [sys.executable, "examples/hosts.py", "--nodes", "2", "--cpu-devices", "1"]
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -231,16 +231,10 @@ def start_host(index, port, *options):
     )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.mark.slow
 def test_two_hosts_print_what_the_page_shows():
-    port = free_port()
-    hosts = [start_host(i, port, "--timeout", "300") for i in range(2)]
+    address = free_address()
+    hosts = [start_host(i, address, "--timeout", "300") for i in range(2)]
     printed = [host.communicate(timeout=600) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], printed
     text = (DOCS / "start.md").read_text()
@@ -253,7 +247,7 @@ def test_two_hosts_print_what_the_page_shows():
 
 @pytest.mark.slow
 def test_a_host_without_process_0_says_so():
-    host = start_host(1, port := free_port(), "--timeout", "6")
+    host = start_host(1, address := free_address(), "--timeout", "6")
     _, error = host.communicate(timeout=300)
     assert host.returncode == 1
-    assert error.startswith(f"error: coordinator 127.0.0.1:{port}: no process 0 there within 6 s")
+    assert error.startswith(f"error: coordinator {address}: no process 0 there within 6 s")

@@ -4,33 +4,21 @@ import jax
 import pytest
 
 from tests.train.cifar10 import LABELS, PIXELS, write
+from tests.train.runs import smaller
 from train import images
 from train.bert import model as bert_model
 from train.bert.tokenizer import train_tokenizer
 from train.corpus import read_corpus, split_heldout
 from train.lm import model
 
+small_language_model = smaller(model.SIZES, "nano", (1, 16, 2, 32))
+small_bert = smaller(bert_model.SIZES, "tiny", (1, 16, 2, 32))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def started():
     """The programs set the number of CPU devices, unless JAX runs already, on conftest's eight."""
     assert jax.device_count() == 8
-
-
-@pytest.fixture(scope="module")
-def small_language_model():
-    """A model that compiles fast, in the place of the smallest there is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "nano", (1, 16, 2, 32))
-        yield
-
-
-@pytest.fixture(scope="module")
-def small_bert():
-    """As `small_language_model`, of BERT."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(bert_model.SIZES, "tiny", (1, 16, 2, 32))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,7 @@ def test_batch_schema(corpus):
     assert len(set(batch["example_seed"].tolist())) == 8
 
 
-@pytest.mark.parametrize("longest", [3, 40, 300])
-@pytest.mark.parametrize("length", [8, 33, 64])
+@pytest.mark.parametrize(("length", "longest"), [(8, 300), (33, 40), (64, 3)])
 def test_labels_restore_the_text_and_next_sentences_follow(length, longest):
     corpus = numbered_corpus(documents=9, sentences=200, longest=longest)
     document_of_sentence = np.repeat(np.arange(9), 200)

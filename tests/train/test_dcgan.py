@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import io
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, PIXELS
+from tests.train.runs import result, rows, smaller
 from train import images
 from train.dcgan import evaluation, model
 from train.dcgan.__main__ import main
@@ -29,15 +29,8 @@ from train.stream import stream
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = DCGANConfig(4)
+small_model = smaller(model.SIZES, "small", (4,), autouse=True)
 BATCH = {"image": PIXELS, "noise_seed": np.full(16, 7, np.uint32)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the default."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "small", (4,))
-        yield
 
 
 # The model.
@@ -68,11 +61,6 @@ def test_sizes(channels, generator, discriminator):
         lambda x, own: x.ndim > 1 if own else x.ndim == 1, params, decay_mask(params)
     )
     assert all(jax.tree.leaves(decayed))
-
-
-def test_unknown_size():
-    with pytest.raises(ValueError, match="size = 'tiny': expected one of small, large"):
-        DCGANConfig.of_size("tiny")
 
 
 @pytest.mark.slow
@@ -251,14 +239,14 @@ def test_report_and_samples(cifar10, tmp_path):
     report = (out / "report.md").read_text()
     assert report.startswith("# DCGAN small, 2 workers, ")
     assert "Held out: 10 images." in report
-    result = json.loads((out / "onebit_adam/result.json").read_text())
-    assert f"{result['sliced_wasserstein']:.4f}" in report
-    assert result["sliced_wasserstein"] == np.mean(result["sliced_wasserstein_levels"])
+    found = result(out / "onebit_adam")
+    assert f"{found['sliced_wasserstein']:.4f}" in report
+    assert found["sliced_wasserstein"] == np.mean(found["sliced_wasserstein_levels"])
     with PIL.Image.open(out / "onebit_adam/samples.png") as samples:
         assert samples.size == (256, 256)
-    rows = [json.loads(x) for x in (out / "onebit_adam/metrics.jsonl").read_text().splitlines()]
-    assert [row["phase"] for row in rows] == ["warmup"] * 3 + ["compression"] * 3
-    for row in rows:
+    logged = rows(out / "onebit_adam")
+    assert [row["phase"] for row in logged] == ["warmup"] * 3 + ["compression"] * 3
+    for row in logged:
         assert row["discriminator_loss"] + row["generator_loss"] == pytest.approx(
             row["loss"], rel=1e-5
         )

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import onebit_jax
+from tests.train.runs import smaller
 from train.bert import model as bert_model
 from train.bert import pretrain as bert
 from train.bert.config import Config as BertConfig
@@ -35,6 +36,8 @@ RUN: dict[str, Any] = {
 }
 
 
+small_bert = smaller(bert_model.SIZES, "tiny", (1, 32, 2, 64), autouse=True)
+small_language_model = smaller(lm_model.SIZES, "nano", (2, 32, 2, 64), autouse=True)
 LANGUAGE_MODEL = (
     "adam",
     "onebit_adam_frozen",
@@ -52,14 +55,6 @@ RUNS = [("lm", name) for name in LANGUAGE_MODEL] + [
     ("bert", "onebit_adam_frozen"),
     ("bert", "birder"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_models():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(bert_model.SIZES, "tiny", (1, 32, 2, 64))
-        patch.setitem(lm_model.SIZES, "nano", (2, 32, 2, 64))
-        yield
 
 
 @functools.cache

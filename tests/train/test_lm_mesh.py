@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
-from tests.train.runs import at_step, metrics, result, sigterm
+from tests.train.runs import at_step, metrics, result, sigterm, smaller
 from train.lm import model, pretrain
 from train.lm.config import Config
 from train.lm.sharding import param_specs
@@ -22,14 +22,8 @@ RUN = (
     f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5"
 ).split()
 NAMES = ("adam", "onebit_adam_frozen")
-
-
-@pytest.fixture(scope="module")
-def small_model():
-    """Of matrices that are not padded much when each of four devices has a quarter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "nano", (1, 64, 4, 128))
-        yield
+# Of matrices that are not padded much when each of four devices has a quarter.
+small_model = smaller(model.SIZES, "nano", (1, 64, 4, 128))
 
 
 def train(out, *options):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from train.lm.model import (
-    SIZES,
     LMConfig,
     apply,
     attend,
@@ -167,8 +166,3 @@ def test_norms_are_not_decayed():
     }
     assert sum(not value for value in decayed.values()) == 2 * CONFIG.layers + 1
     assert all(value is not name.endswith("norm/scale") for name, value in decayed.items())
-
-
-def test_unknown_size():
-    with pytest.raises(ValueError, match=f"size = 'huge': expected one of {', '.join(SIZES)}"):
-        LMConfig.of_size("huge")

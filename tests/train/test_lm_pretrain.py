@@ -218,15 +218,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
     [
         ("--tokenizer bpe --vocab-size 256", "--vocab-size 256: expected more than the 256 bytes"),
         ("--tokenizer bpe --corpus SHORT --heldout SHORT", "too few bytes for more than"),
-        (
-            "--tokenizer bpe --vocab-size 257 --corpus SHORT --heldout SHORT",
-            "training data: there are 1 sequences of 32 tokens, less than one batch",
-        ),
         ("--sequence-length 1", "--sequence-length 1: expected a whole number of at least 2"),
-        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
-        ("--optimizers rprop", "expected one or more, each once, of adam"),
-        ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
-        ("--corpus NOWHERE", "does not exist"),
         (
             "--corpus SHORT --heldout SHORT",
             "training data: there are 1 sequences of 32 tokens, less than one batch",
@@ -237,8 +229,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
     (tmp_path / "short").mkdir()
     (tmp_path / "short" / "text.txt").write_text("Fewer bytes than a batch, and one sequence.\n")
-    for name in ("NOWHERE", "SHORT"):
-        options = options.replace(name, str(tmp_path / name.lower()))
+    options = options.replace("SHORT", str(tmp_path / "short"))
     assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
 
 
@@ -247,8 +238,3 @@ def test_unknown_size_is_refused_with_those_there_are(tmp_path, capsys):
         pretrain.main([*RUN, "--size", "huge", "--out", str(tmp_path / "out")])
     assert "nano" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_another_models_folder_is_refused(finished, capsys):
-    assert pretrain.main([*RUN, "--bfloat16", "--out", str(finished[0])]) == 2
-    assert "holds a run with --bfloat16 False, this one has True" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
+from tests.small_task import assert_equal
 from tests.train.runs import CrashError, at_step, crash, metrics, printed, result, rows, sigterm
 from tests.workers import flipped
 from train.bert import pretrain
@@ -50,14 +51,6 @@ def final_state(folder, steps=STEPS):
             {name: saved[name] for name in ("params", "opt_state")} | {"others": None},
         )
         return checkpointer.load_checkpointables(None, {"state": abstract})
-
-
-def assert_identical(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
-    ):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 def test_both_optimizers_run_from_the_same_start(finished):
@@ -199,7 +192,7 @@ def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, c
     assert len(rows(resumed)) > 5
     assert pretrain.main(command) == 0
     assert metrics(resumed) == metrics(complete)
-    assert_identical(final_state(resumed), final_state(complete))
+    assert_equal(final_state(resumed), final_state(complete))
 
 
 @pytest.mark.slow
@@ -218,7 +211,7 @@ def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path
         pretrain.main(resumed)
     assert pretrain.main(resumed) == 0
     ours = final_state(tmp_path / "resumed" / "zero_one_adam")
-    assert_identical(ours, final_state(complete))
+    assert_equal(ours, final_state(complete))
 
 
 @pytest.mark.slow
@@ -246,9 +239,7 @@ def test_resumed_where_the_variance_became_stable(tmp_path):
         with at_step(stop_after, sigterm):
             assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
     assert pretrain.main([*automatic, "--out", str(resumed)]) == 0
-    assert_identical(
-        final_state(resumed / "onebit_adam_frozen", steps), final_state(complete, steps)
-    )
+    assert_equal(final_state(resumed / "onebit_adam_frozen", steps), final_state(complete, steps))
 
 
 @pytest.mark.parametrize(

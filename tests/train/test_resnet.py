@@ -13,7 +13,7 @@ import pytest
 import onebit_jax
 from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
-from tests.train.runs import at_step, metrics, result, sigterm
+from tests.train.runs import at_step, metrics, result, sigterm, smaller
 from train import images
 from train.models import decay_mask
 from train.resnet import model
@@ -33,16 +33,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # An identity with zeros for channels, and no block more than is needed for that.
 SMALL = ((1, 1), (4, 8), False, False)
 CONFIG = ResNetConfig(*SMALL)
+small_model = smaller(model.SIZES, "20", SMALL, autouse=True)
 
 applied = jax.jit(functools.partial(apply, CONFIG), static_argnames="train")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_model():
-    """A model that compiles fast, in the place of the default."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(model.SIZES, "20", SMALL)
-        yield
 
 
 # Batches.
@@ -121,11 +114,6 @@ def test_sizes(size, parameters, statistics):
     image = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.uint8)
     logits, _ = jax.eval_shape(lambda p, s, x: apply(config, p, s, x, train=True), *made, image)
     assert (logits.shape, logits.dtype) == ((2, 10), jnp.float32)
-
-
-def test_unknown_size():
-    with pytest.raises(ValueError, match="size = '34': expected one of 20, 18, 50"):
-        ResNetConfig.of_size("34")
 
 
 def test_kernels_alone_are_decayed():
@@ -281,8 +269,6 @@ def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
             "--data FOLDER --batch-size 32",
             "training data: there are 16 images, less than one batch",
         ),
-        ("--data FOLDER --batch-size 7", "--batch-size 7: not divisible by workers"),
-        ("--data FOLDER --warmup 0", "--warmup 0: expected a whole number of at least 1, a share"),
         ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
     ],
 )

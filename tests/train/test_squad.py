@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.train.bad_input import assert_refused
+from tests.train.runs import result
 from train.bert import weights
 from train.bert.model import BertConfig, init_params
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
@@ -149,14 +150,14 @@ def test_a_whole_run(tmp_path):
     write(tmp_path / "data", DEV, count=3)
     assert main(options(tmp_path)) == 0
     folder = tmp_path / "run" / "squad-0" / "onebit_adam"
-    result = json.loads((folder / "result.json").read_text())
-    assert result["heldout_examples"] == 3
-    assert set(result["metrics"]) == {"exact_match", "f1"}
+    found = result(folder)
+    assert found["heldout_examples"] == 3
+    assert set(found["metrics"]) == {"exact_match", "f1"}
     predictions = json.loads((folder / "predictions.json").read_text())
     assert set(predictions) == {"q0", "q1", "q2"}
     assert all(text in CONTEXT for text in predictions.values())
     report = (tmp_path / "run" / "report.md").read_text()
-    assert f"| f1, percent | {result['metrics']['f1']:.1f} |" in report
+    assert f"| f1, percent | {found['metrics']['f1']:.1f} |" in report
 
 
 @pytest.mark.parametrize(

@@ -180,15 +180,6 @@ def test_a_skipped_update_changes_nothing(make, phase):
     assert_equal(made, updated(tx, grads_of(0), start, phase=phase))
 
 
-def test_of_a_chain_a_refused_update_leaves_all_states():
-    tx = algorithm.chain(transformation(Halving()), optax.trace(0.5))
-    _, state = updated(tx, grads_of(0), begun(tx))
-    refused, after = updated(tx, grads_of(1), state, phase="compression")
-    assert not np.any(refused["w"])
-    assert_equal(after[1], state[1])
-    assert_equal(updated(tx, grads_of(1), after), updated(tx, grads_of(1), state))
-
-
 # What it refuses.
 
 

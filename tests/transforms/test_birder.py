@@ -1,8 +1,7 @@
 """Birder, flat and by nodes: against NumPy, and its invariants."""
 
 import functools
-import itertools
-from typing import Any, cast
+from typing import Any
 
 import chex
 import jax
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import onebit_jax
 from onebit_jax.markers import PerWorker
@@ -166,37 +164,6 @@ def test_one_node_takes_the_plain_mean_and_draws_nothing():
     np.testing.assert_array_equal(run.updates["rows"][:, :, 1], 0)
 
 
-@pytest.mark.slow
-def test_the_mean_over_draws_is_that_of_the_nodes_ratios():
-    """And the devices of a node, whose shards are the halves here, draw different bits."""
-    sizes, draws, size = (2, 2), 1024, 64
-    tx = onebit_jax.scale_by_birder(B, seed=SEED, axis_name=PAIR)
-    rng = np.random.default_rng(0)
-    a = rng.uniform(0.5, 2, (4, 1, size // 2)).astype(np.float32)
-    m = (a * rng.uniform(-1, 1, a.shape)).astype(np.float32)
-
-    def means(m, a):
-        state = birder_state(tx.init(jnp.zeros(size)))
-        [name] = state.m.value
-        state = state._replace(m=PerWorker({name: m}), a=PerWorker({name: a}))
-
-        def update(key):
-            # Without a gradient m and a shrink alike.
-            u, _ = tx.update(jnp.zeros(size), state._replace(key=key), phase="compression")
-            halves = jnp.split(cast(jax.Array, u), 2)
-            return jnp.concatenate([*halves, halves[0] * halves[1]])
-
-        keys = jax.random.bits(jax.random.key(0), (draws, 2), jnp.uint32)
-        return jnp.mean(lax.map(update, keys, batch_size=256), 0)
-
-    ours = np.asarray(on_workers(means, sizes)(m, a))
-    assert_workers_agree(ours)
-    ratios = np.mean((m / a).reshape(2, size), axis=0)
-    expected = np.concatenate([ratios, ratios[: size // 2] * ratios[size // 2 :]])
-    error = 4.5 * np.sqrt((1 - expected**2) / draws) + 2**-16
-    assert np.all(np.abs(ours[0] - expected) <= error)
-
-
 @pytest.mark.parametrize(
     ("b", "amsgrad", "binding"), [(0.95, False, "vmap"), (1 - 2.0**-24, True, "shard_map")]
 )
@@ -285,31 +252,17 @@ def test_a_gradient_of_long_ago_leaves_a_fair_coin():
     assert_workers_agree(updates)
 
 
-@pytest.mark.slow
-def test_the_seed_determines_the_run_and_every_update_draws_anew():
-    """By way of the key in the state: updates know no other."""
-    params = jnp.ones((3, 400))
-    update = on_workers(functools.partial(scale_by_birder().update, phase="compression"), 3)
+def test_a_seed_of_any_kind_is_the_key():
+    """Which determines all draws: those of NumPy come from it."""
 
     def start(seed):
         tx = onebit_jax.scale_by_birder(seed=seed, axis_name=AXIS)
-        return jax.device_get(jax.vmap(tx.init, axis_name=AXIS)(params))
+        return jax.device_get(on_workers(tx.init, 3)(jnp.ones((3, 4))))
 
-    def draw_coins(state):
-        """Updates of coordinates whose m is all but 0, one after another."""
-        draws = []
-        for size in (1.0, -1 / 0.95, 0.0, 0.0, 0.0):
-            u, state = update(jnp.full((3, 400), size), state)
-            draws.append(np.asarray(u[0]))
-        return np.array(draws[2:])
-
-    coins = draw_coins(start(0))
     for seed in (np.int64(0), jnp.int32(0), jax.random.key(0), jax.random.PRNGKey(0)):
         chex.assert_trees_all_equal(start(seed), start(0), strict=True)
-    for seed in (1, 2**30, jax.random.key(2), jax.random.key(0, impl="rbg")):
-        coins = np.concatenate([coins, draw_coins(start(seed))])
-    for x, y in itertools.combinations(coins, 2):
-        assert 0.3 < np.mean(x == y) < 0.7
+    others = (0, 1, 2**30, jax.random.key(2), jax.random.key(0, impl="rbg"))
+    assert len({start(seed).key.tobytes() for seed in others}) == len(others)
 
 
 # Metrics.

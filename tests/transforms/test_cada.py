@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
-from tests.small_task import MESH, make_params, start
-from tests.workers import AXIS, assert_workers_agree, on_workers
+from tests.small_task import MESH, make_mesh, make_params, start
+from tests.workers import AXIS, assert_workers_agree, lowered_update, on_workers
 
 WORKERS, STEPS, RATE, DELAY = 4, 40, 0.3, 5
 TARGETS = np.random.default_rng(0).standard_normal((WORKERS, 30)).astype(np.float32)
@@ -46,20 +45,11 @@ def test_it_follows_numpy(binding):
 
 
 def test_a_step_without_an_exchange_sends_one_number():
-    mesh = jax.make_mesh((WORKERS,), (AXIS,), devices=jax.devices()[:WORKERS])
-    tx, shapes = onebit_jax.cada(AXIS), {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
-    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), shapes)
-    specs = onebit_jax.state_specs(state, (AXIS,))
+    mesh, shapes = make_mesh((WORKERS,), (AXIS,)), {"w": jax.ShapeDtypeStruct((1000,), jnp.float32)}
 
     def sent(phase: Any) -> int:
-        mapped = jax.shard_map(
-            lambda g, s: tx.update(g, s, g, phase=phase),
-            mesh=mesh,
-            in_specs=(P(), specs),
-            out_specs=(P(), specs),
-            check_vma=False,
-        )
-        return wire.bytes_sent(wire.collectives(jax.jit(mapped).lower(shapes, state), mesh))
+        update = lowered_update(onebit_jax.cada(AXIS), mesh, shapes, phase=phase)
+        return wire.bytes_sent(wire.collectives(update, mesh))
 
     assert sent("local") == 6  # 2 * 3/4 * 4
     assert sent("sync") == sent(None) == 6006
@@ -80,15 +70,3 @@ def test_train_step_finds_out_which_update_exchanges():
     params, opt_state, _ = step(given[0], given[1], batch, phase="local")
     with pytest.raises(ValueError, match=r"^phase='local' was given"):
         step(params, opt_state, batch)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"c": 0}, r"^c=0 must be a finite number above 0"),
-        ({"delay": 0}, r"^delay=0 must be at least 1. The usual value is 10"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        onebit_jax.cada(AXIS, **options)

@@ -12,7 +12,6 @@ import pytest
 
 import onebit_jax
 from onebit_jax import ExchangeOptions, compressed_mean, ef_signsgd
-from onebit_jax.transforms.compressed_mean import CompressedMeanState
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState
 from tests import reference
 from tests.residuals import total_residual
@@ -49,18 +48,9 @@ def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:
 # The mean.
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        optax.sgd(0.1, 0.9),
-        optax.adamw(1e-2),
-        optax.lion(1e-2),
-        pytest.param(optax.contrib.muon(1e-2), marks=pytest.mark.slow),
-    ],
-    ids=["sgd", "adamw", "lion", "muon"],
-)
-def test_an_optimizer_behind_it_sees_the_compressed_mean(optimizer):
+def test_an_optimizer_behind_it_sees_the_compressed_mean():
     """On a mesh: the updates of Optax's own on what NumPy's EC1 makes of the gradients."""
+    optimizer = optax.adamw(1e-2)
     params, gradients = draw(0, shapes=SHAPES), draw(1, WORKERS, STEPS, shapes=SHAPES)
     tx = optax.chain(compressed_mean(AXIS), optimizer)
     run = train(tx, WORKERS, params, gradients, binding="shard_map")
@@ -81,8 +71,6 @@ def test_an_optimizer_behind_it_sees_the_compressed_mean(optimizer):
     ("sizes", "how", "decay"),
     [
         pytest.param((2, 2), MEAN_ABS, 1.0, id="nodes"),
-        pytest.param(4, ExchangeOptions(scale="mean_abs", bucket_bytes=128), 1.0, id="buckets"),
-        pytest.param((1, 2), RMS, 1.0, id="one node"),
         pytest.param(4, RMS, 0.5, id="decay"),
     ],
 )
@@ -95,38 +83,6 @@ def test_its_forms_agree_with_numpy(sizes, how, decay):
     theirs = numpy_means(gradients, how.scale, per_node, decay)
     for x, y in zip(*map(jax.tree.leaves, (run.updates, theirs)), strict=True):
         np.testing.assert_allclose(x[0], y, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("bits", "dtype", "rounding"),
-    [(1, "float32", 5e-6), (1, "bfloat16", STEPS * 2**-6), (2, "float32", 5e-6)],
-)
-def test_what_was_left_out_is_in_the_residuals(bits, dtype, rounding):
-    """All updates and the residuals add up to the sum of the exact means."""
-    params, gradients = draw(0, shapes=SHAPES), draw(1, WORKERS, STEPS, shapes=SHAPES)
-    options = ExchangeOptions(residual_dtype=dtype)
-    run = train(compressed_mean(AXIS, bits, exchange=options), WORKERS, params, gradients)
-    kept = find_state(CompressedMeanState, run.state).exchange
-    floats = kept.worker.value.values, kept.server.value.values
-    assert {x.dtype for x in jax.tree.leaves(floats)} == {jnp.dtype(dtype)}
-    left_out = total_residual(options.at_bits(AXIS, bits), kept, params, WORKERS)
-    for u, g, R in zip(*map(jax.tree.leaves, (run.updates, gradients, left_out)), strict=True):
-        exact = g.mean(0).sum(0)
-        np.testing.assert_allclose(u[0].sum(0) + R, exact, rtol=0, atol=rounding)
-        # Of a tensor of one element, one bit and a scale leave nothing out.
-        alone = R.size <= 1 and bits == 1
-        assert np.all(R == 0) if alone or not R.size else np.abs(R).max() > 1e-3
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8, 32])
-def test_more_bits_are_closer_to_the_mean(bits):
-    """At 32 it is the mean; at fewer every value is within half a level of each stage."""
-    gradients = draw(5, WORKERS, 1, shapes=SHAPES)
-    run = train(compressed_mean(AXIS, bits), WORKERS, draw(6, shapes=SHAPES), gradients)
-    for got, g in zip(*map(jax.tree.leaves, (run.updates, gradients)), strict=True):
-        error = np.abs(got[0] - g.astype(np.float64).mean(0)).max(initial=0)
-        steps = 2 * 0.5 * np.abs(g).max(initial=0) / (2 ** (bits - 1) - 1)
-        assert error <= (1e-6 if bits == 32 else steps + 1e-6)
 
 
 # Error-feedback sign SGD.

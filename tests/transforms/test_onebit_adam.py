@@ -239,25 +239,6 @@ def test_bfloat16_rounds_and_changes_little_else(options):
     assert not np.allclose(run.updates[0, warmup], theirs[warmup], rtol=1e-5)
 
 
-def test_partition_compresses_matrices_and_leaves_the_rest_to_adamw():
-    """The bias is exactly adamw's, in both phases."""
-    shapes = {"kernel": (6, 5), "bias": (5,)}
-    params = draw(0, shapes=shapes) | {"steps": np.zeros((), np.int32)}
-    gradients = draw(1, 2, 6, shapes=shapes) | {"steps": np.zeros((2, 6), np.int32)}
-    onebit = onebit_adam(0.1, warmup=3, weight_decay=0.1)
-    adamw = optax.chain(onebit_jax.mean_gradients(AXIS), optax.adamw(0.1, weight_decay=0.1))
-    transforms: dict[Any, Any] = {"onebit": onebit, "adamw": adamw, "still": optax.set_to_zero()}
-    labels = {"kernel": "onebit", "bias": "adamw", "steps": "still"}
-    of_bias = train(adamw, 2, params["bias"], gradients["bias"]).params
-    options = {"lr": 0.1, "warmup": 3, "weight_decay": 0.1, "bias_correction": True}
-    of_kernel, _ = by_numpy(params["kernel"], gradients["kernel"], **PLAIN | options)
-    tx = optax.partition(transforms, labels)
-    ours = train(tx, 2, params, gradients, {"warmup": 3, "compression": 3}).params
-    assert not ours["steps"].any()
-    np.testing.assert_allclose(ours["bias"], of_bias, rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(ours["kernel"][0], of_kernel, rtol=1e-5, atol=2e-6)
-
-
 # Refreshes.
 
 

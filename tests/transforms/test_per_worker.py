@@ -5,13 +5,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pytest
 
 import onebit_jax
 from onebit_jax.markers import PerWorker
 from tests.small_task import (
     LEARNING_RATE,
-    MESH,
     WORKERS,
     assert_close,
     loss_fn,
@@ -53,12 +51,6 @@ def test_every_worker_keeps_its_own_momentum():
     assert not np.any(np.all(rows[0] == rows[1:], axis=1))
 
 
-def test_without_it_init_refuses_the_state_by_name():
-    tx = optax.chain(optax.trace(DECAY), onebit_jax.mean_gradients("data"), optax.sgd(1e-2))
-    with pytest.raises(ValueError, match=r"trace.*, of TraceState, .*onebit_jax.per_worker"):
-        onebit_jax.init(tx, make_params(), MESH)
-
-
 def test_extra_arguments_reach_the_inner_transformation():
     def update(updates, state, params=None, *, factor, **_):
         return jax.tree.map(lambda g: factor * g, updates), state
@@ -72,9 +64,3 @@ def test_extra_arguments_reach_the_inner_transformation():
         {"a": np.ones(2)}, PerWorker(optax.EmptyState()), factor=3.0
     )
     np.testing.assert_array_equal(updates["a"], [3.0, 3.0])
-
-
-def test_an_optimizer_that_marks_its_state_itself_is_refused():
-    tx = onebit_jax.per_worker(onebit_jax.onebit_adam(1e-3, warmup=1, axis_name="data"))
-    with pytest.raises(ValueError, match="marks each worker's state itself"):
-        onebit_jax.init(tx, make_params(), MESH)

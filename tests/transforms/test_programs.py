@@ -47,6 +47,7 @@ DENSE, BITS = {("all-reduce", "f32")}, {("all-gather", "u8"), ("all-to-all", "u8
 GATHERED = {("all-gather", "u8")}
 # Asked for as such; XLA for CPUs makes float32 of it.
 HALVES = {("all-reduce", "bf16")}
+LARGEST = onebit_jax.LargestValues(0.05)
 VOTES = {"transport": "votes", "requantize": False}
 
 
@@ -122,6 +123,9 @@ SENT = [
     ("ef_signsgd", {}, FLAT, None, BITS, 2),
     ("compressed_mean", {}, FLAT, "compression", BITS, 2),
     ("compressed_mean", {"bits": 32}, FLAT, None, DENSE, 64),
+    ("compressed_mean", {"compressor": onebit_jax.Drive()}, FLAT, None, BITS, 2 * 1.125),
+    # Eight bytes a value that has room, to all.
+    ("compressed_mean", {"compressor": LARGEST}, FLAT, None, GATHERED, 4 * 64 * 0.05),
     # MuLoCo gathers what all workers compressed, so that its bytes grow with their number.
     *[("local_steps", {"bits": 1}, n, "sync", BITS, 2) for n in (3, 8)],
     *[("local_steps", {"bits": 4}, n, "sync", BITS, 2 * 4.125) for n in (3, 8)],
@@ -200,7 +204,7 @@ def test_options_of_the_exchange_reach_it(name):
     assert row <= 3 * 4096
 
 
-@pytest.mark.parametrize("name", WITH_NODES)
+@pytest.mark.parametrize("name", [*WITH_NODES, "signum", "distributed_lion"])
 def test_one_device_a_node_is_the_flat_program(name):
     flat, pair = (
         update_of(
@@ -281,6 +285,7 @@ HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
     [
         ("onebit_adam", {}, 4, 8.3 + 4 / 4),
         ("onebit_adam", {}, NODES, 8.3 + 4 / 8),
+        ("onebit_adam", HALF, 4, 6.3 + 2 / 4),
         ("onebit_adam", {}, 2, 8.4),
         ("onebit_adam", {}, (2, 4), 8.4),
         ("onebit_adam", {"warmup_bits": 8}, 8, 8.3 + 4 / 8),
