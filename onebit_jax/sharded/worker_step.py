@@ -60,7 +60,8 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
                     f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
                     f"{axes.workers} workers along {axes.slow!r}: make the state by "
                     f"onebit_jax.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
-                    f"the last step returned."
+                    f"the last step returned; onebit_jax.resize takes an optimizer's from another "
+                    f"number of workers."
                 )
         shares = jax.tree_util.tree_map_with_path(
             lambda path, x: worker_shares(axes, path, x), batch

@@ -221,6 +221,8 @@ def test_states_with_and_without_the_axis_of_workers(auto):
     with refused("state['bias'] has shape (16,), but its first axis must be of the 2 workers"):
         step(state, auto.batch(0))
     copied = onebit_jax.worker_copies(state, auto.mesh, axis_name=SLOW)
+    with refused("onebit_jax.resize takes an optimizer's from another number"):
+        step({"w": np.zeros((4, 16), np.float32)}, auto.batch(0))
     with refused("state['bias'] is split by P('data', None)"):
         onebit_jax.worker_copies(copied, auto.mesh, axis_name=SLOW)
     with refused("worker=2, but state['bias'] has shape (2, 16)"):
