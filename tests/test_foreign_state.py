@@ -177,7 +177,7 @@ def test_of_another_number_of_workers(mesh, other_kind):
     half = jax.make_mesh((WORKERS // 2,), ("data",), devices=devices, axis_types=(other_kind,))
     opt_state = onebit_jax.init(onebit(), make_params(), half)
     # Two workers have no server.
-    words = r"server.* is missing.*onebit_jax.resize takes one to another number of workers"
+    words = r"server.* is missing.*onebit_jax.resize takes it to another number of workers"
     refused(mesh, opt_state, words)
     refused(mesh, jax.device_get(opt_state), words)
 

@@ -303,7 +303,7 @@ def test_a_state_by_hand_is_refused(name):
 def test_what_does_not_fit_is_refused():
     params = zeros()
     _, rows, state = train(onebit_jax.compressed_mean, 4, params, gradients(0, 4))
-    with pytest.raises(ValueError, match=r"onebit_jax\.resize takes one to another number"):
+    with pytest.raises(ValueError, match=r"onebit_jax\.resize needs the from_axes"):
         resized(onebit_jax.compressed_mean, 8, 4, state, rows)
     with pytest.raises(ValueError, match=r"the state has 1 optimizers with an exchange, .* 0"):
         resized(onebit_jax.mean_gradients, 4, 2, state, rows, make_from=onebit_jax.compressed_mean)

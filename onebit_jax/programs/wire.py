@@ -183,11 +183,24 @@ def by_phase(
         mesh: the mesh that `step` runs on, for the names of axes.
         phases: the optimizer's phases; 1-bit Adam's by default.
         **named: what `step` takes by keyword: `rng`, `model_state`, an optimizer's extra arguments.
+
+    Raises:
+        ValueError: `step` takes no phase, such as one of `onebit_jax.worker_step`.
     """
-    return {
-        phase: collectives(step.lower(*args, phase=phase, **named).compile(), mesh)
-        for phase in phases
-    }
+
+    def lowered(phase: str) -> jax.stages.Lowered:
+        try:
+            return step.lower(*args, phase=phase, **named)
+        except TypeError as error:
+            if "'phase'" not in str(error):
+                raise
+            raise ValueError(
+                "step takes no phase, as onebit_jax.train_step's does: of another one read the "
+                "program in which all phases are, by onebit_jax.wire.collectives("
+                "jax.jit(step).lower(...).compile(), mesh)."
+            ) from error
+
+    return {phase: collectives(lowered(phase).compile(), mesh) for phase in phases}
 
 
 def _most(collectives: Iterable[Collective]) -> int:

@@ -52,9 +52,10 @@ def check_unbound(axes: MeshAxes, function: str) -> None:
     if bound:
         raise ValueError(
             f"{function} of an optimizer from on_mesh was called where the axes {bound} are bound, "
-            f"as jax.shard_map, onebit_jax.init and onebit_jax.train_step do it. These need the "
-            f"optimizer itself, not wrapped, with axis_name={axes.slow!r} and param_specs=...; "
-            f"else call init on whole arrays, and the step by onebit_jax.worker_step."
+            f"as jax.shard_map, onebit_jax.init, train_step and resize do it. These need the "
+            f"optimizer itself, not wrapped, with axis_name={axes.slow!r} and param_specs=..., "
+            f"resize with the part of the state that this one's init made; else call init on whole "
+            f"arrays, and the step by onebit_jax.worker_step."
         )
 
 

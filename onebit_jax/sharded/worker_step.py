@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.markers import named_leaves
+from onebit_jax.markers import is_key, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharded.replicas import check_replicas_of_step
 from onebit_jax.sharded.specs import MeshAxes, names_in, names_of, spec_in_type
@@ -60,7 +60,8 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
                     f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
                     f"{axes.workers} workers along {axes.slow!r}: make the state by "
                     f"onebit_jax.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
-                    f"the last step returned."
+                    f"the last step returned; onebit_jax.resize takes an optimizer's from another "
+                    f"number of workers."
                 )
         shares = jax.tree_util.tree_map_with_path(
             lambda path, x: worker_shares(axes, path, x), batch
@@ -177,7 +178,19 @@ def worker_copy(state: State, worker: int = 0) -> State:
                 f"worker_copies or a step of worker_step returned, and the index of a row of its "
                 f"first axis."
             )
-    return jax.tree.map(lambda x: x[worker], state)
+    return jax.tree.map(lambda x: row_of(x, worker), state)
+
+
+def row_of(x: Any, worker: int) -> Any:
+    """One worker's row of an array, split as the array is."""
+    stated = spec_in_type(x)
+    if stated is None or not names_in(stated[0]):
+        return x[worker]
+    # On an Explicit axis JAX must be told how a row lies, and takes none of random keys.
+    if is_key(x):
+        return on_key_data(lambda data: row_of(data, worker), x)
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, P(*stated[1:]))
+    return x.at[worker].get(out_sharding=sharding)
 
 
 def are_copies(axes: MeshAxes, tree: Any) -> bool:

@@ -4,15 +4,23 @@ import functools
 from typing import Any, cast
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import Axes, abstract_mesh
 from onebit_jax.sharded.specs import Specs
 from onebit_jax.sharded.state_layout import by_place, from_places, map_placed
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.training.sharded_model import ShardedModel, sharded_model
+
+_MEND = (
+    "onebit_jax.resize needs the from_axes and the from_tx of the run that the state is of, one "
+    "worker's params, and the optimizer's own nodes, which Orbax restores if it is given a target"
+)
 
 
 class WholeState:
@@ -24,22 +32,49 @@ class WholeState:
       workers: its workers.
       shapes: its shapes in the mesh view.
       specs: its partition specs.
+      slow: the axes that workers lie along.
     """
 
     def __init__(self, tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh):
         self.tx, self.like, self._mesh = tx, jax.eval_shape(lambda x: x, params), mesh
+        self.slow = mesh.axis_names
         self.workers = simulated.Workers(mesh)
         self.shapes = placement.state_shapes(tx, self.like, mesh)
         self.specs = placement.state_specs(self.shapes, mesh.axis_names)
 
+    def are_copies(self, state: Any) -> bool:
+        """Whether a state has the axis of workers that ``worker_copies`` gives, told by its shapes.
+
+        A restored state has no shardings that would tell.
+
+        Raises:
+          ValueError: for an axis of another number of workers.
+        """
+        if jax.tree.structure(state) != jax.tree.structure(self.shapes):
+            return False
+        own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, self.slow))]
+        leaves = zip(named_leaves(state, "opt_state"), jax.tree.leaves(self.shapes), strict=True)
+        shared = [pair for pair, is_own in zip(leaves, own, strict=True) if not is_own]
+        if not all(np.ndim(x) == like.ndim + 1 for (_, x), like in shared):
+            return False
+        count = self.workers.mesh.size
+        for (name, x), _ in shared:
+            if np.shape(x)[:1] != (count,):
+                raise ValueError(
+                    f"{name} has shape {np.shape(x)}, but the first axis of a state from "
+                    f"worker_copies must be of the {count} workers in from_axes, which has the "
+                    f"sizes {dict(self._mesh.shape)}: give the mesh that the state was on."
+                )
+        return True
+
     def from_mesh_view(self, state: Any) -> Any:
         """The state by place, checked."""
-        placement.check_state(state, self.shapes, self._mesh)
+        placement.check_state(state, self.shapes, self._mesh, _MEND)
         return state
 
     def to_mesh_view(self, state: Any) -> Any:
         """Undoes :meth:`from_mesh_view`."""
-        placement.check_state(state, self.shapes, self._mesh)
+        placement.check_state(state, self.shapes, self._mesh, _MEND)
         return state
 
 
@@ -57,7 +92,7 @@ class SplitState(WholeState):
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         model = ShardedModel(tx, cast(Mesh, mesh), cast(Any, slow), specs)
         specs, axes = model.specs(params), model.axes
-        self.tx, self._mesh, self._axes = tx, mesh, axes
+        self.tx, self._mesh, self._axes, self.slow = tx, mesh, axes, slow
         self.like = jax.tree.map(
             lambda x, spec: jax.ShapeDtypeStruct(axes.shape_of_shard(x.shape, spec), x.dtype),
             params,

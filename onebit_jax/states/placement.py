@@ -224,13 +224,19 @@ def check_whole(params: optax.Params) -> None:
             )
 
 
-def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractMesh) -> None:
+_MEND = "onebit_jax.resize takes it to another number of workers"
+
+
+def check_state(
+    opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractMesh, mend: str = _MEND
+) -> None:
     """Checks a state that no step on this mesh has returned, such as a restored one.
 
     Args:
       opt_state: the state, in the mesh view.
       expected: the shapes of a state that fits, as from :func:`state_shapes`.
       mesh: the mesh that it must be on.
+      mend: what to do, for the message.
 
     Raises:
       ValueError: for another structure, :class:`~onebit_jax.PerWorker` included, other shapes or
@@ -238,7 +244,7 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractM
     """
     got, wanted = (dict(named_leaves(x, "opt_state")) for x in (opt_state, expected))
     if jax.tree.structure(opt_state) != jax.tree.structure(expected):
-        raise ValueError(_other_structure(opt_state, expected))
+        raise ValueError(_other_structure(opt_state, expected, mend))
     for name, leaf in wanted.items():
         has = got[name]
         if (jnp.shape(has), jnp.result_type(has)) != (leaf.shape, leaf.dtype):
@@ -246,9 +252,9 @@ def check_state(opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractM
                 f"{name} has shape {jnp.shape(has)} and dtype "
                 f"{jnp.result_type(has)}, but for these parameters, on this mesh of {mesh.size} "
                 f"workers, {leaf.shape} and {leaf.dtype} is needed: a state belongs to its number "
-                f"of workers, to the optimizer's options and to the parameters' shapes. "
-                f"onebit_jax.resize takes it to another number of workers; else go on with what it "
-                f"was made for, or call onebit_jax.init again, which begins with a new warm-up."
+                f"of workers, to the optimizer's options and to the parameters' shapes. {mend}; "
+                f"else go on with what it was made for, or call onebit_jax.init again, which "
+                f"begins with a new warm-up."
             )
     devices = mesh_of_arrays(mesh)
     for leaf in got.values():
@@ -311,7 +317,7 @@ def check_plans(
         node.check_plan(plan)
 
 
-def _other_structure(opt_state: Any, expected: Any) -> str:
+def _other_structure(opt_state: Any, expected: Any, mend: str) -> str:
     """Says why a state does not fit, and what to do."""
     got, wanted = (dict(named_leaves(x)) for x in (opt_state, expected))
     differences = [f"{name} is missing" for name in wanted if name not in got]
@@ -324,8 +330,7 @@ def _other_structure(opt_state: Any, expected: Any) -> str:
     if needs - has or (has - needs and not unmarked):
         return (
             f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
-            f"those that the state was made for; onebit_jax.resize takes one to another number of "
-            f"workers."
+            f"those that the state was made for; {mend}."
         )
     lost = (
         " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "

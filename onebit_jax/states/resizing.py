@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import PerWorker, is_per_worker
+from onebit_jax.markers import PerWorker, is_key, is_per_worker, on_key_data
 from onebit_jax.programs.over_workers import Axes
 from onebit_jax.sharded.specs import Specs
+from onebit_jax.sharded.worker_step import row_of
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.states.by_place import WholeState, both_sides
 from onebit_jax.transforms.algorithm import has_progress
@@ -48,9 +50,11 @@ def resize(
     its memory meanwhile, and JAX must have its CPU backend beside an accelerator's.
 
     Args:
-      opt_state: the state, in the mesh view.
-      tx: the optimizer that goes on with it.
-      params: the parameters, or their shapes.
+      opt_state: the state, in the mesh view; or what the ``init`` of :func:`onebit_jax.on_mesh`
+        made, with the axis of workers of :func:`onebit_jax.worker_copies`: arrays of the mesh, or
+        NumPy's, as restored ones may be.
+      tx: the optimizer that goes on with it; the one that ``on_mesh`` was given, not wrapped.
+      params: the parameters, or their shapes, without an axis of workers.
       mesh: what it goes on on.
       from_axes: what it was on: a mesh, or the sizes of its axes by name, in order.
       from_tx: the optimizer that it was of; by default ``tx``. The two may differ in
@@ -60,11 +64,12 @@ def resize(
       param_specs: as for :func:`onebit_jax.init`.
 
     Returns:
-      A state of ``tx``, on the mesh.
+      A state of ``tx``, on the mesh; with an axis of workers if ``opt_state`` has one, from which
+        the step of :func:`onebit_jax.worker_step` on that mesh goes on.
 
     Raises:
       ValueError: ``opt_state`` is no state of ``from_tx`` on such axes; the two optimizers differ
-        in more than their exchange; or fast axes differ.
+        in more than their exchange; one is wrapped by ``on_mesh``; or fast axes differ.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -76,13 +81,41 @@ def resize(
     """
     from_tx = tx if from_tx is None else from_tx
     before, after = both_sides(from_tx, tx, params, mesh, from_axes, axis_name, param_specs)
-    held = jax.tree.map(simulated.on_host, opt_state)
+    copies = before.are_copies(opt_state)
     # In a thread of its own no mesh is set, whose devices would all take part.
     with ThreadPoolExecutor(1) as thread:
+        held = thread.submit(_on_host, opt_state, copies).result()
         moved = thread.submit(_moved, held, before, after).result()
-    return jax.tree.map(
-        lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), moved, after.specs
-    )
+    return _on_devices(moved, after, mesh, copies)
+
+
+def _on_host(state: Any, copies: bool) -> Any:
+    """All of a state, in the mesh view; of copies what workers share once."""
+
+    def fetch(node: Any) -> Any:
+        shared_copies = copies and not is_per_worker(node)
+        return jax.tree.map(lambda x: simulated.on_host(row_of(x, 0) if shared_copies else x), node)
+
+    return jax.tree.map(fetch, state, is_leaf=is_per_worker)
+
+
+def _on_devices(state: Any, like: WholeState, mesh: Mesh, copies: bool) -> Any:
+    """Undoes :func:`_on_host`."""
+    workers = like.workers.mesh.size
+
+    def put(node: Any, specs: Any) -> Any:
+        shared_copies = copies and not is_per_worker(node)
+
+        def one(x: Any, spec: P) -> Any:
+            if is_key(x):
+                return on_key_data(lambda data: one(data, spec), x)
+            if shared_copies:
+                x, spec = np.broadcast_to(x, (workers, *x.shape)), P(like.slow, *spec)
+            return simulated.put(x, NamedSharding(mesh, spec))
+
+        return jax.tree.map(one, node, specs)
+
+    return jax.tree.map(put, state, like.specs, is_leaf=is_per_worker)
 
 
 def _moved(held: Any, before: WholeState, after: WholeState) -> Any:

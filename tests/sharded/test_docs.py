@@ -20,13 +20,14 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_the_page_runs():
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    first, own_step, *optimizers = blocks
+    first, resizing, own_step, *optimizers = blocks
     assert len(optimizers) == 2
     names: dict[str, Any] = {}
     exec(first, names)
     assert names["metrics"]["loss"] < 0.05
     assert_replicas_agree(names["state"][0])
     assert names["params"]["up"].shape == (16, 64)
+    goes_on(resizing, first, dict(names))
     params = {name: np.asarray(x) / 2 for name, x in names["params"].items()}
 
     def loss_fn(params, batch):
@@ -46,3 +47,16 @@ def test_the_page_runs():
             state, metrics = step(state, names["batch"])
             losses.append(np.asarray(metrics["loss"]))
         assert losses[-1] < losses[0] / 2
+
+
+def goes_on(resizing: str, first: str, names: dict[str, Any]) -> None:
+    """Trains on the smaller mesh, by what the first block makes for a mesh."""
+    exec(resizing, names)
+    names["mesh"] = names["fewer"]
+    made = re.findall(r"^(?:tx = .*?^\)$|def .*?^    return .*?$|step = .*?$)", first, re.M | re.S)
+    exec("\n".join(made), names)
+    batch = jax.device_get(names["batch"])
+    loss = float(names["metrics"]["loss"])
+    for _ in range(10):
+        names["state"], metrics = names["step"](names["state"], batch)
+    assert metrics["loss"] < loss

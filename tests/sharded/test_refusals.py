@@ -221,6 +221,8 @@ def test_states_with_and_without_the_axis_of_workers(auto):
     with refused("state['bias'] has shape (16,), but its first axis must be of the 2 workers"):
         step(state, auto.batch(0))
     copied = onebit_jax.worker_copies(state, auto.mesh, axis_name=SLOW)
+    with refused("onebit_jax.resize takes an optimizer's from another number"):
+        step({"w": np.zeros((4, 16), np.float32)}, auto.batch(0))
     with refused("state['bias'] is split by P('data', None)"):
         onebit_jax.worker_copies(copied, auto.mesh, axis_name=SLOW)
     with refused("worker=2, but state['bias'] has shape (2, 16)"):
@@ -235,6 +237,14 @@ def test_an_optimizer_that_is_wrapped_where_it_must_not_be(auto):
     step = onebit_jax.train_step(auto.loss, tx, auto.mesh, **split)
     with refused("the optimizer itself, not wrapped"):
         step(params, tx.init(params), auto.batch(0))
+    with refused("resize with the part of the state that this one's init made"):
+        onebit_jax.resize(tx.init(params), tx, params, auto.mesh, from_axes=auto.mesh, **split)
+
+
+def test_phases_of_a_step_that_takes_none(auto):
+    step = jax.jit(onebit_jax.worker_step(lambda s, b: (s, b), auto.mesh, axis_name=SLOW))
+    with refused("step takes no phase"):
+        onebit_jax.wire.by_phase(step, {}, auto.batch(0), mesh=auto.mesh)
 
 
 def test_an_optimizer_with_traced_numbers(auto):

@@ -1,0 +1,267 @@
+"""`resize` of the copies that the training step of any trainer has.
+
+What becomes of them is what becomes of the same state in the form of `train_step`, in which workers
+have one copy of what they share.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import onebit_jax
+from onebit_jax.sharded.specs import MeshAxes
+from onebit_jax.sharded.worker_step import mesh_view
+from tests.sharded import meshes
+from tests.sharded.meshes import SLOW
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PAIR = ("node", "local")
+SPECS = {"matrix": P("fsdp", None), "bias": P(None)}
+SHAPES = {"matrix": (16, 4), "bias": (4,)}
+# What `on_mesh` is given.
+OPTIMIZERS: dict[str, Any] = {
+    "onebit_adam": lambda axis: onebit_jax.onebit_adam(2e-2, warmup=3, axis_name=axis),
+    "onebit_adam, warm-up": lambda axis: onebit_jax.onebit_adam(2e-2, warmup=40, axis_name=axis),
+    "compressed_mean, adam": lambda axis: onebit_jax.compressed_mean(axis),
+    "local_steps": lambda axis: onebit_jax.local_steps(
+        optax.adam(2e-2), optax.sgd(1.0), every=3, axis_name=axis, bits=4
+    ),
+    "zero_one_adam": lambda axis: onebit_jax.zero_one_adam(
+        2e-2, variance_freeze=3, local_step_scaler=4, axis_name=axis
+    ),
+}
+
+
+def mesh_of(workers: int | tuple[int, int], kind: str = "Auto", fast: int = 2) -> Mesh:
+    sizes = (workers, fast) if isinstance(workers, int) else (*workers, fast)
+    names = (SLOW, "fsdp") if isinstance(workers, int) else (*PAIR, "fsdp")
+    devices = jax.devices()[: int(np.prod(sizes))]
+    types = (meshes.TYPES[kind],) * len(sizes)
+    return jax.make_mesh(sizes, names, devices=devices, axis_types=types)
+
+
+def axis_of(mesh: Mesh) -> Any:
+    return SLOW if SLOW in mesh.shape else PAIR
+
+
+def specs_on(mesh: Mesh) -> Any:
+    return None if mesh.axis_types[0] == AxisType.Explicit else SPECS
+
+
+def on_mesh(name: str, mesh: Mesh) -> Any:
+    """What a trainer uses."""
+    axis = axis_of(mesh)
+    tx = onebit_jax.on_mesh(OPTIMIZERS[name](axis), mesh, axis_name=axis, specs=specs_on(mesh))
+    return beside_adam(name, tx)
+
+
+def beside_adam(name: str, tx: Any) -> Any:
+    return optax.chain(tx, optax.adam(2e-2)) if name == "compressed_mean, adam" else tx
+
+
+def draw(mesh: Mesh) -> Any:
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+    return put(drawn, mesh)
+
+
+def put(params: Any, mesh: Mesh) -> Any:
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    return jax.device_put(jax.device_get(params), shardings)
+
+
+def copies(tree: Any, mesh: Mesh) -> Any:
+    return onebit_jax.worker_copies(tree, mesh, axis_name=axis_of(mesh))
+
+
+def set_if_explicit(mesh: Mesh) -> Any:
+    return contextlib.nullcontext() if specs_on(mesh) else jax.set_mesh(mesh)
+
+
+def train(mesh: Mesh, tx: Any, state: Any = None, steps: int = 5) -> tuple[Any, list[float]]:
+    """The state of all workers, and the loss before each step."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        matrix = params["matrix"]
+        matrix = matrix if specs_on(mesh) else jax.reshard(matrix, P(None, None))
+        return jnp.mean((x @ matrix + params["bias"] - jnp.sin(3 * x[:, :4])) ** 2)
+
+    def train_step(state: Any, x: jax.Array) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    rows = np.random.default_rng(1).standard_normal((16, 16), np.float32)
+    with set_if_explicit(mesh):
+        x = jax.device_put(rows, NamedSharding(mesh, P(axis_of(mesh), None)))
+        state = state or copies((draw(mesh), tx.init(draw(mesh))), mesh)
+        step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=axis_of(mesh)))
+        losses = []
+        for _ in range(steps):
+            state, metrics = step(state, x)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def resized(opt_state: Any, tx: Any, before: Any, after: Mesh, **how: Any) -> Any:
+    split = {"axis_name": axis_of(after), "param_specs": specs_on(after)}
+    how = {"from_axes": before, **split, **how}
+    return onebit_jax.resize(opt_state, tx, draw(after), after, **how)
+
+
+def go_on(name: str, params: Any, moved: Any, after: Mesh) -> None:
+    """Trains on the new mesh, with parameters as docs/sharded.md takes them there."""
+    differ = name in ("local_steps", "zero_one_adam")
+    one = jax.tree.map(lambda x: x.mean(0), params) if differ else onebit_jax.worker_copy(params)
+    params = copies(put(one, after), after)
+    if name == "local_steps":
+        # What every worker would move its parameters to.
+        for key, x in moved.own.value.items():
+            np.testing.assert_allclose(x, params[key], rtol=0, atol=1e-6, err_msg=key)
+    tx = on_mesh(name, after)
+    fresh = copies(tx.init(draw(after)), after)
+    jax.tree.map(check_alike, moved, fresh)
+    (params, _), losses = train(after, tx, (params, moved), steps=30)
+    assert losses[-1] < 0.7 * losses[0]
+    if not differ:
+        meshes.assert_replicas_agree(params)
+
+
+def check_alike(x: jax.Array, y: jax.Array) -> None:
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def assert_same(tree: Any, expected: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), y in zip(leaves, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y, jax.tree_util.keystr(path))
+        check_alike(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "workers", "to_workers"),
+    [
+        ("compressed_mean, adam", "Auto", 4, 2),
+        pytest.param("onebit_adam", "Auto", 4, 2, marks=pytest.mark.slow),
+        pytest.param("onebit_adam", "Explicit", 2, 4, marks=pytest.mark.slow),
+        pytest.param("onebit_adam, warm-up", "Auto", 4, 2, marks=pytest.mark.slow),
+        pytest.param("compressed_mean, adam", "Explicit", 4, 2, marks=pytest.mark.slow),
+        pytest.param("local_steps", "Auto", 4, 2, marks=pytest.mark.slow),
+        pytest.param("local_steps", "Explicit", 4, 2, marks=pytest.mark.slow),
+        pytest.param("zero_one_adam", "Auto", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_copies_become_what_the_state_of_train_step_does(name, kind, workers, to_workers):
+    before, after = mesh_of(workers, kind), mesh_of(to_workers, kind)
+    tx = beside_adam(name, OPTIMIZERS[name](SLOW))
+    (params, opt_state), _ = train(before, on_mesh(name, before))
+    moved = resized(opt_state, tx, before, after)
+    of_train_step = mesh_view(MeshAxes(before, SLOW), opt_state)
+    expected = resized(of_train_step, tx, before, after)
+    assert_same(mesh_view(MeshAxes(after, SLOW), moved), expected)
+    go_on(name, params, moved, after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (mesh_of((2, 2)), mesh_of((1, 2))),
+        (mesh_of((2, 2), "Explicit"), mesh_of((2, 1), "Explicit")),
+        (mesh_of(4, fast=1), mesh_of(2, fast=1)),
+        (mesh_of(1), mesh_of(2)),
+    ],
+    ids=lambda mesh: str(dict(mesh.shape)),
+)
+def test_other_meshes(before, after):
+    """Pairs of axes; fast axes of size 1, which compiled steps leave out of shardings."""
+    name = "compressed_mean, adam"
+    tx = beside_adam(name, OPTIMIZERS[name](axis_of(after)))
+    (params, opt_state), _ = train(before, on_mesh(name, before))
+    go_on(name, params, resized(opt_state, tx, before, after), after)
+
+
+@pytest.mark.slow
+def test_where_all_axes_are_slow_neither_axis_nor_specs_are_needed():
+    before, after = (jax.make_mesh((n,), (SLOW,), devices=jax.devices()[:n]) for n in (4, 2))
+    inner = OPTIMIZERS["onebit_adam"](SLOW)
+    params = {"w": np.ones(40, np.float32)}
+    first, second = (
+        onebit_jax.on_mesh(inner, mesh, axis_name=SLOW, specs=P()) for mesh in (before, after)
+    )
+    opt_state = copies(first.init(params), before)
+    moved = onebit_jax.resize(opt_state, inner, params, after, from_axes={SLOW: 4})
+    assert_same(moved, copies(second.init(params), after))
+
+
+def begun(mesh: Mesh, name: str = "compressed_mean, adam") -> Any:
+    return copies(on_mesh(name, mesh).init(draw(mesh)), mesh)
+
+
+def test_what_orbax_restored_to_the_host(tmp_path):
+    """By the shapes of its arrays, which have no shardings there; else the message says why."""
+    name, before, after = "compressed_mean, adam", mesh_of(4), mesh_of(2)
+    tx, opt_state = beside_adam(name, OPTIMIZERS[name](SLOW)), begun(before)
+    target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), opt_state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", opt_state)
+        checkpointer.wait_until_finished()
+        held = checkpointer.restore(tmp_path / "state", target)
+        bare = checkpointer.restore(tmp_path / "state")
+    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(held))
+    assert_same(resized(held, tx, {SLOW: 4, "fsdp": 2}, after), begun(after))
+    with pytest.raises(ValueError, match=r"own nodes, which Orbax restores"):
+        resized(bare, tx, before, after)
+
+
+def test_what_needs_whole_tensors_is_taken_along_as_parameters_are():
+    """Of a chain with `optax.lamb`, which is refused inside, `resize` takes the other part."""
+    before, after = mesh_of(4), mesh_of(2)
+    mean = onebit_jax.compressed_mean(SLOW)
+
+    def chain(mesh):
+        return optax.chain(
+            onebit_jax.on_mesh(mean, mesh, axis_name=SLOW, specs=SPECS), optax.lamb(1e-2)
+        )
+
+    opt_state = copies(chain(before).init(draw(before)), before)
+    moved = resized(opt_state[0], mean, before, after), opt_state[1]
+    assert_same(moved[0], copies(chain(after).init(draw(after)), after)[0])
+    for whole in (chain(after), optax.chain(mean, optax.lamb(1e-2))):
+        with pytest.raises(ValueError, match=r"part of the state that|stand outside"):
+            resized(opt_state, whole, before, after)
+
+
+def test_copies_of_another_number_of_workers_are_refused():
+    before, after = mesh_of(4), mesh_of(2)
+    name = "compressed_mean, adam"
+    tx, opt_state = beside_adam(name, OPTIMIZERS[name](SLOW)), begun(before)
+    with pytest.raises(ValueError, match=r"has shape \(4,\), .* of the 5 workers in from_axes"):
+        resized(opt_state, tx, {SLOW: 5, "fsdp": 2}, after)
+    params = copies(draw(before), before)
+    with pytest.raises(ValueError, match=r"one worker's params"):
+        onebit_jax.resize(
+            opt_state, tx, params, after, from_axes=before, axis_name=SLOW, param_specs=P()
+        )
+
+
+@pytest.mark.parametrize("kind", meshes.TYPES)
+def test_the_copy_of_one_worker(kind):
+    mesh = mesh_of(4, kind)
+    state = draw(mesh) | {"key": jax.random.key(1), "count": jnp.int32(3)}
+    one = onebit_jax.worker_copy(copies(state, mesh), 3)
+    found, expected = (jax.random.key_data(x.pop("key")) for x in (one, state))
+    np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, one, state)
+    assert one["matrix"].sharding.is_equivalent_to(state["matrix"].sharding, 2)
