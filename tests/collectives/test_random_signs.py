@@ -159,3 +159,19 @@ def test_both_transports_bring_the_same(sizes, requantize):
     both = [Exchanging(RandomSigns(x, requantize), SHAPES, sizes) for x in ("bits", "votes")]
     values = both[0].draw(np.random.default_rng(0))
     assert_equal(*(exchange(values) for exchange in both))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signs", [BITS, VOTES], ids=str)
+def test_a_million_draws_average_to_z(signs):
+    """The draws are unbiased, which agreement with a reference of our own cannot show."""
+    count = 10**6
+    exchange = Exchanging(signs, [(count,)], 2)
+    for i, z in enumerate([-1, -0.999, -0.5, -1 / 3, -(2**-10), 0, 1e-4, 0.1, 0.7, 0.99, 1]):
+        # The workers differ, and it is their mean that must come back.
+        both = np.stack([np.full(count, z), np.full(count, z**3)]).astype(np.float32)
+        [mean] = exchange([both], seed=i)
+        expected = (z + z**3) / 2
+        standard_error = np.sqrt((1 - expected**2) / count)
+        assert abs(np.mean(mean[0]) - expected) <= 4 * standard_error + 2**-16
+        assert set(np.unique(mean)) <= {-1.0, 1.0}
