@@ -233,26 +233,18 @@ RUN = ["--workers=2", "--batch-size=8", "--steps=6", "--warmup=3", "--checkpoint
 
 @pytest.mark.slow
 def test_report_and_samples(cifar10, tmp_path):
-    out = tmp_path / "run"
-    command = [
-        *RUN,
-        "--data",
-        str(cifar10),
-        "--optimizers",
-        "onebit_adam_frozen",
-        "--out",
-        str(out),
-    ]
+    out, name = tmp_path / "run", "onebit_adam_frozen"
+    command = [*RUN, "--data", str(cifar10), "--optimizers", name, "--out", str(out)]
     assert main(command) == 0
     report = (out / "report.md").read_text()
     assert report.startswith("# DCGAN small, 2 workers, ")
     assert "Held out: 10 images." in report
-    found = result(out / "onebit_adam_frozen")
+    found = result(out / name)
     assert f"{found['sliced_wasserstein']:.4f}" in report
     assert found["sliced_wasserstein"] == np.mean(found["sliced_wasserstein_levels"])
-    with PIL.Image.open(out / "onebit_adam_frozen/samples.png") as samples:
+    with PIL.Image.open(out / name / "samples.png") as samples:
         assert samples.size == (256, 256)
-    logged = rows(out / "onebit_adam_frozen")
+    logged = rows(out / name)
     assert [row["phase"] for row in logged] == ["warmup"] * 3 + ["compression"] * 3
     for row in logged:
         assert row["discriminator_loss"] + row["generator_loss"] == pytest.approx(
