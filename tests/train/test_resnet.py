@@ -214,10 +214,10 @@ def test_judged_by_hand():
 
 # A whole run.
 
-STEPS = 8
+NAME, STEPS = "onebit_adam_frozen", 8
 RUN = (
     f"--workers 2 --batch-size 8 --learning-rate 1e-2 --steps {STEPS} --warmup 4 "
-    "--schedule-warmup 1 --checkpoint-every 3"
+    f"--schedule-warmup 1 --checkpoint-every 3 --optimizers {NAME}"
 ).split()
 
 
@@ -225,16 +225,7 @@ RUN = (
 def finished(cifar10, tmp_path_factory, quick_compilation):
     """A run that nothing interrupted: its folder."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    command = [
-        *RUN,
-        "--data",
-        str(cifar10),
-        "--optimizers",
-        "onebit_adam_frozen",
-        "--out",
-        str(out),
-    ]
-    assert main(command) == 0
+    assert main([*RUN, "--data", str(cifar10), "--out", str(out)]) == 0
     return out
 
 
@@ -244,11 +235,11 @@ def test_report(finished):
     assert report.startswith("# ResNet-20, 2 workers, ")
     assert "8 images a step, seed 0" in report
     assert "CIFAR-10. Held out: 10 images." in report
-    found = result(finished / "onebit_adam_frozen")
+    found = result(finished / NAME)
     assert 0 <= found["heldout_accuracy"] <= 1
     assert f"{100 * found['heldout_accuracy']:.2f} %" in report
     assert f"{found['heldout_loss']:.4f}" in report
-    rows = metrics(finished / "onebit_adam_frozen")
+    rows = metrics(finished / NAME)
     assert [row["phase"] for row in rows] == ["warmup"] * 4 + ["compression"] * 4
     assert min(row["loss"] for row in rows[-3:]) < rows[0]["loss"]
     assert 0 <= rows[-1]["accuracy"] <= 1
@@ -258,20 +249,12 @@ def test_report(finished):
 def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
     """Without the batch norms' statistics in the checkpoint, the held-out loss would differ."""
     out = tmp_path / "run"
-    command = [
-        *RUN,
-        "--data",
-        str(cifar10),
-        "--optimizers",
-        "onebit_adam_frozen",
-        "--out",
-        str(out),
-    ]
+    command = [*RUN, "--data", str(cifar10), "--out", str(out)]
     with at_step(5, sigterm):
         assert main(command) == 128 + signal.SIGTERM
-    assert len(metrics(out / "onebit_adam_frozen")) == 5
+    assert len(metrics(out / NAME)) == 5
     assert main(command) == 0
-    ours, theirs = out / "onebit_adam_frozen", finished / "onebit_adam_frozen"
+    ours, theirs = out / NAME, finished / NAME
     assert metrics(ours) == metrics(theirs)
     assert result(ours)["heldout_loss"] == result(theirs)["heldout_loss"]
 
