@@ -49,12 +49,7 @@ def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
     Raises:
       ValueError: for a collective under a condition that may differ between workers.
     """
-    return _flow(jaxpr, [Axes()] * len(jaxpr.invars))
-
-
-def axes_of_results(jaxpr: Jaxpr, of_arguments: Sequence[Axes]) -> list[Axes]:
-    """The axes that a program's results may vary over, given those of its arguments."""
-    return _flow(jaxpr, of_arguments)
+    return axes_of_results(jaxpr, [Axes()] * len(jaxpr.invars))
 
 
 def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
@@ -62,8 +57,8 @@ def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
     return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
 
 
-def _flow(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
-    """The axes that a program's results vary over, given those of its arguments."""
+def axes_of_results(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+    """The axes that a program's results may vary over, given those of its arguments."""
     varies: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
 
     def of(atom: Any) -> Axes:
@@ -79,7 +74,9 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
         specs = zip(given, params["in_specs"], strict=True)
-        results = _flow(_open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs])
+        results = axes_of_results(
+            _open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs]
+        )
         alone = Axes(name for name, size in params["mesh"].shape.items() if size == 1)
         # A split array varies rightly: outside it is one array, as is what is computed of it.
         return [
@@ -89,13 +86,15 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     if name == "cond":
         branches = [_open(branch) for branch in params["branches"]]
         _check_condition(given[0], *branches)
-        by_branch = [_flow(branch, given[1:]) for branch in branches]
+        by_branch = [axes_of_results(branch, given[1:]) for branch in branches]
         return [given[0].union(*results) for results in zip(*by_branch, strict=True)]
     if name == "while":
         return _while(params, given)
     if name == "scan":
         body, (constants, start, others) = _open(params["jaxpr"]), _of_scan(params, given)
-        return _flow(body, [*constants, *_carried(body, constants, start, others), *others])
+        return axes_of_results(
+            body, [*constants, *_carried(body, constants, start, others), *others]
+        )
     if name == "optimization_barrier":
         return given
     if params.get("name") == "equal_on_all_workers":
@@ -112,7 +111,7 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     else:
         inner = [sub for value in params.values() for sub in programs_in(value)]
         if len(inner) == 1 and len(inner[0].invars) == len(given):
-            results = _flow(inner[0], given)
+            results = axes_of_results(inner[0], given)
             if len(results) == len(eqn.outvars):
                 return results
     return [everything] * len(eqn.outvars)
@@ -131,7 +130,7 @@ def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
     start = of_condition + of_body
     condition, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
     carried = _carried(body, given[of_condition:start], given[start:], [])
-    [predicate] = _flow(condition, [*given[:of_condition], *carried])
+    [predicate] = axes_of_results(condition, [*given[:of_condition], *carried])
     _check_condition(predicate, condition, body)
     # Results do not count as varying with the number of iterations: in_place.materialize passes
     # arrays through zero-iteration loops, and hides from XLA that they are such.
@@ -143,7 +142,7 @@ def _carried(
 ) -> list[Axes]:
     """The axes that a loop's carry varies over after any number of iterations."""
     while True:
-        results = _flow(body, [*constants, *carried, *others])
+        results = axes_of_results(body, [*constants, *carried, *others])
         after = [x | y for x, y in zip(carried, results, strict=False)]
         if after == carried:
             return carried

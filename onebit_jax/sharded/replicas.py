@@ -25,9 +25,10 @@ _NO_VMAP = (
     "spmd_axis_name=axis_name (on Explicit meshes without)."
 )
 
-# They give an array another dtype, place or name, and leave it what it is.
-_SAME = frozenset({"convert_element_type", "copy", "copy_p", "name", "reshard"})
-_SAME |= {"sharding_constraint"}
+# Operations whose result is the same array, with another dtype, place or name.
+_SAME = frozenset(
+    ("convert_element_type", "copy", "copy_p", "name", "reshard", "sharding_constraint")
+)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
