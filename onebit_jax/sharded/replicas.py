@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, Literal, Primitive
 from jax.interpreters import mlir
@@ -23,6 +24,25 @@ _NO_VMAP = (
     "would have one gradient, and nothing says whose. Run the whole training step by "
     "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
     "spmd_axis_name=axis_name (on Explicit meshes without)."
+)
+
+_PASSED_BY = (
+    "after a step {name} would differ between workers, and replicas silently diverge: it "
+    "depends on each worker's own gradients or loss, not by way of the exchange alone. A "
+    "condition on them around onebit_jax.on_mesh does that (optax.apply_if_finite, a loss "
+    "scale, jnp.where on a loss that is not finite), and what gets gradients that nothing "
+    "exchanges (the other parameters of optax.masked, a branch of optax.partition). Put such "
+    "a wrapper inside on_mesh, which checks it; to skip bad gradients there take "
+    "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike; give every "
+    "branch an exchange, such as onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), ...)."
+)
+
+_NO_EXCHANGE = (
+    "after a step {name} would differ between workers, and replicas silently diverge: worker_step "
+    "gives each worker its own gradients, and this step has no optimizer from onebit_jax.on_mesh, "
+    "by which they would be exchanged. Put one of onebit_jax inside it, or average before one of "
+    "Optax: optax.chain(onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), mesh, axis_name=axis), "
+    "optax.adamw(...)). To evaluate, take onebit_jax.worker_copy(state) and no worker_step."
 )
 
 # Operations whose result is the same array, with another dtype, place or name.
@@ -95,7 +115,8 @@ def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, b
     """Raises ``ValueError`` for a step that gives workers different parameters or shared state.
 
     Checked are parameters and states that the step passes to an optimizer from ``on_mesh``, and the
-    parameters beside these that ``optax.masked`` or ``optax.partition`` keeps from it.
+    parameters beside these that ``optax.masked`` or ``optax.partition`` keeps from it. In a step
+    without such an optimizer nothing is exchanged, and no float may depend on the batch.
 
     Args:
       train_step: the step of one worker.
@@ -108,13 +129,15 @@ def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, b
         return
     program, paths = traced.jaxpr, [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     count = len(paths)
-    alike = _alike(program, paths)
+    updates = [*_updates_in(program, dict(zip(program.invars, range(count), strict=False)))]
+    alike = _alike(updates, paths) if updates else _floats(program.outvars[:count])
     axes = [Axes()] * count + [Axes(slow)] * (len(program.invars) - count)
     while True:
         after = axes_of_results(program, axes)[:count]
         differing = next((i for i in alike if after[i] & Axes(slow)), None)
         if differing is not None:
-            raise ValueError(_message(f"state{jax.tree_util.keystr(paths[differing])}"))
+            name = f"state{jax.tree_util.keystr(paths[differing])}"
+            raise ValueError((_PASSED_BY if updates else _NO_EXCHANGE).format(name=name))
         grown = [x | y for x, y in zip(axes, after, strict=False)] + axes[count:]
         if grown == axes:
             return
@@ -122,12 +145,15 @@ def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, b
         axes = grown
 
 
-def _alike(program: Jaxpr, paths: Sequence[Any]) -> list[int]:
+def _floats(outvars: Sequence[Any]) -> list[int]:
+    return [i for i, x in enumerate(outvars) if jnp.issubdtype(x.aval.dtype, jnp.inexact)]
+
+
+def _alike(updates: Sequence[tuple[_Given, list[int | None]]], paths: Sequence[Any]) -> list[int]:
     """The places of the arrays in a step's state that must be equal on all workers."""
     alike: dict[int, bool] = {}
     masked: set[int] = set()
-    origins = dict(zip(program.invars, range(len(paths)), strict=False))
-    for given, found in _updates_in(program, origins):
+    for given, found in updates:
         alike |= {i: x for i, x in zip(found, given.alike, strict=True) if i is not None}
         for path, i in zip(given.params, found[len(found) - len(given.params) :], strict=True):
             trees = [] if i is None else _before(paths[i], path)
@@ -162,16 +188,3 @@ def _updates_in(
                 last = of[max(len(of) - len(below.invars), 0) :]
                 known = zip(below.invars, last, strict=False)
                 yield from _updates_in(below, {x: i for x, i in known if i is not None})
-
-
-def _message(name: str) -> str:
-    return (
-        f"after a step {name} would differ between workers, and replicas silently diverge: it "
-        f"depends on each worker's own gradients or loss, not by way of the exchange alone. A "
-        f"condition on them around onebit_jax.on_mesh does that (optax.apply_if_finite, a loss "
-        f"scale, jnp.where on a loss that is not finite), and what gets gradients that nothing "
-        f"exchanges (the other parameters of optax.masked, a branch of optax.partition). Put such "
-        f"a wrapper inside on_mesh, which checks it; to skip bad gradients there take "
-        f"onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike; give every "
-        f"branch an exchange, such as onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), ...)."
-    )

@@ -111,6 +111,19 @@ def test_a_step_that_one_worker_skips(kind):
         lowered(task, tx, train_step)
 
 
+def test_a_step_that_exchanges_nothing(task):
+    """As a trainer has it whose optimizer was left as it was."""
+    with pytest.raises(
+        ValueError, match=r"state\[0\]\['bias'\] .*no optimizer from onebit_jax.on_mesh"
+    ):
+        lowered(task, optax.adamw(1e-2))
+
+    def evaluate(state, batch):
+        return state, task.loss(state[0], batch)
+
+    lowered(task, optax.adamw(1e-2), evaluate)
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [
