@@ -19,9 +19,8 @@ counts them, and casts. In an algorithm's methods gradients, parameters and upda
 float arrays, in the order of the tree's leaves.
 """
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +35,7 @@ from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import outermost
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
+from onebit_jax.transforms.promotion import usual_promotion
 from onebit_jax.transforms.when import When, made
 
 Arrays = list[jax.Array]
@@ -210,13 +210,6 @@ class PhasedAlgorithm(Algorithm):
         return state._replace(progress=progress._replace(frozen_at=frozen_at))
 
 
-@contextlib.contextmanager
-def _usual_promotion() -> Iterator[None]:
-    """The settings of JAX that this library's code relies on, in loops that set others."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArgs:
     """Makes an Optax transformation of an algorithm.
 
@@ -231,7 +224,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         check_contract(name, state)
         return _with_upcoming(algorithm, state)
 
-    @_usual_promotion()
+    @usual_promotion()
     def init_fn(params: optax.Params) -> Any:
         validation.check_parameters(params)
         bound_axes(algorithm.exchange.axis_name)
@@ -239,7 +232,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         _note(state.progress.count, algorithm, params)
         return state if jax.tree.leaves(params) else _filled(state)
 
-    @_usual_promotion()
+    @usual_promotion()
     @jax.named_scope(OWN_SCOPE)
     def update_fn(
         updates: optax.Updates,

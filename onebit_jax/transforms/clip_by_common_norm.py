@@ -8,6 +8,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.transforms.nonfinite import squared_norms
+from onebit_jax.transforms.promotion import usual_promotion
 
 
 def squared_norm(grads: optax.Updates) -> jax.Array:
@@ -58,6 +59,7 @@ def clip_by_common_norm(
     """
     validation.check_positive("max_norm", max_norm, usual=1.0)
 
+    @usual_promotion()
     def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
         squared = lax.pmean(squared_norm(updates), bound_axes(axis_name).names)

@@ -23,6 +23,7 @@ from onebit_jax.transforms.algorithm import (
     transformation,
 )
 from onebit_jax.transforms.phases import Progress, keep
+from onebit_jax.transforms.promotion import usual_promotion
 
 
 class EfSignsgdState(NamedTuple):
@@ -104,6 +105,7 @@ def _decay_steps(
 ) -> optax.GradientTransformation:
     """Adds decoupled weight decay to steps, which include the learning rate already."""
 
+    @usual_promotion()
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, jax.Array]:

@@ -8,6 +8,7 @@ import optax
 
 from onebit_jax.collectives.axes import own_shards, whole_tensors
 from onebit_jax.transforms.algorithm import OWN_SCOPE
+from onebit_jax.transforms.promotion import usual_promotion
 
 
 class OrthogonalizedMomentumState(NamedTuple):
@@ -44,6 +45,7 @@ def orthogonalized_momentum(
     def init_fn(params: optax.Params) -> OrthogonalizedMomentumState:
         return OrthogonalizedMomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
+    @usual_promotion()
     @jax.named_scope(OWN_SCOPE)
     def update_fn(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> Any:
         del params

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from onebit_jax import validation
 from onebit_jax.transforms.phases import PHASES, Phase
+from onebit_jax.transforms.promotion import usual_promotion
 
 StepSet = Callable[[Any], Any]
 
@@ -135,7 +136,8 @@ def check_step_set(name: str, steps: Any, otherwise: str) -> None:
     )
     if not callable(steps):
         raise ValueError(f"{name}={steps!r} must be {mend}")
-    returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
+    with usual_promotion():
+        returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
     if [(x.shape, x.dtype) for x in returned] != [((), jnp.bool)]:
         raise ValueError(
             f"{name}={steps!r} returns {returned} where one boolean is expected; it must be {mend}"

@@ -279,12 +279,17 @@ def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
 # What is so for every optimizer.
 
 
-@pytest.mark.parametrize("name", ["birder", "onebit_adam", "signum"])
+# Without these, whose Adam is Optax's, which mixes dtypes itself.
+@pytest.mark.parametrize(
+    "name", sorted(OPTIMIZERS.keys() - {"mean_gradients", "onebit_muon", "cada"})
+)
 def test_promotions_that_a_loop_forbids_are_no_matter_of_its_optimizer(name):
-    tx = OPTIMIZERS[name].make(AXIS)
     params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
 
     def step(params):
+        clip = onebit_jax.clip_by_common_norm(1.0, AXIS)
+        tx = optax.chain(clip, OPTIMIZERS[name].make(AXIS))
         return tx.update(params, tx.init(params), params)
 
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
