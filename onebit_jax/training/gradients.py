@@ -144,9 +144,12 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
             f"{jnp.result_type(loss)}, expected a float scalar: take its mean over the batch."
         )
     if not isinstance(metrics, dict):
+        given = f"of type {type(metrics).__name__}"
+        if isinstance(metrics, jax.Array):
+            given = f"that are an array of shape {metrics.shape}"
         raise ValueError(
-            f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of "
-            f"scalars by name, such as {{'accuracy': accuracy}}."
+            f"loss_fn returned metrics {given}, expected a dict of scalars by name, such as "
+            f"{{'accuracy': accuracy}}."
         )
     for name, x in metrics.items():
         kinds = jnp.bool, jnp.integer, jnp.floating

@@ -81,6 +81,8 @@ class TrainStep:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         check_batch(self._setup, batch)
         given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
+        # Before the phase is read from the state.
+        placement.check_donated(given.donated())
         # In a jitted loop of steps the host cannot read a state's phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         options, run = self._setup.options, Run()
