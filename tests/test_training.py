@@ -1,6 +1,7 @@
 """`train_step` on a mesh of four CPU devices: what it computes, sends, reports and refuses."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -342,11 +343,12 @@ def test_gradients_that_shard_map_has_summed_are_named(tx):
 
 
 def test_arguments_in_another_order_are_named_by_their_types():
-    large = {"w": jnp.zeros((100, 100))}
+    begin: Any = onebit_jax.init
+    make: Any = onebit_jax.train_step
     with pytest.raises(ValueError, match=r"^mesh=<a dict> must be a mesh of devices"):
-        onebit_jax.init(onebit(), MESH, large)
+        begin(onebit(), MESH, {"w": jnp.zeros((100, 100))})
     with pytest.raises(ValueError, match=r"^tx=<function .* must be an Optax gradient"):
-        onebit_jax.train_step(onebit(), loss_fn, MESH)
+        make(onebit(), loss_fn, MESH)
 
 
 def test_metrics_that_the_step_has_itself_are_named():
