@@ -351,6 +351,18 @@ def test_arguments_in_another_order_are_named_by_their_types():
         make(onebit(), loss_fn, MESH)
 
 
+@pytest.mark.parametrize("name", ["rng", "model_state"])
+def test_a_loss_that_lacks_an_argument_is_told_how_it_gets_one(name):
+    losses = {
+        "rng": lambda params, batch, rng: loss_fn(params, batch),
+        "model_state": lambda params, batch, model_state: loss_fn(params, batch),
+    }
+    step, state = start(dense(), loss_fn=losses[name])
+    with pytest.raises(TypeError, match=rf"missing .*'{name}'") as caught:
+        step(*state, make_batches(1)[0])
+    assert f"batch, {name}=...)" in caught.value.__notes__[0]
+
+
 def test_metrics_that_the_step_has_itself_are_named():
     step, state = start(
         dense(), loss_fn=lambda params, batch: (loss_fn(params, batch), {"loss": 1})

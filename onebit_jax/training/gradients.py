@@ -72,7 +72,17 @@ def loss_and_gradients(
         # created in the same trace, and Equinox allows one use of a State.
         copied = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": copied}
-        loss, aux = _parts(loss_fn(params, batch, **options), model_state)
+        try:
+            result = loss_fn(params, batch, **options)
+        except TypeError as error:
+            for name in ("rng", "model_state"):
+                if f"'{name}'" in str(error):
+                    error.add_note(
+                        f"loss_fn is called with {name}= if the step is: "
+                        f"step(params, opt_state, batch, {name}=...)."
+                    )
+            raise
+        loss, aux = _parts(result, model_state)
         return (loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale), aux
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)

@@ -1,5 +1,6 @@
 """Code of docs/ that no other test runs, as it stands there; links and pictures of all pages."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -7,7 +8,6 @@ import re
 import runpy
 import subprocess
 import sys
-from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -187,11 +187,12 @@ def test_the_program_for_hosts_says_what_it_lacks(options, reason, monkeypatch):
 def test_a_node_of_the_program_for_hosts_is_a_slice(monkeypatch):
     """Also where the devices of slices alternate; `jax.make_mesh` refuses those of several."""
 
-    class Device(NamedTuple):
+    @dataclasses.dataclass(frozen=True)
+    class Device:
         id: int
         slice_index: int
         process_index: int = 0
-        platform: str = "tpu"
+        platform: str = "of a test"  # a TPU's chips have coordinates too
         device_kind: str = "of a test"
 
     devices = [Device(i, i % 2) for i in range(4)]
