@@ -220,7 +220,7 @@ def train_step(
       mesh: as for :func:`init`; all its devices are workers, along all its axes, unless
         ``axis_name`` says otherwise.
       axis_name: as for :func:`init`: the slow axis of a mesh that has fast ones too, over which the
-        model is split. A worker is then all devices of one place along it. ``loss_fn`` computes
+        model is split. A worker is then all devices with one index along it. ``loss_fn`` computes
         with whole parameters and a worker's whole share, which the compiler splits, and may say
         how by ``jax.lax.with_sharding_constraint``. Place the batch over the fast axes that are to
         share it, as by ``NamedSharding(mesh, P(("data", "fsdp")))``; norms and what optimizers
