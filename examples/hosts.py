@@ -13,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,7 +44,12 @@ def make_mesh(nodes: int, simulated: bool) -> jax.sharding.Mesh:
             f"error: {len(devices)} devices in {jax.process_count()} processes do not divide "
             f"among --nodes {nodes}"
         )
-    return jax.make_mesh((nodes, len(devices) // nodes), ("node", "local"))
+    shape, names = (nodes, len(devices) // nodes), ("node", "local")
+    if len({getattr(device, "slice_index", 0) for device in devices}) == 1:
+        return jax.make_mesh(shape, names)
+    # Of several TPU slices, which jax.make_mesh refuses.
+    rows = mesh_utils.create_hybrid_device_mesh((1, shape[1]), (nodes, 1), devices)
+    return jax.sharding.Mesh(rows, names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
 
 
 def report(text: str) -> None:
@@ -88,7 +94,7 @@ def main() -> None:
     """Reads the options, and trains."""
     parser = argparse.ArgumentParser(description="Trains a small network on one or many hosts.")
     parser.add_argument(
-        "--nodes", type=int, default=1, help="hosts, or slices, between which bits travel"
+        "--nodes", type=int, default=1, help="hosts, or TPU slices, between which bits travel"
     )
     parser.add_argument("--coordinator", help="HOST:PORT of process 0, which all hosts reach")
     parser.add_argument("--processes", type=int, help="of all hosts together")

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         help="predict whether one bit pays, before any code is changed",
         description="Predicts time and volume of a run, dense and with one bit, and advises.",
         epilog="Rates are such as 10Gbit, 100Mbit or, in bytes, 25GB; durations such as 50us. "
-        "Optimizers that a calibration does not have are left out.",
+        "Optimizers that a calibration lacks are omitted.",
         argument_default=argparse.SUPPRESS,
     )
     required = command.add_argument_group("required")

@@ -170,11 +170,18 @@ def check_name(option: str, value: Any, *names: str) -> None:
         raise ValueError(f"{option}={value!r} must be {' or '.join(map(repr, names))}.")
 
 
+def _short(value: Any) -> str:
+    """A value of the wrong type; of a tree of arrays, which may be large, the type alone."""
+    shown = repr(value)
+    return shown if len(shown) <= 200 else f"<a {type(value).__name__}>"
+
+
 def check_transformation(name: str, tx: Any) -> None:
     """Raises ``ValueError`` unless ``tx`` is a gradient transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise ValueError(
-            f"{name}={tx!r} must be an Optax gradient transformation, such as optax.adamw(1e-3)."
+            f"{name}={_short(tx)} must be an Optax gradient transformation, such as "
+            f"optax.adamw(1e-3)."
         )
 
 
@@ -182,8 +189,8 @@ def check_mesh(mesh: Any) -> None:
     """Raises ``ValueError`` unless ``mesh`` is a mesh of devices without manual axes."""
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.abstract_mesh.manual_axes:
         raise ValueError(
-            f"mesh={mesh!r} must be a mesh of devices, not an abstract one, with axes of type Auto "
-            f"or Explicit, such as jax.make_mesh((8,), ('data',))."
+            f"mesh={_short(mesh)} must be a mesh of devices, not an abstract one, with axes of "
+            f"type Auto or Explicit, such as jax.make_mesh((8,), ('data',))."
         )
 
 

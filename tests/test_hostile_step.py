@@ -349,4 +349,9 @@ def test_what_a_step_took_is_not_given_again():
         step(params, new_state, BATCH)
     with pytest.raises(ValueError, match=r"^opt_state\[1\].* has been deleted: an earlier call"):
         step(new_params, opt_state, BATCH)
+    # Of a state that says which phase is next.
+    phased, taken = start(onebit())
+    phased(*taken, BATCH)
+    with pytest.raises(ValueError, match=r"^opt_state.* has been deleted: an earlier call"):
+        phased(*taken, BATCH)
     assert len(calls(step, (new_params, new_state), *[BATCH] * WORKERS)[1]) == WORKERS

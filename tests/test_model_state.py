@@ -285,7 +285,10 @@ MALFORMED: dict[str, Any] = {
     "none": (lambda x, _: None, LOSS + "type NoneType, expected"),
     "vector": (lambda _, batch: batch["x"], LOSS + r"shape \(\d+, 9\).*its mean"),
     "integer": (lambda x, _: x.astype(int), LOSS + r"shape \(\) and dtype int"),
-    "metrics": (lambda x, _: (x, x), r"^loss_fn returned metrics of type \w*Tracer, expected a"),
+    "metrics": (
+        lambda x, _: (x, x),
+        r"^loss_fn returned metrics that are an array of shape \(.*\), expected a dict",
+    ),
     "vectors": (lambda x, batch: (x, batch), r"^loss_fn returned metrics\['x'\] of shape \("),
 }
 # The same of one that is given `STATE`.

@@ -1,6 +1,7 @@
 """`train_step` on a mesh of four CPU devices: what it computes, sends, reports and refuses."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +318,49 @@ def test_axes_that_are_not_those_of_the_mesh_are_named(axis_name, mesh, message)
     opt_state = optax.EmptyState(), optax.adamw(1e-3).init(make_params())
     with pytest.raises(ValueError, match=message):
         step(make_params(), opt_state, make_batches(1)[0])
+
+
+@pytest.mark.parametrize("tx", [dense(), onebit()], ids=["dense", "onebit"])
+def test_gradients_that_shard_map_has_summed_are_named(tx):
+    """With `check_vma=True` `jax.grad` sums them: their mean is `WORKERS` times too large."""
+    params = jax.device_put(make_params(), NamedSharding(MESH, P()))
+    opt_state = onebit_jax.init(tx, params, MESH)
+    [batch] = make_batches(1)
+    specs = P(), onebit_jax.state_specs(opt_state, "data"), P("data")
+
+    def step(params, opt_state, batch):
+        return tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+
+    def lower(**options):
+        mapped = jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs[:2], **options)
+        jax.jit(mapped).lower(
+            params, opt_state, jax.device_put(batch, NamedSharding(MESH, P("data")))
+        )
+
+    with pytest.raises(ValueError, match=r"^2 gradients, the first of them .*check_vma=False"):
+        lower()
+    lower(check_vma=False)
+
+
+def test_arguments_in_another_order_are_named_by_their_types():
+    begin: Any = onebit_jax.init
+    make: Any = onebit_jax.train_step
+    with pytest.raises(ValueError, match=r"^mesh=<a dict> must be a mesh of devices"):
+        begin(onebit(), MESH, {"w": jnp.zeros((100, 100))})
+    with pytest.raises(ValueError, match=r"^tx=<function .* must be an Optax gradient"):
+        make(onebit(), loss_fn, MESH)
+
+
+@pytest.mark.parametrize("name", ["rng", "model_state"])
+def test_a_loss_that_lacks_an_argument_is_told_how_it_gets_one(name):
+    losses = {
+        "rng": lambda params, batch, rng: loss_fn(params, batch),
+        "model_state": lambda params, batch, model_state: loss_fn(params, batch),
+    }
+    step, state = start(dense(), loss_fn=losses[name])
+    with pytest.raises(TypeError, match=rf"missing .*'{name}'") as caught:
+        step(*state, make_batches(1)[0])
+    assert f"batch, {name}=...)" in caught.value.__notes__[0]
 
 
 def test_metrics_that_the_step_has_itself_are_named():

@@ -169,7 +169,8 @@ def bound_axes(axis_name: Any) -> Axes:
             f"axis_name={axis_name!r} leaves out the axes {others}, along which this program has "
             f"devices too: their replicas would silently diverge. Give a pair of axes "
             f"(node_axis, local_axis), or make a mesh of one axis; for parameters that are split "
-            f"along another axis wrap the optimizer by onebit_jax.on_mesh."
+            f"along another axis give onebit_jax.init and train_step axis_name= and param_specs=, "
+            f"or wrap the optimizer by onebit_jax.on_mesh."
         )
     if not pair:
         return Axes(names[0], None, sizes[0], 1, shards)
@@ -184,10 +185,44 @@ def _bound_size(axis_name: Any, name: str) -> int:
         return lax.axis_size(name)
     except NameError:
         bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-        here = f"the axes bound here are {bound}" if bound else "no mesh axis is bound here"
         which = "" if axis_name == name else f": {name!r}"
+        if bound:
+            raise ValueError(
+                f"axis_name={axis_name!r}{which} is not bound: the axes bound here are {bound}. "
+                f"Give the optimizer the name of one of these, or rename one to {name!r}."
+            ) from None
         raise ValueError(
-            f"axis_name={axis_name!r}{which} is not bound ({here}). Call init and update inside "
-            f"jax.shard_map over a mesh with an axis {name!r}, or inside jax.pmap or jax.vmap with "
-            f"axis_name={name!r}; outside of them use onebit_jax.init and onebit_jax.train_step."
+            f"axis_name={axis_name!r}{which} is not bound: no mesh axis is bound here. Call init "
+            f"and update inside jax.shard_map over a mesh with an axis {name!r}, or inside "
+            f"jax.pmap or jax.vmap with axis_name={name!r}; outside of them use onebit_jax.init "
+            f"and onebit_jax.train_step, or, in a jitted step of a sharded model, "
+            f"onebit_jax.on_mesh."
         ) from None
+
+
+def check_own_gradients(updates: Any, axes: Axes) -> None:
+    """Raises ``ValueError`` for gradients that ``jax.shard_map`` has summed over the workers.
+
+    With ``check_vma=True`` types tell which arrays may differ between workers, and ``jax.grad``
+    sums the gradients of parameters that may not.
+    """
+    if not _varies(jax.eval_shape(lambda: lax.axis_index(axes.node)), axes.names):
+        return
+    summed = [
+        jax.tree_util.keystr(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(updates)
+        if not _varies(jax.typeof(x), axes.names)
+    ]
+    if summed:
+        raise ValueError(
+            f"{len(summed)} gradients, the first of them {summed[0]}, are the same on all workers "
+            f"along {axes.names}: with check_vma=True, the default of jax.shard_map, jax.grad sums "
+            f"them, but each worker must pass its own. Give jax.shard_map check_vma=False."
+        )
+
+
+def _varies(x: Any, names: tuple[str, ...]) -> bool:
+    """Whether a type says that an array may differ along one of these axes."""
+    kind = getattr(x, "manual_axis_type", None)
+    varying = getattr(x, "vma", None) if kind is None else kind.varying
+    return bool(varying) and not varying.isdisjoint(names)

@@ -8,8 +8,8 @@ from onebit_jax.plan.optimizers import state_bytes
 from onebit_jax.plan.quantities import format_rate, format_size, format_table, format_time
 
 _LOSS = (
-    "Of time and bytes alone. The advice is of 1-bit Adam: other rows reach other losses, local "
-    "steps another one with each every."
+    "This compares time and bytes, not losses. The advice is about 1-bit Adam: other optimizers "
+    "reach other losses, and local steps another one for each --every."
 )
 
 

@@ -60,8 +60,8 @@ def process_group(
     - a process that reaches the end of the block waits there for the others.
 
     An exception that leaves the block does not pass further: the process exits at once, since
-    JAX's own end would wait for the others. Outside the block nothing is watched. A process whose
-    host loses power, and process 0 if it is suspended, JAX's heartbeats find, within a third of
+    JAX's own end would wait for the others. Outside the block nothing is watched. JAX's heartbeats
+    find a process whose host loses power, and process 0 if it is suspended, within a third of
     ``timeout``.
 
     Args:

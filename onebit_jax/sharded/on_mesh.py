@@ -233,10 +233,11 @@ def on_mesh(
     """Takes an optimizer into a training loop with a sharded model: bits on the slow axis alone.
 
     The mesh has a *slow* axis, over which parameters are replicated, and *fast* ones, over which
-    they may be split in any way (FSDP, tensor parallelism). The places along the slow axis are the
-    workers, each of them several devices. Every device exchanges its own shards with those of the
-    same place in other workers, so that nothing crosses a fast axis, and only what the optimizer
-    sends crosses the slow one. A device holds its shards' part of the state.
+    they may be split in any way (FSDP, tensor parallelism). A worker is all the devices with one
+    index along the slow axis; indices along the fast ones are a *place*. Every device exchanges its
+    own shards with the devices of its place in other workers, so that nothing crosses a fast axis,
+    and only what the optimizer sends crosses the slow one. A device holds its shards' part of the
+    state.
 
     ``init`` and ``update`` are called without any bound axis: by Flax, MaxText or a loop of your
     own. The training step runs under ``jax.vmap`` over the workers, as

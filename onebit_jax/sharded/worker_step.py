@@ -25,8 +25,8 @@ Step = Callable[[State, Any], tuple[State, Any]]
 def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str]) -> Step:
     """Runs a training step on every worker of a sharded mesh, each with its share of the batch.
 
-    The step is that of any training loop, written for one copy of the model, and stays as it is; of
-    its optimizer :func:`onebit_jax.on_mesh` makes one that exchanges.
+    The step is that of any training loop, written for one copy of the model, and stays as it is.
+    :func:`onebit_jax.on_mesh` wraps its optimizer, which then exchanges.
 
     Args:
       train_step: ``(state, batch) -> (state, metrics)``. It must not average over workers itself.
@@ -35,8 +35,8 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
 
     Returns:
       A step of the same form, to be jitted. Its state comes from :func:`worker_copies`, and every
-      leaf has a first axis of workers. Of its batch each worker gets its share of the first axis;
-      float metrics are means over the workers, others the first worker's.
+      leaf has a first axis of workers. Each worker gets its share of the batch's first axis; float
+      metrics are means over the workers, others the first worker's.
 
     Raises:
       ValueError: for an axis that the mesh lacks. From the step: for a batch that does not divide;
@@ -168,7 +168,7 @@ def worker_copy(state: State, worker: int = 0) -> State:
       A tree like it, without the first axis.
 
     Raises:
-      ValueError: for a worker that there is not, and for an array without an axis of workers.
+      ValueError: for a worker that does not exist, and for an array without an axis of workers.
     """
     for name, x in named_leaves(state, "state"):
         rows = jnp.shape(x)[:1]

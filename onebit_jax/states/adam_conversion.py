@@ -36,7 +36,7 @@ def from_adam(
       tx: :func:`onebit_jax.onebit_adam`, alone or in a chain. The counts of Optax's schedules in it
         go on from as many updates, too.
       params: the parameters.
-      mesh: what the run goes on on.
+      mesh: the mesh on which the run continues.
 
     Returns:
       A state of ``tx`` in the mesh view.

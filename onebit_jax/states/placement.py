@@ -219,8 +219,9 @@ def check_whole(params: optax.Params) -> None:
                 f"parameter {name} is sharded, {leaf.sharding}, but every "
                 f"worker must have all of it: what is exchanged is a gradient of the same "
                 f"parameters. If it fits a device, gather it by jax.device_put(params, "
-                f"NamedSharding(mesh, P())); beside a model that is split over other axes take "
-                f"onebit_jax.on_mesh and a training step of your own."
+                f"NamedSharding(mesh, P())). If it is split over other axes than the workers', "
+                f"give onebit_jax.init and train_step axis_name= and param_specs=, or take "
+                f"onebit_jax.on_mesh in a training step of your own."
             )
 
 

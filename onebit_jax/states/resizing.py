@@ -41,8 +41,8 @@ def resize(
     the parameters and inner states of :func:`onebit_jax.local_steps`. Whole numbers and random keys
     are dealt out again: worker ``i`` gets those of worker ``i`` modulo ``n``.
 
-    Not exactly as before are: 1-bit LAMB's estimate of the last gradient's variance, once, since
-    the momentum's scales differ from chunk to chunk. On a single node of several devices, where
+    1-bit LAMB's estimate of the last gradient's variance is off once, since the momentum's scales
+    differ from chunk to chunk. On a single node of several devices, where
     nothing is compressed, 1-bit Adam and LAMB apply the residuals immediately, other optimizers
     drop them. With ``residual_dtype="bfloat16"`` what is rounded off is lost.
 
@@ -53,11 +53,11 @@ def resize(
       opt_state: the state, in the mesh view; or what the ``init`` of :func:`onebit_jax.on_mesh`
         made, with the axis of workers of :func:`onebit_jax.worker_copies`: arrays of the mesh, or
         NumPy's, as restored ones may be.
-      tx: the optimizer that goes on with it; the one that ``on_mesh`` was given, not wrapped.
+      tx: the optimizer that continues with it; the one that ``on_mesh`` was given, not wrapped.
       params: the parameters, or their shapes, without an axis of workers.
-      mesh: what it goes on on.
-      from_axes: what it was on: a mesh, or the sizes of its axes by name, in order.
-      from_tx: the optimizer that it was of; by default ``tx``. The two may differ in
+      mesh: the mesh on which it continues.
+      from_axes: the mesh that it was on, or the sizes of its axes by name, in order.
+      from_tx: the optimizer that made it; by default ``tx``. The two may differ in
         ``axis_name``, ``bits``, ``residual_dtype`` and other options of the exchange.
       axis_name: as for :func:`onebit_jax.init`: the slow axis of ``mesh``, if a model is split over
         its other axes. It must have been split over the same ones; ``from_axes`` has them too.

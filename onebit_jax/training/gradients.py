@@ -72,7 +72,17 @@ def loss_and_gradients(
         # created in the same trace, and Equinox allows one use of a State.
         copied = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": copied}
-        loss, aux = _parts(loss_fn(params, batch, **options), model_state)
+        try:
+            result = loss_fn(params, batch, **options)
+        except TypeError as error:
+            for name in ("rng", "model_state"):
+                if f"'{name}'" in str(error):
+                    error.add_note(
+                        f"loss_fn is called with {name}= if the step is: "
+                        f"step(params, opt_state, batch, {name}=...)."
+                    )
+            raise
+        loss, aux = _parts(result, model_state)
         return (loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale), aux
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)
@@ -144,9 +154,12 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
             f"{jnp.result_type(loss)}, expected a float scalar: take its mean over the batch."
         )
     if not isinstance(metrics, dict):
+        given = f"of type {type(metrics).__name__}"
+        if isinstance(metrics, jax.Array):
+            given = f"that are an array of shape {metrics.shape}"
         raise ValueError(
-            f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of "
-            f"scalars by name, such as {{'accuracy': accuracy}}."
+            f"loss_fn returned metrics {given}, expected a dict of scalars by name, such as "
+            f"{{'accuracy': accuracy}}."
         )
     for name, x in metrics.items():
         kinds = jnp.bool, jnp.integer, jnp.floating

@@ -81,6 +81,8 @@ class TrainStep:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         check_batch(self._setup, batch)
         given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
+        # Before the phase is read from the state.
+        placement.check_donated(given.donated())
         # In a jitted loop of steps the host cannot read a state's phase.
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
         options, run = self._setup.options, Run()
@@ -218,7 +220,7 @@ def train_step(
       mesh: as for :func:`init`; all its devices are workers, along all its axes, unless
         ``axis_name`` says otherwise.
       axis_name: as for :func:`init`: the slow axis of a mesh that has fast ones too, over which the
-        model is split. A worker is then all devices of one place along it. ``loss_fn`` computes
+        model is split. A worker is then all devices with one index along it. ``loss_fn`` computes
         with whole parameters and a worker's whole share, which the compiler splits, and may say
         how by ``jax.lax.with_sharding_constraint``. Place the batch over the fast axes that are to
         share it, as by ``NamedSharding(mesh, P(("data", "fsdp")))``; norms and what optimizers

@@ -29,7 +29,7 @@ import optax
 from jax.typing import ArrayLike
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
+from onebit_jax.collectives.axes import bound_axes, check_own_gradients, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import Beside, Call, Late
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
@@ -247,7 +247,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             raise ValueError(
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
             )
-        bound_axes(algorithm.exchange.axis_name)
+        axes = bound_axes(algorithm.exchange.axis_name)
+        check_own_gradients(updates, axes)
         no_tensors = not jax.tree.leaves(updates)
         if no_tensors:
             state = _emptied(state, jax.eval_shape(begun, updates))

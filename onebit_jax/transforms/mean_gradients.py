@@ -3,7 +3,7 @@
 import optax
 from jax import lax
 
-from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.axes import bound_axes, check_own_gradients
 
 
 def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformation:
@@ -17,7 +17,7 @@ def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransforma
 
     Returns:
       A stateless gradient transformation; its update raises ``ValueError`` if ``axis_name`` is not
-      bound.
+      bound, and for gradients that ``jax.shard_map`` has summed (``check_vma=True``).
 
     >>> import onebit_jax
     >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
@@ -25,6 +25,8 @@ def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransforma
 
     def mean(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        return lax.pmean(updates, bound_axes(axis_name).names)
+        axes = bound_axes(axis_name)
+        check_own_gradients(updates, axes)
+        return lax.pmean(updates, axes.names)
 
     return optax.stateless(mean)

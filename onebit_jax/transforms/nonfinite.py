@@ -113,7 +113,7 @@ class NonFiniteError(FloatingPointError):
         elif tensor == _OF_THE_UPDATE:
             what = "the update on all workers, as by a schedule of the learning rate or the decay,"
         super().__init__(
-            f"{in_a_row} steps in a row were left out, the last of them step {step}: {what} was "
+            f"{in_a_row} steps in a row were skipped, the last of them step {step}: {what} was "
             f"not finite, or too large to be squared in float32. Parameters are as they were "
             f"before these steps. Look at that worker's part of the batch and at schedules; lower "
             f"the learning rate or lengthen its rise; clip gradients."

@@ -291,10 +291,9 @@ def onebit_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
 
-    The defaults are the best configuration that was measured (docs/how-to-choose.md): a warm-up
-    that ends by itself, whose gradients travel at 8 bits, and a variance that is refreshed
-    afterwards.
-    :func:`onebit_adam_published` has the paper's form.
+    The defaults are the best of its configurations that were measured (docs/how-to-choose.md): a
+    warm-up that ends by itself, whose gradients travel at 8 bits, and a variance that is refreshed
+    afterwards. :func:`onebit_adam_published` has the paper's form.
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update
     is Adam's, on the mean gradient:
@@ -349,7 +348,7 @@ def onebit_adam(
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.
       eps_root: added to the variance within the root, at least 0.
-      weight_decay: decoupled weight decay, as in :func:`optax.adamw`.
+      weight_decay: decoupled weight decay, as in :func:`optax.adamw`, whose default is 1e-4.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
       warmup: when it ends: :func:`onebit_jax.variance_stable`, by default from update 100 on, or a
         number of updates, at least 1. Give ``variance_stable(min_steps=...)`` the length of the

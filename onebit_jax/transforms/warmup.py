@@ -94,8 +94,9 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
     Args:
       threshold: in (0, 1); by default 0.85, so that growth is at most 1.18, and where refreshes
         follow the variance 0.55, growth at most 1.82.
-      min_steps: set it to the length of the learning rate's own warm-up: while the learning rate is
-        small, gradients hardly change.
+      min_steps: the earliest end, by default update 1, and 100 in the default ``warmup`` of
+        :func:`onebit_jax.onebit_adam`. Set it to the length of the learning rate's own warm-up:
+        while the learning rate is small, gradients hardly change.
 
     Returns:
       A rule for the ``warmup`` argument of the optimizers.

@@ -1,5 +1,6 @@
 """Code of docs/ that no other test runs, as it stands there; links and pictures of all pages."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -181,6 +182,27 @@ def test_the_program_for_hosts_says_what_it_lacks(options, reason, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", refused if "2" in options else mock.Mock())
     with pytest.raises(SystemExit, match=f"^error: {reason}"):
         program["main"]()
+
+
+def test_a_node_of_the_program_for_hosts_is_a_slice(monkeypatch):
+    """Also where the devices of slices alternate; `jax.make_mesh` refuses those of several."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        id: int
+        slice_index: int
+        process_index: int = 0
+        platform: str = "of a test"  # a TPU's chips have coordinates too
+        device_kind: str = "of a test"
+
+    devices = [Device(i, i % 2) for i in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    made = mock.Mock()
+    monkeypatch.setattr(jax.sharding, "Mesh", made)
+    runpy.run_path(str(ROOT / "examples" / "hosts.py"))["make_mesh"](2, False)
+    rows, names = made.call_args.args
+    assert [[x.id for x in row] for row in rows] == [[0, 2], [1, 3]]
+    assert names == PAIR
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

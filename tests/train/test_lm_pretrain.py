@@ -87,7 +87,7 @@ def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
     out = tmp_path / "run"
     command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizers", "adam"]
     assert pretrain.main([*command, "--out", str(out)]) == 3
-    message = r"error: adam: 4 steps in a row were left out, the last of them step (\d+): "
+    message = r"error: adam: 4 steps in a row were skipped, the last of them step (\d+): "
     stopped = re.search(
         message + r"the gradient of .* on worker 0 was not", capsys.readouterr().err
     )
