@@ -41,7 +41,7 @@ from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Active, Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
-from onebit_jax.collectives.xla_workarounds import materialize, separate
+from onebit_jax.collectives.xla_workarounds import apart, materialize, separate
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
@@ -155,9 +155,10 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
 
 def scaled_signs(layout: Layout, rows: jax.Array) -> list[jax.Array]:
     """Decodes rows of signs with a scale per tensor, ``[..., chunks, bytes]``, to pieces."""
-    scales = layout.scales(rows)
+    received = apart((rows, layout.scales(rows)), len(layout.pieces))
     return [
-        piece.array(signed(piece.bytes(rows), piece.scales_of(scales))) for piece in layout.pieces
+        piece.array(signed(piece.bytes(rows), piece.scales_of(scales)))
+        for piece, (rows, scales) in zip(layout.pieces, received, strict=True)
     ]
 
 
@@ -280,19 +281,19 @@ class OneBit:
     def _compensated(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
     ) -> list[jax.Array]:
-        """``c_i`` in pieces; each after those that leave before it, if they leave early."""
+        """``c_i`` in pieces; each after those that leave before it."""
         held, last_scales = state.worker.value
-        active, when = layout.shard(state.active), jnp.asarray(call.when)
+        bits, when = layout.shard(state.active).bits, jnp.asarray(call.when)
         made: dict[int, jax.Array] = {}
         c: Any = ()
         for place in layout.backward_order():
             piece = layout.pieces[place]
-            scales = piece.scales_of(last_scales[0])
+            last_scales, bits = separate((last_scales, bits), c)
             c = made[place] = compensate(
                 values[place],
                 held[place],
-                piece.spread(scales if call.late is None else separate(scales, c)),
-                piece.flags(active.bits),
+                piece.spread(piece.scales_of(last_scales[0])),
+                piece.flags(bits),
                 call.residual_decay,
                 when,
             )

