@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import jax
 import tyro
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
 import onebit_jax
@@ -215,10 +216,33 @@ def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
             else f"{asked}, but there are {there}; take at most that many, or set "
             "JAX_PLATFORMS=cpu to simulate them"
         )
-    mesh = jax.make_mesh(*shape, axis_types=types, devices=devices[:count])
+    mesh = _mesh_of(*shape, types, devices[:count])
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
     # loses it for those in loops where it reads a program from the cache: a worker's sum then meets
     # another worker's other sum, which gives wrong numbers or a crash.
     if mesh.size > 1 and devices[0].platform == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
     return mesh
+
+
+def _mesh_of(
+    sizes: Sequence[int], names: Sequence[str], types: Any, devices: Sequence[jax.Device]
+) -> Mesh:
+    """A mesh of these devices; those of several TPU slices lie slice by slice along the first axis.
+
+    Raises:
+        ValueError: that axis does not divide among the slices.
+    """
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
+    # `jax.make_mesh` refuses them.
+    first, *rest = sizes
+    if first % slices:
+        raise ValueError(
+            f"the devices are those of {slices} TPU slices, among which the {first} places along "
+            f"{names[0]!r} do not divide; take a multiple of {slices}"
+        )
+    within, between = (first // slices, *rest), (slices, *[1] * len(rest))
+    rows = mesh_utils.create_hybrid_device_mesh(within, between, devices)
+    return Mesh(rows, names, axis_types=types)

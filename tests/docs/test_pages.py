@@ -1,6 +1,5 @@
 """Code of docs/ that no other test runs, as it stands there; links and pictures of all pages."""
 
-import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -17,6 +16,7 @@ import pytest
 
 import onebit_jax
 from onebit_jax import plan
+from tests.slices import devices_of_slices
 from tests.small_task import MESH, loss_fn, make_batches, make_params
 from tests.train.together import free_address
 from tests.workers import PAIR
@@ -187,16 +187,7 @@ def test_the_program_for_hosts_says_what_it_lacks(options, reason, monkeypatch):
 def test_a_node_of_the_program_for_hosts_is_a_slice(monkeypatch):
     """Also where the devices of slices alternate; `jax.make_mesh` refuses those of several."""
 
-    @dataclasses.dataclass(frozen=True)
-    class Device:
-        id: int
-        slice_index: int
-        process_index: int = 0
-        platform: str = "of a test"  # a TPU's chips have coordinates too
-        device_kind: str = "of a test"
-
-    devices = [Device(i, i % 2) for i in range(4)]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "devices", lambda: devices_of_slices(4, 2))
     made = mock.Mock()
     monkeypatch.setattr(jax.sharding, "Mesh", made)
     runpy.run_path(str(ROOT / "examples" / "hosts.py"))["make_mesh"](2, False)

@@ -5,11 +5,15 @@ import pathlib
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from tests.slices import devices_of_slices
+from tests.small_task import MESH
 from tests.train.together import SECONDS, ended, free_address, run, started
-from train import digest
+from train import digest, program
+from train.lm.config import Config
 
 PROGRAM = "train.lm.pretrain"
 STEPS = 12
@@ -32,6 +36,16 @@ def test_digests_tell_inputs_apart(tmp_path):
     assert before == digest.of_files(files) != digest.of_files(files[::-1])
     files[1].write_text("test")
     assert before != digest.of_files(files)
+
+
+def test_rows_of_a_mesh_are_the_slices_of_a_tpu(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: devices_of_slices(4, 2))
+    made = []
+    monkeypatch.setattr(program, "Mesh", lambda rows, *_, **__: made.append(rows) or MESH)
+    program._make_mesh(Config(workers=4, nodes=2), 1)
+    assert [[x.id for x in row] for row in made[0]] == [[0, 2], [1, 3]]
+    with pytest.raises(ValueError, match="2 TPU slices, among which the 3 places along 'data'"):
+        program._make_mesh(Config(workers=3), 1)
 
 
 def test_another_learning_rate_is_named_before_anything_is_written(tmp_path):
