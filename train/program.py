@@ -203,11 +203,11 @@ def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
         jax.config.update("jax_num_cpu_devices", count // processes)
     devices = jax.devices()
     several = jax.process_count() > 1
-    shape: Any = tuple(axes.values()), tuple(axes)
+    sizes, names = tuple(axes.values()), tuple(axes)
     types = (jax.sharding.AxisType.Auto,) * len(axes)
     if len(devices) < count and not (several or fast) and devices[0].platform != "cpu":
         print(f"{count} workers, simulated on one {devices[0].device_kind}")
-        return AbstractMesh(*shape, axis_types=types)
+        return AbstractMesh(sizes, names, axis_types=types)
     if len(devices) < count or (several and len(devices) > count):
         there = f"{len(devices)} ({devices[0].platform})"
         raise ValueError(
@@ -216,7 +216,7 @@ def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
             else f"{asked}, but there are {there}; take at most that many, or set "
             "JAX_PLATFORMS=cpu to simulate them"
         )
-    mesh = _mesh_of(*shape, types, devices[:count])
+    mesh = _mesh_of(sizes, names, types, devices[:count])
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
     # loses it for those in loops where it reads a program from the cache: a worker's sum then meets
     # another worker's other sum, which gives wrong numbers or a crash.
@@ -226,7 +226,7 @@ def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
 
 
 def _mesh_of(
-    sizes: Sequence[int], names: Sequence[str], types: Any, devices: Sequence[jax.Device]
+    sizes: Sequence[int], names: Sequence[str], types: Any, devices: Sequence[Any]
 ) -> Mesh:
     """A mesh of these devices; those of several TPU slices lie slice by slice along the first axis.
 
