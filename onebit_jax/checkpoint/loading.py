@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from onebit_jax.checkpoint import manifest
 from onebit_jax.checkpoint.checksums import differing
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.states.by_place import both_sides
+from onebit_jax.states.resizing import both_sides
 
 MANIFEST = "manifest.json"
 
@@ -133,11 +133,11 @@ def _abstract(x: Any) -> Any:
     return x
 
 
-def on_all_processes(f: Callable[[], Any]) -> Any:
-    """What ``f`` returns; raises ``DamagedError`` on all processes if any of them does."""
+def on_all_processes(f: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``f`` returns; raises ``DamagedError`` on all processes if it does on one of them."""
     result = problem = None
     try:
-        result = f()
+        result = f(*arguments)
     except DamagedError as error:
         problem = error
     if jax.process_count() > 1:
@@ -161,6 +161,5 @@ def as_saved(tx: Any, params: Any, axes: Any, mesh: Any, split: Mapping[str, Any
       split: how the model is split, as :func:`onebit_jax.resize` is told.
     """
     before, _ = both_sides(tx, tx, params, mesh, dict(axes), **split)
-    shapes = before.shapes
     here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    return jax.tree.map(lambda x: x.update(sharding=here), before.shapes)
