@@ -80,9 +80,8 @@ class Optimizer(NamedTuple):
         """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
         if not self.warmup:
             return (self.benchmark,)
-        if warmup_bits >= 16:
-            return (self.benchmark, f"{self.benchmark}, warm-up")
-        return (self.benchmark, _mean_kind(warmup_bits))
+        own = f"{self.benchmark}, warm-up"
+        return (self.benchmark, own if warmup_bits >= 16 else _mean_kind(warmup_bits))
 
 
 def _mean_kind(bits: int) -> str:
