@@ -71,13 +71,11 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
     context.multiprocessing.primary_host = me
     context.multiprocessing.active_processes = {me}
     context.multiprocessing.barrier_sync_key_prefix = f"reader_{me}"
-    problem = ""
+    like, problem = {"state": filled(jax.tree.map(_abstract, tree))}, ""
     with _quiet():
         try:
             with context:
-                loaded = ocp.load_checkpointables(
-                    str(path), {"state": filled(jax.tree.map(_abstract, tree))}
-                )["state"]
+                loaded = ocp.load_checkpointables(str(path), like)["state"]
         # Orbax passes on its libraries' errors, which for a damaged file may be of any type.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
