@@ -1,7 +1,6 @@
 """Checkpoints in a folder."""
 
 import contextlib
-import functools
 import math
 import os
 import pathlib
@@ -10,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Awaitable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,18 +17,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax import validation
-from onebit_jax.checkpoint import hyperparameters, manifest
+from onebit_jax.checkpoint import hyperparameters, loading, manifest
 from onebit_jax.checkpoint.checksums import checksums
-from onebit_jax.checkpoint.loading import (
-    MANIFEST,
-    as_saved,
-    filled,
-    load,
-    on_all_processes,
-    own_file,
-    read,
-    read_manifest,
-)
 from onebit_jax.checkpoint.manifest import DamagedError
 from onebit_jax.states.resizing import resize
 
@@ -136,12 +124,7 @@ class Checkpoints:
         self._waited_for = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
             return
@@ -230,10 +213,10 @@ class Checkpoints:
             own = manifest.encoded({"checksums": sums, "extra": extra})
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"extra is not what JSON can hold: {error}") from error
-        files = {own_file(jax.process_index()): own}
+        files = {loading.own_file(jax.process_index()): own}
         if jax.process_index() == 0:
-            files[MANIFEST] = manifest.encoded(written)
-        saved = {"state": filled(tree), "manifest": _Files(files)}
+            files[loading.MANIFEST] = manifest.encoded(written)
+        saved = {"state": loading.filled(tree), "manifest": _Files(files)}
         with self._failing_as_os_error():
             self._saving = ocp.save_checkpointables_async(str(path), saved)
         _saving.add(self)
@@ -276,16 +259,16 @@ class Checkpoints:
             path = self.folder / str(step)
             where = f"the checkpoint {path}"
             try:
-                written, extra, sums = on_all_processes(functools.partial(read, path))
+                written, extra, sums = loading.on_all_processes(loading.read, path)
                 mesh, split = manifest.mesh_of(tree), manifest.split_of(tree)
                 like, axes = tree, written["axes"]
                 other_axes = manifest.differ(axes, manifest.axes(tree))
                 moves = tx is not None and (saved_tx is not None or other_axes)
                 if moves:
-                    saved = as_saved(saved_tx or tx, params, axes, mesh, split)
+                    saved = loading.as_saved(saved_tx or tx, params, axes, mesh, split)
                     like = tree | {"opt_state": saved}
                 manifest.check(written, like, where)
-                loaded = on_all_processes(functools.partial(load, path, like, sums))
+                loaded = loading.on_all_processes(loading.load, path, like, sums)
             except DamagedError as problem:
                 warnings.warn(
                     f"{where} is damaged ({problem}); the one before it is used", stacklevel=2
@@ -348,7 +331,7 @@ class Checkpoints:
         for step in self.steps():
             path = self.folder / str(step)
             with contextlib.suppress(DamagedError, ValueError):
-                metric = read_manifest(path)["metric"]
+                metric = loading.read_manifest(path)["metric"]
                 metrics[step] = math.nan if metric is None else metric
         ranked = sorted((metric, step) for step, metric in metrics.items() if metric == metric)
         kept = {*list(metrics)[-self._keep_last :], *(x[1] for x in ranked[: self._keep_best])}

@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from onebit_jax.checkpoint import manifest
 from onebit_jax.checkpoint.checksums import differing
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.states.by_place import both_sides
+from onebit_jax.states.resizing import both_sides
 
 MANIFEST = "manifest.json"
 
@@ -71,13 +71,11 @@ def load(path: pathlib.Path, tree: Any, sums: Mapping[str, Mapping[str, int]]) -
     context.multiprocessing.primary_host = me
     context.multiprocessing.active_processes = {me}
     context.multiprocessing.barrier_sync_key_prefix = f"reader_{me}"
-    problem = ""
+    like, problem = {"state": filled(jax.tree.map(_abstract, tree))}, ""
     with _quiet():
         try:
             with context:
-                loaded = ocp.load_checkpointables(
-                    str(path), {"state": filled(jax.tree.map(_abstract, tree))}
-                )["state"]
+                loaded = ocp.load_checkpointables(str(path), like)["state"]
         # Orbax passes on its libraries' errors, which for a damaged file may be of any type.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -133,11 +131,11 @@ def _abstract(x: Any) -> Any:
     return x
 
 
-def on_all_processes(f: Callable[[], Any]) -> Any:
-    """What ``f`` returns; raises ``DamagedError`` on all processes if any of them does."""
+def on_all_processes(f: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``f`` returns; raises ``DamagedError`` on all processes if it does on one of them."""
     result = problem = None
     try:
-        result = f()
+        result = f(*arguments)
     except DamagedError as error:
         problem = error
     if jax.process_count() > 1:
@@ -161,6 +159,5 @@ def as_saved(tx: Any, params: Any, axes: Any, mesh: Any, split: Mapping[str, Any
       split: how the model is split, as :func:`onebit_jax.resize` is told.
     """
     before, _ = both_sides(tx, tx, params, mesh, dict(axes), **split)
-    shapes = before.shapes
     here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    return jax.tree.map(lambda x: x.update(sharding=here), before.shapes)

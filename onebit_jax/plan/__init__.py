@@ -5,7 +5,7 @@
 is what ``python -m onebit_jax plan`` prints; :mod:`onebit_jax.plan.model` says what is predicted.
 """
 
-from onebit_jax.plan.advice import Plan, plan
+from onebit_jax.plan.advice import Plan, plan, table
 from onebit_jax.plan.calibration import calibrated_kinds, read_calibration
 from onebit_jax.plan.model import Prediction, Setting, predict
 from onebit_jax.plan.optimizers import (
@@ -20,7 +20,6 @@ from onebit_jax.plan.optimizers import (
     state_bytes,
 )
 from onebit_jax.plan.quantities import parse_rate, parse_seconds
-from onebit_jax.plan.report import table
 from onebit_jax.plan.utilization import Utilization, utilization, utilization_table
 
 __all__ = [

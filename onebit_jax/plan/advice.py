@@ -1,16 +1,19 @@
-"""From predictions to advice: whether one bit pays, and below which bandwidth."""
+"""From predictions to advice: whether one bit pays, and below which bandwidth; as a table, too."""
 
 import math
 from typing import NamedTuple
 
-from onebit_jax.plan.calibration import covers
 from onebit_jax.plan.model import Prediction, Setting, check, predict
-from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows
-from onebit_jax.plan.quantities import format_rate
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows, state_bytes
+from onebit_jax.plan.quantities import format_rate, format_size, format_table, format_time
 from onebit_jax.transforms.onebit_adam import WARMUP
 
 # A gain below the first is within the model's error; below the second there is no gain.
 _WORTHWHILE, _NONE = 1.1, 1.02
+_LOSS = (
+    "This compares time and bytes, not losses. The advice is about 1-bit Adam: other optimizers "
+    "reach other losses, and local steps another one for each --every."
+)
 
 
 class Plan(NamedTuple):
@@ -59,18 +62,15 @@ def plan(setting: Setting) -> Plan:
     dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
     bits = dict.fromkeys((32, setting.local_bits))
     asked = (*rows(), *(local_steps(setting.every, each) for each in bits))
-    covered = [row for row in asked if covers(setting.calibration, row, setting.warmup_bits)]
-    left_out = tuple(row for row in asked if row not in covered)
+    kinds = setting.calibration
+    covered = [x for x in asked if kinds is None or kinds.keys() >= {*x.kinds(setting.warmup_bits)}]
+    left_out = tuple(optimizer for optimizer in asked if optimizer not in covered)
     onebit = tuple(predict(optimizer, setting) for optimizer in covered)
     thresholds = {
-        optimizer.name: (
-            _threshold(optimizer, FLOAT32, setting),
-            _threshold(optimizer, BFLOAT16, setting),
-        )
-        for optimizer in covered
+        x.name: (_threshold(x, FLOAT32, setting), _threshold(x, BFLOAT16, setting)) for x in covered
     }
-    advice = _advice(setting, dense[1], onebit, thresholds)
-    return Plan(setting, dense, onebit, left_out, thresholds, advice)
+    made = Plan(setting, dense, onebit, left_out, thresholds, advice="")
+    return made._replace(advice=_advice(made))
 
 
 def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> float:
@@ -94,13 +94,9 @@ def _threshold(optimizer: Optimizer, dense: Optimizer, setting: Setting) -> floa
     return 10**low
 
 
-def _advice(
-    setting: Setting,
-    dense: Prediction,
-    onebit: tuple[Prediction, ...],
-    thresholds: dict[str, tuple[float, float]],
-) -> str:
-    best = min((p for p in onebit if p.optimizer.advised), key=lambda p: p.run)
+def _advice(plan: Plan) -> str:
+    setting, dense = plan.setting, plan.dense[1]
+    best = min((p for p in plan.onebit if p.optimizer.advised), key=lambda p: p.run)
     name, gain = best.optimizer.name, dense.run / best.run
     against = dense.optimizer.name
     if gain >= _WORTHWHILE:
@@ -115,7 +111,7 @@ def _advice(
             f"The exchange is {1 - 1 / most:.0%} of a {against} step: no compression could be "
             f"more than {most:.2f}x as fast.",
         ]
-        below = thresholds[name][1]
+        below = plan.thresholds[name][1]
         if gain <= 1 and 0 < below < math.inf:
             sentences.append(f"It would be faster below {format_rate(below)}.")
     if setting.steps <= WARMUP.min_steps:
@@ -124,3 +120,56 @@ def _advice(
             f"this run has {setting.steps}: give it warmup=N, a number of updates."
         )
     return " ".join(sentences).replace("%", " %")
+
+
+def table(plan: Plan) -> str:
+    """Plain text: the predictions, the bandwidths from which one bit pays, and the advice.
+
+    With a calibration each row names the kind that its work was measured as, and a line below the
+    table names the optimizers that the calibration lacks. Of a split model each row has also what a
+    device sends through its node's card, and the state that it holds.
+    """
+    setting = plan.setting
+    calibrated, split = setting.calibration is not None, setting.shards > 1
+    header = ["", "exchange", "work", "a step", "warm-up step", "run", "a node sends", "in all"]
+    rows = [header + split * ["a device", "its state"] + calibrated * ["work measured as"]]
+    for p in (*plan.dense, *plan.onebit):
+        seconds = (p.exchange, p.work, p.step, p.warmup_step, p.run)
+        times = ["" if x is None else format_time(x) for x in seconds]
+        sizes = [format_size(p.step_bytes), format_size(p.run_bytes)]
+        of_device = _of_device(p, setting) if split else []
+        measured = calibrated * [p.optimizer.benchmark]
+        rows.append([p.optimizer.name, *times, *sizes, *of_device, *measured])
+    lines = [
+        f"{setting.parameters:,} parameters, {setting.workers} workers"
+        f"{f' of {setting.shards} devices' if split else ''}, "
+        f"{setting.per_node} {'devices ' if split else ''}per node, "
+        f"{format_rate(setting.bandwidth)} per node, "
+        f"{format_time(setting.step_time)} of compute per step",
+        "",
+        *format_table(rows),
+    ]
+    if plan.left_out:
+        names = ", ".join(optimizer.name for optimizer in plan.left_out)
+        lines += ["", f"Left out, since the calibration does not have them: {names}."]
+    lines.append("")
+    for name, (float32, bfloat16) in plan.thresholds.items():
+        lines.append(
+            f"{name}: faster than dense float32 {_below(float32)}, "
+            f"than dense bfloat16 {_below(bfloat16)}."
+        )
+    lines += ["", _LOSS]
+    return "\n".join([*lines, "", plan.advice])
+
+
+def _of_device(prediction: Prediction, setting: Setting) -> list[str]:
+    """What a device sends in a step, one way, and the bytes of its state."""
+    each = state_bytes(prediction.optimizer, setting.workers, setting.workers_per_node)
+    held = setting.parameters / setting.shards * each
+    return [format_size(prediction.step_bytes / setting.per_node), format_size(held)]
+
+
+def _below(bandwidth: float) -> str:
+    if bandwidth == 0:
+        return "below none"
+    return "at any bandwidth" if math.isinf(bandwidth) else f"below {format_rate(bandwidth)}"

@@ -57,11 +57,6 @@ def read_calibration(path: pathlib.Path) -> dict[str, float]:
         ) from None
 
 
-def covers(calibration: Mapping[str, float] | None, optimizer: Optimizer, warmup_bits: int) -> bool:
-    """Whether a calibration has an optimizer's kinds; None, no calibration, covers all."""
-    return calibration is None or calibration.keys() >= set(optimizer.kinds(warmup_bits))
-
-
 def check(calibration: Mapping[str, float], warmup_bits: int) -> None:
     """Raises ``ValueError`` if a kind that the advice needs is missing, or takes no time."""
     compared = (FLOAT32, BFLOAT16, *(row for row in rows() if row.advised))

@@ -42,8 +42,8 @@ averaged over all steps.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from onebit_jax import validation
 from onebit_jax.plan import calibration
@@ -51,6 +51,7 @@ from onebit_jax.plan.optimizers import (
     FLOAT32_BYTES,
     LOCAL_BITS,
     WARMUP_BITS,
+    Form,
     Optimizer,
     bytes_at,
     encoding_bytes_at,
@@ -58,9 +59,8 @@ from onebit_jax.plan.optimizers import (
 
 # In an octave of updates, by `step_sets.published_variance_steps(16)`.
 _REFRESHES = 16
-# No number of a run or a machine is larger, and no rate or time is below its reciprocal, so that
-# products of them are finite.
-_MOST = 1e24
+# Between these are all numbers of a run or a machine, so that products of them are finite.
+_LEAST, _MOST = 1e-24, 1e24
 
 
 class Setting(NamedTuple):
@@ -151,28 +151,25 @@ class _Collective(NamedTuple):
 
 def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     """Predicts a run with one optimizer, for a setting that ``check`` has checked."""
-    collectives = _collectives(optimizer.exchange, optimizer.bytes_per_parameter, setting)
-    exchange = _seconds(collectives, setting)
+    exchange, sent = _exchange(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
     waited = _waited(exchange, setting) if optimizer.rounds == 1 else exchange
     step = setting.step_time + optimizer.rounds * (waited + work)
-    step_bytes = optimizer.rounds * sum(c.card for c in collectives)
+    step_bytes = optimizer.rounds * sent
     steps = setting.steps
     if not optimizer.warmup:
         run, run_bytes = steps * step, steps * step_bytes
         return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
     bits, share = setting.warmup_bits, setting.warmup
-    how, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
-    warming = _collectives(how, bytes_at(bits), setting)
-    of_warmup = _work(optimizer.kinds(bits)[-1], encoding, setting)
-    warmup_wait = _waited(_seconds(warming, setting), setting)
-    warmup_step = setting.step_time + warmup_wait + of_warmup
+    form, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
+    warming, warming_bytes = _exchange(form, bytes_at(bits), setting)
+    added = _waited(warming, setting) + _work(optimizer.kinds(bits)[-1], encoding, setting)
+    warmup_step = setting.step_time + added
     run = steps * (share * warmup_step + (1 - share) * step)
-    warming_bytes = sum(c.card for c in warming)
     run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)
     if optimizer.refreshed:
         refreshes = _refreshes(share * steps, steps)
-        run += refreshes * (warmup_wait + of_warmup)
+        run += refreshes * added
         run_bytes += refreshes * warming_bytes
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
 
@@ -183,31 +180,32 @@ def _refreshes(begin: float, end: float) -> float:
     return min(_REFRESHES * math.log2(end / begin), end - begin)
 
 
-def _collectives(
-    exchange: Literal["dense", "flat", "hierarchical"], bytes_per_parameter: float, setting: Setting
-) -> list[_Collective]:
-    """The module's table, for one exchange."""
+def _exchange(form: Form, bytes_per_parameter: float, setting: Setting) -> tuple[float, float]:
+    """Seconds of an exchange, and its bytes through a node's card."""
     through_card = min(1.0, setting.per_node / setting.shards)
-    return [
-        _Collective(c.card * through_card, c.inside / setting.shards, c.messages)
-        for c in _of_whole_models(exchange, bytes_per_parameter, setting)
-    ]
+    seconds = sent = 0.0
+    for of_worker in _collectives(form, bytes_per_parameter, setting):
+        card, inside = of_worker.card * through_card, of_worker.inside / setting.shards
+        on_card = 8 * card / (setting.bandwidth * setting.efficiency)
+        busier = max(on_card, 8 * inside / setting.local_bandwidth)
+        in_host = 8 * card / setting.host_bandwidth
+        seconds += busier + in_host + of_worker.messages * setting.latency
+        sent += card
+    return seconds, sent
 
 
-def _of_whole_models(
-    exchange: Literal["dense", "flat", "hierarchical"], bytes_per_parameter: float, setting: Setting
-) -> list[_Collective]:
-    """What all of a worker's devices send together, through one card and inside."""
+def _collectives(form: Form, bytes_per_parameter: float, setting: Setting) -> list[_Collective]:
+    """The module's table, for all of a worker's devices together and one card."""
     n, L = setting.workers, setting.workers_per_node
     N = n // L
     size = setting.parameters * bytes_per_parameter
     full = setting.parameters * FLOAT32_BYTES
     between = _Collective(2 * (N - 1) / N * size, 0.0, 2 * (N - 1))
-    if exchange == "dense":
+    if form == "dense":
         return [between._replace(inside=2 * (L - 1) / L * size)]
-    if exchange == "hierarchical" and N == 1:
+    if form == "hierarchical" and N == 1:
         return [_Collective(0.0, 2 * (L - 1) / L * full, 0)]
-    if exchange == "hierarchical" and L > 1:
+    if form == "hierarchical" and L > 1:
         return [
             _Collective(0.0, (L - 1) / L * full, 0),
             between,
@@ -220,18 +218,6 @@ def _of_whole_models(
         _Collective(L * (n - L) / n * size, (L - 1) / n * size, n - L),
         _Collective(ring if N > 1 else 0.0, ring if L > 1 else 0.0, N - 1),
     ]
-
-
-def _seconds(collectives: list[_Collective], setting: Setting) -> float:
-    return sum(
-        max(
-            8 * c.card / (setting.bandwidth * setting.efficiency),
-            8 * c.inside / setting.local_bandwidth,
-        )
-        + 8 * c.card / setting.host_bandwidth
-        + c.messages * setting.latency
-        for c in collectives
-    )
 
 
 def _waited(exchange: float, setting: Setting) -> float:
@@ -250,12 +236,6 @@ def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
 
 def check(setting: Setting) -> None:
     """Raises ``ValueError`` for a field outside its range, or a calibration unfit for advice."""
-
-    def number(field: str, holds: Callable[[float], bool], expected: str) -> None:
-        value = getattr(setting, field)
-        if not validation.is_real(value) or not holds(value):
-            raise ValueError(f"{field}={value!r} must be {expected}.")
-
     for field, least, mend in (
         ("parameters", 1, "the parameters of the model"),
         ("workers", 2, "a single worker exchanges nothing and gains nothing"),
@@ -273,24 +253,29 @@ def check(setting: Setting) -> None:
         raise ValueError(
             f"workers={setting.workers} must be below 2**31: JAX numbers devices in 32 bits."
         )
-    span = f"from {1 / _MOST:.0e} to {_MOST:.0e}"
-    for field in ("bandwidth", "step_time", "local_bandwidth", "memory_bandwidth"):
-        unit = "seconds" if field == "step_time" else "bit/s"
-        number(field, lambda x: 1 / _MOST <= x <= _MOST, f"above 0 and finite, in {unit}, {span}")
-    number("latency", lambda x: 0 <= x <= _MOST, f"at least 0, at most {_MOST:.0e}, in seconds")
-    number("warmup", lambda x: 0 <= x <= 1, "in [0, 1]: the share of the steps before one bit")
-    number("overlap", lambda x: 0 <= x <= 1, "in [0, 1]: the share of a step that hides exchanges")
+    span = f"from {_LEAST:.0e} to {_MOST:.0e}"
+    rate = f"above 0 and finite, in bit/s, {span}"
+    for field, low, high, expected in (
+        ("bandwidth", _LEAST, _MOST, rate),
+        ("step_time", _LEAST, _MOST, f"above 0 and finite, in seconds, {span}"),
+        ("local_bandwidth", _LEAST, _MOST, rate),
+        ("memory_bandwidth", _LEAST, _MOST, rate),
+        ("latency", 0, _MOST, f"at least 0, at most {_MOST:.0e}, in seconds"),
+        ("warmup", 0, 1, "in [0, 1]: the share of the steps before one bit"),
+        ("overlap", 0, 1, "in [0, 1]: the share of a step that hides exchanges"),
+        ("host_bandwidth", _LEAST, math.inf, f"above 0, in bit/s, {_LEAST:.0e} or more"),
+        ("efficiency", _LEAST, 1, f"in (0, 1]: the share of the bandwidth, {_LEAST:.0e} or more"),
+    ):
+        value = getattr(setting, field)
+        if not validation.is_real(value) or not low <= value <= high:
+            raise ValueError(f"{field}={value!r} must be {expected}.")
     for field, allowed in (("warmup_bits", WARMUP_BITS), ("local_bits", LOCAL_BITS)):
-        names = ", ".join(map(str, allowed[:-1]))
-        number(field, allowed.__contains__, f"{names} or {allowed[-1]}, bits per value")
-    number(
-        "host_bandwidth", lambda x: x >= 1 / _MOST, f"above 0, in bit/s, {1 / _MOST:.0e} or more"
-    )
-    number(
-        "efficiency",
-        lambda x: 1 / _MOST <= x <= 1,
-        f"in (0, 1]: the share of the bandwidth, {1 / _MOST:.0e} or more",
-    )
+        value = getattr(setting, field)
+        if not validation.is_real(value) or value not in allowed:
+            *others, last = map(str, allowed)
+            raise ValueError(
+                f"{field}={value!r} must be {', '.join(others)} or {last}, bits per value."
+            )
     if setting.per_node % setting.shards and setting.shards % setting.per_node:
         raise ValueError(
             f"shards={setting.shards} must divide per_node={setting.per_node}, or be a multiple of "

@@ -1,22 +1,24 @@
 """The optimizers that a plan compares."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import placement
 from onebit_jax.transforms import registry
 from onebit_jax.transforms.compressed_mean import compressed_mean
-from onebit_jax.transforms.registry import REGISTRY
 
 FLOAT32_BYTES = 4.0
 WARMUP_BITS = (32, 16, 8, 4)
 LOCAL_BITS = (32, 8, 4, 2, 1)
+Form = Literal["dense", "flat", "hierarchical"]
 
 
 def bytes_at(bits: int) -> float:
@@ -32,6 +34,10 @@ def encoding_bytes_at(bits: int) -> float:
     the mean is written (4); levels are written and read twice.
     """
     return 32 + 4 * bits / 8
+
+
+# So that rows with the same options are equal.
+_local = functools.cache(registry.local)
 
 
 def _adam(setting: registry.Setting) -> optax.GradientTransformation:
@@ -60,7 +66,7 @@ class Optimizer(NamedTuple):
     """
 
     name: str
-    exchange: Literal["dense", "flat", "hierarchical"]
+    exchange: Form
     bytes_per_parameter: float
     benchmark: str
     rounds: float = 1.0
@@ -74,9 +80,8 @@ class Optimizer(NamedTuple):
         """The kinds of ``benchmarks.step`` that calibrate it, of its warm-up last."""
         if not self.warmup:
             return (self.benchmark,)
-        if warmup_bits >= 16:
-            return (self.benchmark, f"{self.benchmark}, warm-up")
-        return (self.benchmark, _mean_kind(warmup_bits))
+        own = f"{self.benchmark}, warm-up"
+        return (self.benchmark, own if warmup_bits >= 16 else _mean_kind(warmup_bits))
 
 
 def _mean_kind(bits: int) -> str:
@@ -102,9 +107,9 @@ COMPRESSED_MEAN_8, COMPRESSED_MEAN_4 = (
 )
 
 
-def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -> Optimizer:
+def row(name: str, exchange: Form = "hierarchical") -> Optimizer:
     """An optimizer of ``onebit_jax.transforms.registry.REGISTRY``, by its name there."""
-    entry = REGISTRY[name]
+    entry = registry.REGISTRY[name]
     return Optimizer(
         # The one that the advice may be to use is planned for both.
         f"{entry.label}, {exchange}" if entry.advised else entry.label,
@@ -122,8 +127,8 @@ def row(name: str, exchange: Literal["flat", "hierarchical"] = "hierarchical") -
 
 def rows() -> tuple[Optimizer, ...]:
     """All optimizers of the registry, and Adam on means at a few bits; local steps apart."""
-    flat = [row(name, "flat") for name, entry in REGISTRY.items() if entry.advised]
-    nodes = [row(name) for name, entry in REGISTRY.items() if entry.planned]
+    flat = [row(name, "flat") for name, entry in registry.REGISTRY.items() if entry.advised]
+    nodes = [row(name) for name, entry in registry.REGISTRY.items() if entry.planned]
     return (*flat, *nodes, COMPRESSED_MEAN_8, COMPRESSED_MEAN_4)
 
 
@@ -154,15 +159,8 @@ def local_steps(every: int, bits: int) -> Optimizer:
         benchmark,
         rounds=1 / every,
         encoding_bytes=encoding + 28,
-        make=_local_steps(every, bits),
+        make=_local("local steps", bits, every).make,
     )
-
-
-@functools.cache  # so that rows with the same options are equal
-def _local_steps(
-    every: int, bits: int
-) -> Callable[[registry.Setting], optax.GradientTransformation]:
-    return registry.local("local steps", bits, every).make
 
 
 def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -> float:
@@ -186,8 +184,9 @@ def state_bytes(optimizer: Optimizer, workers: int, workers_per_node: int = 1) -
     tx = optimizer.make(registry.Setting(1e-3, axis_name))
     params: Any = {"w": jax.ShapeDtypeStruct((2**10, 2**10), jnp.float32)}
     shapes = placement.state_shapes(tx, params, mesh)
-    own = jax.tree.map(lambda spec: len(spec) > 0, placement.state_specs(shapes, names))
-    held = jax.tree.map(
-        lambda x, is_own: x.size * x.dtype.itemsize // (workers if is_own else 1), shapes, own
-    )
-    return sum(jax.tree.leaves(held)) / 2**20
+    specs = placement.state_specs(shapes, names)
+
+    def held(x: jax.ShapeDtypeStruct, spec: jax.P) -> int:
+        return math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(held, shapes, specs))) / 2**20

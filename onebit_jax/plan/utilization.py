@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onebit_jax.plan.advice import plan
-from onebit_jax.plan.model import Setting, predict
-from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, local_steps
+from onebit_jax.plan.model import Setting, check, predict
+from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, local_steps, rows
 from onebit_jax.plan.quantities import format_rate, format_table
 
 # Bit/s: from links between sites to those within one.
@@ -48,20 +47,18 @@ def utilization(
     ([0.0, 0.15], [0.05, 0.84])
     """
     settings = [setting._replace(bandwidth=bandwidth) for bandwidth in bandwidths]
-    plans = [plan(at) for at in settings]
-    rows = {
-        name: tuple(at.step_time / predict(dense, at).step for at in settings)
-        for name, dense in (("dense float32", FLOAT32), ("dense bfloat16", BFLOAT16))
-    }
-    # The faster of its forms.
-    rows["1-bit Adam"] = tuple(
-        at.setting.step_time / min(p.step for p in at.onebit if p.optimizer.advised) for at in plans
-    )
+    for at in settings:
+        check(at)
+    # Of 1-bit Adam the faster of its forms.
+    compared = {"dense float32": [FLOAT32], "dense bfloat16": [BFLOAT16]}
+    compared["1-bit Adam"] = [row for row in rows() if row.advised]
     for bits in dict.fromkeys((32, setting.local_bits)):
-        for steps in every:
-            row = local_steps(steps, bits)
-            rows[row.name] = tuple(at.step_time / predict(row, at).step for at in settings)
-    return Utilization(tuple(bandwidths), rows)
+        compared |= {row.name: [row] for row in (local_steps(steps, bits) for steps in every)}
+    shares = {
+        name: tuple(at.step_time / min(predict(x, at).step for x in forms) for at in settings)
+        for name, forms in compared.items()
+    }
+    return Utilization(tuple(bandwidths), shares)
 
 
 def utilization_table(shares: Utilization) -> str:

@@ -5,7 +5,7 @@ import errno
 import json
 import socket
 import time
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from onebit_jax.processes.messages import is_message
 
@@ -13,22 +13,20 @@ RETRY_SECONDS = 0.2
 _LONGEST = 2**20
 
 
-class Line(NamedTuple):
-    """A connection that carries messages.
+class Line:
+    """Messages over a connection.
+
+    Args:
+      connection: the socket.
 
     Attributes:
-      connection: the socket.
-      file: what comes in on it.
+      connection: the same.
     """
 
-    connection: socket.socket
-    file: Any
-
-    @classmethod
-    def of(cls, connection: socket.socket) -> Self:
-        """The line over a connection."""
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
         # Unbuffered: a selector would not see what has been read ahead.
-        return cls(connection, connection.makefile("rb", buffering=0))
+        self._incoming = connection.makefile("rb", buffering=0)
 
     def send(self, **message: Any) -> None:
         """Sends a message. If the other side is gone, `receive` will tell."""
@@ -38,7 +36,7 @@ class Line(NamedTuple):
     def receive(self) -> dict[str, Any] | None:
         """The next message; None if the other side has ended, or is no process of any group."""
         try:
-            message = json.loads(self.file.readline(_LONGEST))
+            message = json.loads(self._incoming.readline(_LONGEST))
         except (OSError, ValueError, RecursionError):
             return None
         return message if is_message(message) else None

@@ -140,7 +140,6 @@ class Hub(threading.Thread):
         """Waits for all processes; what is wrong with them, which late ones are told too."""
         refused, deadline = None, time.monotonic() + self._timeout
         while refused or len(self._lines) < self._count:
-            wrong = None
             self._listening.settimeout(max(RETRY_SECONDS, deadline - time.monotonic()))
             try:
                 connection, _ = self._listening.accept()
@@ -162,7 +161,7 @@ class Hub(threading.Thread):
     def _receive(self, connection: socket.socket, refused: str | None) -> str | None:
         """Notes a process that has come; what is wrong with it."""
         connection.settimeout(_HELLO_SECONDS)
-        line = Line.of(connection)
+        line = Line(connection)
         hello = line.receive() or {}
         connection.settimeout(None)
         if hello.keys() != {"id", "count", "host"}:

@@ -11,8 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from onebit_jax.processes.connections import Line, connect, listen
 from onebit_jax.processes.hub import GONE, LATE_SECONDS, Hub
@@ -91,7 +90,7 @@ class Member(ProcessGroup):
         host, _, port = address.rpartition(":")
         listening = listen(address, int(port)) if process_id == 0 else None
         self._hub = Hub(listening, num_processes, timeout, stall_timeout) if listening else None
-        self._line = Line.of(connect(host.strip("[]"), int(port), timeout))
+        self._line = Line(connect(host.strip("[]"), int(port), timeout))
         # Within this time all have come and said what the first answer depends on.
         self._line.connection.settimeout(2 * timeout + LATE_SECONDS)
         self._line.send(id=process_id, count=num_processes, host=socket.gethostname())
@@ -102,12 +101,7 @@ class Member(ProcessGroup):
             threading.Thread(target=self._watch, args=[self._stall_timeout], daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._left.set()
         if not isinstance(error, RefusedError):
             status = None if error is None else self._exit_status(error)
@@ -193,8 +187,7 @@ class Member(ProcessGroup):
 
 def _line_of(thread: int) -> str:
     """The line of the user's own program that a thread executes."""
-    innermost: FrameType | None = sys._current_frames().get(thread)
-    frame = innermost
+    frame = innermost = sys._current_frames().get(thread)
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame = frame.f_back
     frame = frame or innermost

@@ -103,25 +103,22 @@ def process_group(
       ...         group.progress()
     """
     _check(coordinator_address, num_processes, process_id, timeout, stall_timeout)
-    if num_processes == 1:
-        yield ProcessGroup()
-        return
     timeouts: Any = {
         "initialization_timeout": timeout,
         "heartbeat_timeout_seconds": timeout // 3,
         "shutdown_timeout_seconds": timeout,
     }
     address, count, index = coordinator_address, num_processes, process_id
-    if address is None:
+    if address is None and count is None:
         if not jax.distributed.is_initialized():
             _find_cluster(timeouts)
         count, index = jax.process_count(), jax.process_index()
-        if count == 1:
-            yield ProcessGroup()
-            return
-        address = _told_by_process_0()
+    if count == 1:
+        yield ProcessGroup()
+        return
     assert count is not None
     assert index is not None
+    address = address or _told_by_process_0()
     with Member(address, count, index, timeout, stall_timeout, exit_status) as member:
         member.agree(same or {})
         if not jax.distributed.is_initialized():

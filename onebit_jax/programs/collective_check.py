@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 Axes = frozenset[str]
+Program = Jaxpr | ClosedJaxpr
 
 # Their results are the same on all workers along their axes; results of other collectives are not.
 _EQUALIZING = frozenset(
@@ -57,7 +58,7 @@ def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
     return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
 
 
-def axes_of_results(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+def axes_of_results(jaxpr: Program, given: Sequence[Axes]) -> list[Axes]:
     """The axes that a program's results may vary over, given those of its arguments."""
     varies: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
 
@@ -74,27 +75,21 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
     name, params = eqn.primitive.name, eqn.params
     if name == "shard_map":
         specs = zip(given, params["in_specs"], strict=True)
-        results = axes_of_results(
-            _open(params["jaxpr"]), [x | _names(tuple(spec)) for x, spec in specs]
-        )
+        results = axes_of_results(params["jaxpr"], [x | _names(tuple(spec)) for x, spec in specs])
         alone = Axes(name for name, size in params["mesh"].shape.items() if size == 1)
         # A split array varies rightly: outside it is one array, as is what is computed of it.
-        return [
-            x - alone - _names(tuple(spec))
-            for x, spec in zip(results, params["out_specs"], strict=True)
-        ]
+        specs = zip(results, params["out_specs"], strict=True)
+        return [x - alone - _names(tuple(spec)) for x, spec in specs]
     if name == "cond":
-        branches = [_open(branch) for branch in params["branches"]]
-        _check_condition(given[0], *branches)
-        by_branch = [axes_of_results(branch, given[1:]) for branch in branches]
+        _check_condition(given[0], *params["branches"])
+        by_branch = [axes_of_results(branch, given[1:]) for branch in params["branches"]]
         return [given[0].union(*results) for results in zip(*by_branch, strict=True)]
     if name == "while":
         return _while(params, given)
     if name == "scan":
-        body, (constants, start, others) = _open(params["jaxpr"]), _of_scan(params, given)
-        return axes_of_results(
-            body, [*constants, *_carried(body, constants, start, others), *others]
-        )
+        constants, start, others = _of_scan(params, given)
+        carried = _carried(params["jaxpr"], constants, start, others)
+        return axes_of_results(params["jaxpr"], [*constants, *carried, *others])
     if name == "optimization_barrier":
         return given
     if params.get("name") == "equal_on_all_workers":
@@ -128,7 +123,7 @@ def _of_scan(params: dict[str, Any], given: list[Axes]) -> list[list[Axes]]:
 def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     start = of_condition + of_body
-    condition, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     carried = _carried(body, given[of_condition:start], given[start:], [])
     [predicate] = axes_of_results(condition, [*given[:of_condition], *carried])
     _check_condition(predicate, condition, body)
@@ -138,7 +133,7 @@ def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
 
 
 def _carried(
-    body: Jaxpr, constants: list[Axes], carried: list[Axes], others: list[Axes]
+    body: Program, constants: list[Axes], carried: list[Axes], others: list[Axes]
 ) -> list[Axes]:
     """The axes that a loop's carry varies over after any number of iterations."""
     while True:
@@ -149,7 +144,7 @@ def _carried(
         carried = after
 
 
-def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
+def _check_condition(predicate: Axes, *programs: Program) -> None:
     for eqn in collectives(programs):
         if shared := predicate & _axes(eqn):
             raise ValueError(
@@ -163,29 +158,24 @@ def _check_condition(predicate: Axes, *programs: Jaxpr) -> None:
             )
 
 
-def equations(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+def equations(programs: Sequence[Program]) -> Iterator[Any]:
     """All equations of programs, those of programs within them included."""
-    for jaxpr in programs:
-        for eqn in jaxpr.eqns:
+    for program in programs:
+        for eqn in program.eqns:
             yield eqn
             for value in eqn.params.values():
                 yield from equations(programs_in(value))
 
 
-def collectives(programs: Sequence[Jaxpr]) -> Iterator[Any]:
+def collectives(programs: Sequence[Program]) -> Iterator[Any]:
     """The equations that call a collective, wherever they are in programs."""
     return (eqn for eqn in equations(programs) if eqn.primitive.name in _COLLECTIVES)
 
 
-def _open(jaxpr: Any) -> Jaxpr:
-    """A program without its constants, if it has any."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def programs_in(value: Any) -> list[Jaxpr]:
+def programs_in(value: Any) -> list[Program]:
     """The programs in a parameter of an equation."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [x for x in map(_open, values) if isinstance(x, Jaxpr)]
+    return [x for x in values if isinstance(x, Program)]
 
 
 def _axes(eqn: Any) -> Axes:

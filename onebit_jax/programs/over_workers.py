@@ -47,35 +47,6 @@ def over_workers(
         # check_vma would treat a momentum as varying that shares an array with residuals, though it
         # is equal on all workers. It would also sum replicated parameters' gradients.
         return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return _simulated(f, mesh, in_specs, out_specs)
-
-
-def traced_on_mesh(
-    f: Callable[..., Any], axes: Axes, in_specs: Any, out_specs: Any, arguments: Any
-) -> jax.stages.Traced:
-    """The workers' program with the collectives it has on devices, simulated or not."""
-    mesh = abstract_mesh(axes)
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        known = jax.typeof(x)
-        return jax.ShapeDtypeStruct(np.shape(x), known.dtype, weak_type=known.weak_type)
-
-    # From the size of another mesh JAX goes to this one only by way of none.
-    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
-        return jax.jit(mapped).trace(*jax.tree.map(shape, arguments))
-
-
-def over_axes(f: Callable[..., Any], axes: Mapping[str, int], in_axes: Any = 0) -> Any:
-    """``jax.vmap`` over named axes, the first outermost."""
-    for name, size in reversed([*axes.items()]):
-        f = jax.vmap(f, in_axes=in_axes, axis_name=name, axis_size=size)
-    return f
-
-
-def _simulated(
-    f: Callable[..., Any], mesh: AbstractMesh, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
     sizes = mesh.axis_sizes
 
     def run(*arguments: Any) -> Any:
@@ -99,3 +70,28 @@ def _simulated(
         return jax.tree.map(whole, jax.tree.broadcast(out_specs, results), results)
 
     return run
+
+
+def traced_on_mesh(
+    f: Callable[..., Any], axes: Axes, in_specs: Any, out_specs: Any, arguments: Any
+) -> jax.stages.Traced:
+    """The workers' program with the collectives it has on devices, simulated or not."""
+    mesh = abstract_mesh(axes)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        known = jax.typeof(x)
+        return jax.ShapeDtypeStruct(np.shape(x), known.dtype, weak_type=known.weak_type)
+
+    # From the size of another mesh JAX goes to this one only by way of none.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
+        return jax.jit(mapped).trace(*jax.tree.map(shape, arguments))
+
+
+def over_axes(
+    f: Callable[..., Any], axes: Mapping[str, int], in_axes: Any = 0, out_axes: int = 0
+) -> Any:
+    """``jax.vmap`` over named axes, the first outermost."""
+    for name, size in reversed([*axes.items()]):
+        f = jax.vmap(f, in_axes, out_axes, axis_name=name, axis_size=size)
+    return f

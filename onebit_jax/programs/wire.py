@@ -148,16 +148,8 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
             sent = sum(c.bytes_sent for c in same)
             rows.append([phase, op, dtype, axis, str(workers), where, times, *_size(sent)])
         rows.append([phase, "total", "", "", "", "", "", *_size(_most(members))])
-    kept = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
-    right = ("workers", "times", "a worker sends", "bytes")
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column[0] in right else cell.ljust(width)
-            for cell, width, column in zip(row, widths, kept, strict=True)
-        ).rstrip()
-        for row in zip(*kept, strict=True)
-    ]
+    columns = [_aligned(column) for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
     everything = list(itertools.chain.from_iterable(phases.values()))
     if any(" branch " in c.where for c in everything):
         lines.append("total: of each conditional or choice, the branch that sends most")
@@ -166,6 +158,13 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     if any(c.executions is None for c in everything):
         lines.append("times ?: in a loop whose trip count the program does not state; counted once")
     return "\n".join(lines)
+
+
+def _aligned(column: Sequence[str]) -> list[str]:
+    """The cells of a column, as wide as the widest: numbers, by its head, end at the right."""
+    width = max(map(len, column))
+    is_number = column[0] in ("workers", "times", "a worker sends", "bytes")
+    return [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
 
 
 def by_phase(

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.core
 import optax
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import named_leaves
-from onebit_jax.programs.collective_check import programs_in
+from onebit_jax.programs.collective_check import Program, programs_in
 from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
 from onebit_jax.sharded.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
@@ -87,7 +86,7 @@ def check_local_steps(
                 check_elementwise(program, f"{role} optimizer of local_steps", split, axes)
 
 
-def check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> None:
+def check_elementwise(program: Program, who: str, split: str, axes: MeshAxes) -> None:
     """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
 
     Args:
@@ -108,7 +107,7 @@ def check_elementwise(program: Jaxpr, who: str, split: str, axes: MeshAxes) -> N
         )
 
 
-def _mixing(program: Jaxpr) -> Iterator[Any]:
+def _mixing(program: Program) -> Iterator[Any]:
     """The equations that mix elements, outside of what this library's algorithms compute."""
     equations: Sequence[Any] = program.eqns
     for eqn in equations:

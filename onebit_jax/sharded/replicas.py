@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr, Literal, Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import mlir
 
 from onebit_jax.markers import nodes_with
-from onebit_jax.programs.collective_check import Axes, axes_of_results, programs_in
+from onebit_jax.programs.collective_check import Axes, Program, axes_of_results, programs_in
 from onebit_jax.sharded.state_layout import is_placed
 
 _NO_VMAP = (
@@ -172,7 +172,7 @@ def _before(whole: Any, path: Any) -> list[Any]:
 
 
 def _updates_in(
-    program: Jaxpr, origins: dict[Any, int]
+    program: Program, origins: dict[Any, int]
 ) -> Iterator[tuple[_Given, list[int | None]]]:
     """What updates in a program were given, and where in the state it was, as far as is known."""
     origins = dict(origins)

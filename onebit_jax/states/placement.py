@@ -243,34 +243,31 @@ def check_state(
       ValueError: for another structure, :class:`~onebit_jax.PerWorker` included, other shapes or
         dtypes, or a mesh of other devices.
     """
-    got, wanted = (dict(named_leaves(x, "opt_state")) for x in (opt_state, expected))
     if jax.tree.structure(opt_state) != jax.tree.structure(expected):
         raise ValueError(_other_structure(opt_state, expected, mend))
-    for name, leaf in wanted.items():
-        has = got[name]
-        if (jnp.shape(has), jnp.result_type(has)) != (leaf.shape, leaf.dtype):
+    leaves = named_leaves(opt_state, "opt_state")
+    for (name, x), needed in zip(leaves, jax.tree.leaves(expected), strict=True):
+        shape, dtype = jnp.shape(x), jnp.result_type(x)
+        if (shape, dtype) != (needed.shape, needed.dtype):
             raise ValueError(
-                f"{name} has shape {jnp.shape(has)} and dtype "
-                f"{jnp.result_type(has)}, but for these parameters, on this mesh of {mesh.size} "
-                f"workers, {leaf.shape} and {leaf.dtype} is needed: a state belongs to its number "
-                f"of workers, to the optimizer's options and to the parameters' shapes. {mend}; "
-                f"else go on with what it was made for, or call onebit_jax.init again, which "
-                f"begins with a new warm-up."
+                f"{name} has shape {shape} and dtype {dtype}, but for these parameters, on this "
+                f"mesh of {mesh.size} workers, {needed.shape} and {needed.dtype} is needed: a "
+                f"state belongs to its number of workers, to the optimizer's options and to the "
+                f"parameters' shapes. {mend}; else go on with what it was made for, or call "
+                f"onebit_jax.init again, which begins with a new warm-up."
             )
     devices = mesh_of_arrays(mesh)
-    for leaf in got.values():
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            of_state = sharding.mesh
-            if (of_state.axis_names, of_state.device_ids.tolist()) != (
-                devices.axis_names,
-                devices.device_ids.tolist(),
-            ):
-                raise ValueError(
-                    f"opt_state is on a mesh of the axes {dict(of_state.shape)}, the step on one "
-                    f"of {dict(devices.shape)} or of other devices. Give init and train_step the "
-                    f"same mesh; to move a state fetch it with jax.device_get first."
-                )
+    for _, x in leaves:
+        of_state = getattr(getattr(x, "sharding", None), "mesh", None)
+        if not isinstance(of_state, Mesh):
+            continue
+        was, is_now = ((m.axis_names, m.device_ids.tolist()) for m in (of_state, devices))
+        if was != is_now:
+            raise ValueError(
+                f"opt_state is on a mesh of the axes {dict(of_state.shape)}, the step on one of "
+                f"{dict(devices.shape)} or of other devices. Give init and train_step the same "
+                f"mesh; to move a state fetch it with jax.device_get first."
+            )
 
 
 def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:

@@ -1,24 +1,96 @@
 """Optimizer states taken from one number of workers to another."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import PerWorker, is_key, is_per_worker, on_key_data
-from onebit_jax.programs.over_workers import Axes
-from onebit_jax.sharded.specs import Specs
+from onebit_jax.markers import is_key, is_per_worker, named_leaves, on_key_data
+from onebit_jax.programs.over_workers import Axes, abstract_mesh
+from onebit_jax.sharded.specs import MeshAxes, Specs
+from onebit_jax.sharded.state_layout import by_place, from_places, map_placed
 from onebit_jax.sharded.worker_step import row_of
+from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
-from onebit_jax.states.by_place import WholeState, both_sides
+from onebit_jax.training.sharded_model import ShardedModel, sharded_model
 from onebit_jax.transforms.algorithm import has_progress
 
 StateT = TypeVar("StateT")
+
+_MEND = (
+    "onebit_jax.resize needs the from_axes and the from_tx of the run that the state is of, one "
+    "worker's params, and the optimizer's own nodes, which Orbax restores if it is given a target"
+)
+
+
+class Side(NamedTuple):
+    """A state as it was, or as it is to be: what it is in the mesh view, and by place.
+
+    Attributes:
+      tx: its optimizer.
+      like: the parameters' shapes, at one place.
+      mesh: its axes.
+      workers: its workers, and the axes that they lie along.
+      shapes: its shapes in the mesh view.
+      specs: its partition specs.
+      split: of a model that is split over fast axes, these and how each leaf lies.
+    """
+
+    tx: optax.GradientTransformation
+    like: Any
+    mesh: AbstractMesh
+    workers: simulated.Workers
+    shapes: Any
+    specs: Any
+    split: tuple[MeshAxes, Any] | None = None
+
+    def are_copies(self, state: Any) -> bool:
+        """Whether a state has the axis of workers that ``worker_copies`` gives, told by its shapes.
+
+        A restored state has no shardings that would tell.
+
+        Raises:
+          ValueError: for an axis of another number of workers.
+        """
+        if jax.tree.structure(state) != jax.tree.structure(self.shapes):
+            return False
+        specs = jax.tree.leaves(placement.state_specs(state, self.workers.mesh.axis_names))
+        likes = jax.tree.leaves(self.shapes)
+        leaves = zip(named_leaves(state, "opt_state"), likes, specs, strict=True)
+        shared = [(name, np.shape(x), y.ndim) for (name, x), y, spec in leaves if spec == P()]
+        if not all(len(shape) == ndim + 1 for _, shape, ndim in shared):
+            return False
+        count = self.workers.mesh.size
+        for name, shape, _ in shared:
+            if shape[0] != count:
+                raise ValueError(
+                    f"{name} has shape {shape}, but the first axis of a state from "
+                    f"worker_copies must be of the {count} workers in from_axes, which has the "
+                    f"sizes {dict(self.mesh.shape)}: give the mesh that the state was on."
+                )
+        return True
+
+    def from_mesh_view(self, state: Any) -> Any:
+        """The state by place, checked."""
+        placement.check_state(state, self.shapes, self.mesh, _MEND)
+        if self.split is None:
+            return state
+        axes, placed = self.split
+        return map_placed(functools.partial(by_place, axes), placed, state)
+
+    def to_mesh_view(self, state: Any) -> Any:
+        """Undoes :meth:`from_mesh_view`."""
+        if self.split is not None:
+            axes, placed = self.split
+            state = map_placed(functools.partial(from_places, axes), placed, state)
+        placement.check_state(state, self.shapes, self.mesh, _MEND)
+        return state
 
 
 def resize(
@@ -99,9 +171,9 @@ def _on_host(state: Any, copies: bool) -> Any:
     return jax.tree.map(fetch, state, is_leaf=is_per_worker)
 
 
-def _on_devices(state: Any, like: WholeState, mesh: Mesh, copies: bool) -> Any:
+def _on_devices(state: Any, like: Side, mesh: Mesh, copies: bool) -> Any:
     """Undoes :func:`_on_host`."""
-    workers = like.workers.mesh.size
+    workers = like.workers.mesh
 
     def put(node: Any, specs: Any) -> Any:
         shared_copies = copies and not is_per_worker(node)
@@ -110,7 +182,7 @@ def _on_devices(state: Any, like: WholeState, mesh: Mesh, copies: bool) -> Any:
             if is_key(x):
                 return on_key_data(lambda data: one(data, spec), x)
             if shared_copies:
-                x, spec = np.broadcast_to(x, (workers, *x.shape)), P(like.slow, *spec)
+                x, spec = np.broadcast_to(x, (workers.size, *x.shape)), P(workers.axis_names, *spec)
             return simulated.put(x, NamedSharding(mesh, spec))
 
         return jax.tree.map(one, node, specs)
@@ -118,7 +190,7 @@ def _on_devices(state: Any, like: WholeState, mesh: Mesh, copies: bool) -> Any:
     return jax.tree.map(put, state, like.specs, is_leaf=is_per_worker)
 
 
-def _moved(held: Any, before: WholeState, after: WholeState) -> Any:
+def _moved(held: Any, before: Side, after: Side) -> Any:
     """A state on the host, in the mesh view, moved to other workers."""
     held = before.from_mesh_view(held)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -133,30 +205,20 @@ def _moved(held: Any, before: WholeState, after: WholeState) -> Any:
         count = after.workers.mesh.size
 
         def move(node: Any) -> Any:
-            if has_progress(node):
-                old, new = next(pairs)
-                carried = simulated.carried(old, node, before.workers)
-                moved = simulated.resumed(new, node, carried, after.workers)
-                return _dealt_fields(node, moved, count)
-            return _dealt(node, count) if is_per_worker(node) else node
+            if not has_progress(node):
+                return _dealt(node, count)
+            old, new = next(pairs)
+            carried = simulated.carried(old, node, before.workers)
+            moved = simulated.resumed(new, node, carried, after.workers)
+            fields = node._asdict().items()
+            left = {name: value for name, value in fields if getattr(moved, name) is value}
+            return moved._replace(**_dealt(left, count))
 
         moved = jax.tree.map(move, held, is_leaf=lambda x: has_progress(x) or is_per_worker(x))
         return after.to_mesh_view(moved)
 
 
-def _dealt_fields(node: Any, moved: Any, workers: int) -> Any:
-    """Deals out those fields of a state that its algorithm has left as they were."""
-    fields = {
-        name: jax.tree.map(
-            lambda x: _dealt(x, workers) if is_per_worker(x) else x, value, is_leaf=is_per_worker
-        )
-        for name, value in node._asdict().items()
-        if getattr(moved, name) is value
-    }
-    return moved._replace(**fields)
-
-
-def _dealt(node: PerWorker, workers: int) -> PerWorker:
+def _dealt(tree: Any, workers: int) -> Any:
     """What each worker has for itself: averaged, or what is no float dealt out again."""
 
     def deal(x: Any) -> Any:
@@ -165,4 +227,65 @@ def _dealt(node: PerWorker, workers: int) -> PerWorker:
             return np.broadcast_to(mean, (workers, *x.shape[1:]))
         return x[np.arange(workers) % len(x)]
 
-    return PerWorker(jax.tree.map(deal, node.value))
+    def dealt(node: Any) -> Any:
+        return jax.tree.map(deal, node) if is_per_worker(node) else node
+
+    return jax.tree.map(dealt, tree, is_leaf=is_per_worker)
+
+
+def _whole(tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh) -> Side:
+    """A state whose workers are one device each."""
+    like = jax.eval_shape(lambda x: x, params)
+    shapes = placement.state_shapes(tx, like, mesh)
+    specs = placement.state_specs(shapes, mesh.axis_names)
+    return Side(tx, like, mesh, simulated.Workers(mesh), shapes, specs)
+
+
+def _split(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: AbstractMesh,
+    slow: tuple[str, ...],
+    specs: Any,
+) -> Side:
+    """A state of a model that is split over the other axes."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    model = ShardedModel(tx, cast(Mesh, mesh), cast(Any, slow), specs)
+    specs, axes = model.specs(params), model.axes
+    like = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(axes.shape_of_shard(x.shape, spec), x.dtype),
+        params,
+        specs,
+    )
+    along, places = ({name: mesh.shape[name] for name in x} for x in (slow, axes.fast_names))
+    workers = simulated.Workers(abstract_mesh(along), places, specs)
+    shapes, of_state = model.state_shapes(params), model.state_specs(params)
+    return Side(tx, like, mesh, workers, shapes, of_state, (axes, model.placed(params)))
+
+
+def both_sides(
+    from_tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh,
+    from_axes: Axes,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
+) -> tuple[Side, Side]:
+    """A state as it was and as it will be; arguments and errors as of :func:`resize`."""
+    model = sharded_model(tx, mesh, axis_name, param_specs)
+    before, after = abstract_mesh(from_axes), abstract_mesh(mesh)
+    if model is None:
+        return _whole(from_tx, params, before), _whole(tx, params, after)
+    fast = [name for name in mesh.axis_names if name not in model.axes.slow_names]
+    was, will_be = ({x: axes.shape.get(x, 1) for x in fast} for axes in (before, after))
+    if was != will_be:
+        raise ValueError(
+            f"the state was on axes of the sizes {dict(before.shape)}, which split a model over "
+            f"{was}, and is to go on with {will_be}: resize takes it to another number of workers, "
+            f"split as it was. Take a mesh with the same fast axes."
+        )
+    specs = model.specs(params)
+    slow = tuple(name for name in before.axis_names if name not in fast)
+    was_split = _split(from_tx, params, before, slow, specs)
+    return was_split, _split(tx, params, after, model.axes.slow_names, specs)

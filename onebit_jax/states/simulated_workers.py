@@ -6,8 +6,7 @@ has an axis for each fast axis (:func:`onebit_jax.sharded.state_layout.by_place`
 none of these, and a state by place is that in the mesh view.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +15,12 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.markers import is_key, is_per_worker, on_key_data
-from onebit_jax.programs.over_workers import over_axes
+from onebit_jax.programs.over_workers import over_axes, over_workers
+from onebit_jax.states.placement import state_specs
 from onebit_jax.transforms.algorithm import Noted, algorithms_of
 
 
@@ -74,59 +75,24 @@ def algorithms(tx: optax.GradientTransformation, params: Any, workers: Workers) 
     return found
 
 
-def in_worker_view(f: Callable[..., Any], workers: Workers, rows: Any, shared: Any) -> Any:
-    """Runs ``f(rows, shared)`` at all places of all workers, simulated on one device.
+def _in_worker_view(
+    f: Callable[..., Any], workers: Workers, in_specs: Any, out_specs: P, *arguments: Any
+) -> Any:
+    """Runs ``f`` at all places of all workers, simulated on one device.
 
     Args:
-      f: gets of ``rows`` what is a worker's own, of both what is at its place.
-      workers: their axes are bound.
-      rows: a tree of arrays ``[workers, *places, ...]``.
-      shared: a tree of arrays that all workers have, ``[*places, ...]``.
-
-    Returns:
-      Arrays ``[workers, *places, ...]``.
+      f: in the worker view; the axes of workers are bound.
+      workers: the workers.
+      in_specs: of the arguments: ``P()`` for what all workers have, ``[*places, ...]``; else
+        ``P(workers.mesh.axis_names)``, ``[workers, *places, ...]``.
+      out_specs: of all results, likewise.
+      *arguments: trees of arrays by place.
     """
-    mapped = over_axes(over_axes(f, workers.places), workers.mesh.shape, in_axes=(0, None))
-    sizes = tuple(workers.mesh.shape.values())
-    split = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), rows)
+    # Of the axis of workers one row is left, behind which come the axes of places.
+    at_places = over_axes(f, workers.places, jax.tree.map(len, in_specs), len(out_specs))
+    mapped = over_workers(at_places, workers.mesh, in_specs, out_specs)
     with tensors_split_along(tuple(workers.places), workers.specs):
-        result = jax.jit(mapped)(split, shared)
-    return jax.tree.map(lambda x: x.reshape(workers.mesh.size, *x.shape[len(sizes) :]), result)
-
-
-def split(state: Any, workers: Workers) -> tuple[list[Any], list[Any]]:
-    """The leaves that workers have for themselves, and those that they share.
-
-    The former get their first axis of the worker view: ``[n, *places, 1, ...]``.
-    """
-    own_axis = (slice(None),) * (1 + len(workers.places)) + (None,)
-    rows, shared = [], []
-    for node in jax.tree.leaves(state, is_leaf=is_per_worker):
-        if is_per_worker(node):
-            rows += [x[own_axis] for x in jax.tree.leaves(node)]
-        else:
-            shared.append(node)
-    return rows, shared
-
-
-def joined(like: Any, rows: Sequence[Any], shared: Sequence[Any]) -> Any:
-    """Undoes :func:`split`, in the worker view."""
-    own, all_have = iter(rows), iter(shared)
-
-    def fill(node: Any) -> Any:
-        if is_per_worker(node):
-            return jax.tree.map(lambda _: next(own), node)
-        return next(all_have)
-
-    return jax.tree.map(fill, like, is_leaf=is_per_worker)
-
-
-def from_rows(node: Any, workers: Workers) -> Any:
-    """By place what has a row for each worker."""
-    if is_per_worker(node):
-        axis = 1 + len(workers.places)
-        return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], *x.shape[axis + 1 :]), node)
-    return jax.tree.map(lambda x: x[0], node)
+        return jax.jit(mapped)(*arguments)
 
 
 def carried(noted: Noted, state: Any, workers: Workers) -> Any:
@@ -138,13 +104,12 @@ def carried(noted: Noted, state: Any, workers: Workers) -> Any:
       workers: those that it is of.
     """
     without, progress = state._replace(progress=()), progress_of(state, workers)
-    rows, shared = split(without, workers)
 
-    def give(rows: Any, shared: Any) -> Any:
-        own = joined(without, rows, shared)._replace(progress=progress)
-        return noted.algorithm.carry(own, noted.like)
+    def give(own: Any) -> Any:
+        return noted.algorithm.carry(own._replace(progress=progress), noted.like)
 
-    return jax.tree.map(lambda x: x[0], in_worker_view(give, workers, rows, shared))
+    specs = state_specs(without, workers.mesh.axis_names)
+    return _in_worker_view(give, workers, (specs,), P(), without)
 
 
 def progress_of(state: Any, workers: Workers) -> Any:
@@ -163,18 +128,18 @@ def resumed(noted: Noted, state: Any, carried: Any, workers: Workers) -> Any:
       workers: those that go on.
     """
     without, progress = state._replace(progress=()), progress_of(state, workers)
+    shared = jax.tree.map(lambda x: () if is_per_worker(x) else x, without, is_leaf=is_per_worker)
 
-    def shared_alone(shared: Any) -> Any:
-        values = iter(shared)
-        return jax.tree.map(
-            lambda x: () if is_per_worker(x) else next(values), without, is_leaf=is_per_worker
-        )
+    def take(carried: Any, shared: Any) -> Any:
+        own = shared._replace(progress=progress)
+        fields = noted.algorithm.resume(own, carried, noted.like)
+        return _on_shared(lambda x: jnp.expand_dims(x, 0), fields)
 
-    def take(_: Any, given: Any) -> Any:
-        carried, shared = given
-        own = shared_alone(shared)._replace(progress=progress)
-        return noted.algorithm.resume(own, carried, noted.like)
+    of_rows = P(workers.mesh.axis_names)
+    rows = _in_worker_view(take, workers, (P(), P()), of_rows, carried, shared)
+    return state._replace(**_on_shared(lambda x: x[0], rows))
 
-    fields = in_worker_view(take, workers, (), (carried, split(without, workers)[1]))
-    by_place = functools.partial(from_rows, workers=workers)
-    return state._replace(**jax.tree.map(by_place, fields, is_leaf=is_per_worker))
+
+def _on_shared(f: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps the arrays that workers share; what they have for themselves stays as it is."""
+    return jax.tree.map(lambda x: x if is_per_worker(x) else f(x), tree, is_leaf=is_per_worker)

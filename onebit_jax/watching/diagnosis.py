@@ -165,7 +165,9 @@ def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | Abstr
 
 def _shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
     """The names of the leaves that must be the same on all workers, with their places."""
-    differing = _differing_parameters(state["opt_state"])
+    states = nodes_with("own_parameters", state["opt_state"])
+    trees = (_leaves({"params": x.own_parameters()}) for x in states)
+    differing = {name for tree in trees for name, differs in tree.items() if differs}
     leaves = _leaves(state)
     # An optimizer whose tree is not like the parameters, as within optax.lookahead, does not tell
     # which of them it means.
@@ -176,13 +178,6 @@ def _shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
         for place, (name, is_own) in enumerate(zip(leaves, own, strict=True))
         if not is_own and name not in differing
     }
-
-
-def _differing_parameters(opt_state: optax.OptState) -> set[str]:
-    """The names of the parameters that may differ between workers."""
-    states = nodes_with("own_parameters", opt_state)
-    trees = ({"params": state.own_parameters()} for state in states)
-    return {name for tree in trees for name, differs in _leaves(tree).items() if differs}
 
 
 def _are_alike(

@@ -41,7 +41,7 @@ def test_what_a_stranger_answers_is_no_message(answer):
     ours, other = socket.socketpair()
     sending = threading.Thread(target=_send, args=(other, answer), daemon=True)
     sending.start()
-    assert Line.of(ours).receive() is None
+    assert Line(ours).receive() is None
     ours.close()
     sending.join()
     other.close()
