@@ -41,7 +41,7 @@ from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Active, Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
-from onebit_jax.collectives.xla_workarounds import apart, materialize, separate
+from onebit_jax.collectives.xla_workarounds import materialize, separate
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
@@ -155,11 +155,11 @@ def scale(power_sums: jax.Array, counts: jax.Array, kind: Scale) -> jax.Array:
 
 def scaled_signs(layout: Layout, rows: jax.Array) -> list[jax.Array]:
     """Decodes rows of signs with a scale per tensor, ``[..., chunks, bytes]``, to pieces."""
-    received = apart((rows, layout.scales(rows)), len(layout.pieces))
-    return [
-        piece.array(signed(piece.bytes(rows), piece.scales_of(scales)))
-        for piece, (rows, scales) in zip(layout.pieces, received, strict=True)
-    ]
+    scales, values = layout.scales(rows), []
+    for piece in layout.pieces:
+        rows, scales = separate((rows, scales))
+        values.append(piece.array(signed(piece.bytes(rows), piece.scales_of(scales))))
+    return values
 
 
 def squared_residual(
