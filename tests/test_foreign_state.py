@@ -115,12 +115,6 @@ def restored_onto(mesh, folder) -> Any:
     return ocp.load(folder / "onebit", abstract(target))
 
 
-def test_restored_as_numpy(saved):
-    folder, step, expected, batches = saved
-    params, opt_state = jax.tree.map(np.asarray, restored_onto(MESH, folder))
-    assert_equal(train(step, params, opt_state, batches), expected)
-
-
 # Another's state
 
 

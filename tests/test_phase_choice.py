@@ -194,27 +194,6 @@ def assert_untouched(after, before):
     jax.tree.map(np.testing.assert_array_equal, forget(after), forget(before))
 
 
-def in_every_second_step(inner: optax.GradientTransformationExtraArgs) -> Any:
-    """As wrappers do that skip updates: makes them all, and keeps every second one."""
-
-    def update(updates, state, params=None, **extra_args):
-        made = inner.update(updates, state[1], params, **extra_args)
-        skipped = jax.tree.map(jnp.zeros_like, updates), state[1]
-        updates, new = jax.tree.map(lambda x, y: jnp.where(state[0] % 2 == 1, x, y), made, skipped)
-        return updates, (state[0] + 1, new)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: (jnp.int32(0), inner.init(params)), update
-    )
-
-
-def test_phases_change_with_the_updates_that_a_wrapper_does_not_skip():
-    loop = Loop(in_every_second_step(counting(2)))
-    # -1 stands for none yet.
-    assert [loop.make()["phase"] for _ in range(8)] == [-1, 0, 0, 0, 0, 1, 1, 1]
-    np.testing.assert_allclose(loop.params["a"], 1 - 4.0)
-
-
 def test_what_is_refused_leaves_all_of_a_chain_as_it_was():
     """Here a decay and a momentum of the user's own would move parameters and state."""
     loop = Loop(optax.chain(counting(1), optax.add_decayed_weights(-0.1), optax.trace(0.9)))
@@ -244,23 +223,6 @@ def test_what_one_of_two_optimizers_refuses_changes_neither():
     for expected in ((1, 0), (1, 1)):
         metrics = loop.make()
         assert (metrics["early/phase"], metrics["late/phase"]) == expected
-
-
-def test_a_step_can_be_jitted_in_a_loop_of_steps():
-    loop = Loop(counting(2), grad_norm_every=4)
-
-    @jax.jit
-    def steps(*state):
-        def one(state, batch):
-            params, opt_state, metrics = loop.step(state[0], state[1], batch)
-            return (params, opt_state), metrics
-
-        return jax.lax.scan(one, state, np.stack([BATCH] * 3))
-
-    (params, _), metrics = steps(loop.params, loop.opt_state)
-    np.testing.assert_array_equal(metrics["phase"], [0, 0, 1])
-    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(5.0), rtol=1e-6)
-    np.testing.assert_allclose(params["a"], 1 - 3.0)
 
 
 def test_a_loop_that_reads_nothing_runs_on():

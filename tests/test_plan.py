@@ -522,3 +522,18 @@ def test_command_ends_with_2_and_says_why(arguments, message, capsys):
         command.main(["plan", *ARGUMENTS, *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# Options of the command without a value.
+
+OTHERS = ("--host-bandwidth", "--calibration", "--latency", "--local-bits")
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS[::2], *OTHERS])
+def test_an_option_without_a_value_ends_the_command_with_a_line(name, capsys):
+    given = zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)
+    arguments = [f"{option}={value}" for option, value in given if option != name]
+    for text in ("--", ""):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(["plan", *arguments, f"{name}={text}"])
+        assert f"{name} must have a value" in capsys.readouterr().err.splitlines()[-1]

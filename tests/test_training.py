@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
@@ -23,12 +21,10 @@ from tests.small_task import (
     WARMUP,
     WORKERS,
     assert_close,
-    assert_replicas_agree,
     dense,
     loss_and_metrics,
     loss_fn,
     make_batches,
-    make_mesh,
     make_params,
     onebit,
     onebit_start,
@@ -128,16 +124,6 @@ def test_dense_training_is_adamw_on_the_whole_batch(accumulation):
         if t % 2 == 0:
             scalars["grad_norm"] = jnp.float32(np.sqrt(np.mean(np.square(norms))))
         assert_close(metrics, scalars)
-
-
-def test_on_a_single_node_replicas_stay_equal():
-    step, (params, opt_state) = start(onebit(PAIR), make_mesh((1, WORKERS), PAIR))
-    before = make_params()
-    for batch in make_batches(WARMUP + 2):
-        params, opt_state, _ = step(params, opt_state, batch)
-    assert_replicas_agree((params, opt_state))
-    for leaf, was in zip(jax.tree.leaves(params), jax.tree.leaves(before), strict=True):
-        assert np.all(np.asarray(leaf) != was)
 
 
 def test_dense_training_on_nodes_averages_over_both_axes():
@@ -261,17 +247,6 @@ def test_a_call_and_lower_share_what_is_traced_and_compiled(caplog):
         step.lower(*shapes, phase="warmup").compile()
     for said in ("Finished tracing step for jit", "Finished XLA compilation of jit(step)"):
         assert sum(message.startswith(said) for message in caplog.messages) == 1
-
-
-@pytest.mark.parametrize("phase", [None, "compression"])
-def test_lowers_for_shapes(phase):
-    step, state = onebit_start()
-    [batch] = make_batches(1)
-    on_mesh = jax.device_put(batch, NamedSharding(MESH, P("data")))
-    shapes = jax.eval_shape(lambda *args: args, *state, batch)
-    assert step.lower(*shapes, phase=phase).as_text() == (
-        step.lower(*state, on_mesh, phase=phase).as_text()
-    )
 
 
 # Bad input

@@ -1,11 +1,17 @@
-"""What `benchmarks.step`, `scaling` and `compile` say of phases, memory, bytes; at small sizes."""
+"""What the benchmarks of steps, states and bits say of phases, memory, bytes; at small sizes."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import onebit_jax
 from benchmarks import compile as compilation
-from benchmarks import scaling, step, tasks
-from benchmarks.kinds import kinds, onebit_adam
+from benchmarks import scaling, state, step, tasks
+from benchmarks.kinds import AXIS, kinds, onebit_adam
 from benchmarks.loops import Run, make_mesh
+from benchmarks.random_bits import Options, check, sources
 from onebit_jax import plan
 
 ELEMENTS = 2**20
@@ -134,3 +140,52 @@ def test_a_size_that_cannot_be_cut_into_matrices_is_refused(elements):
 def test_matrices_cannot_be_pretrained():
     with pytest.raises(ValueError, match="tree='matrices' has no loss of pre-training"):
         tasks.of_tree("matrices", 2**10, "pretraining")
+
+
+# What lies on a device.
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_bytes_of_a_state_are_those_of_its_buffers_on_one_device(workers: int) -> None:
+    params = {"w": jnp.zeros((64, 48)), "b": jnp.zeros((7,))}
+    mesh = make_mesh(workers)
+    tx = onebit_jax.onebit_adam(1e-3, axis_name=AXIS)
+    placed = onebit_jax.init(tx, params, mesh)
+
+    shapes = jax.eval_shape(lambda: params)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+    assert state.bytes_on_a_device(tx, shapes, mesh) == held
+
+
+def test_dense_adam_holds_eight_bytes_per_parameter() -> None:
+    shapes = {"w": jax.ShapeDtypeStruct((64, 48), jnp.float32)}
+    tx = optax.chain(onebit_jax.mean_gradients(AXIS), optax.scale_by_adam())
+    held = state.bytes_on_a_device(tx, shapes, make_mesh(2))
+    assert held == 8 * 64 * 48 + jnp.dtype(jnp.int32).itemsize
+
+
+# Random bits.
+
+BITS_OF = 2**12
+
+
+def made(name, seed=0):
+    z = jnp.linspace(-1, 1, BITS_OF)
+    return np.asarray(jax.jit(sources(BITS_OF)[name])(jnp.array([seed, 7], jnp.uint32), z))
+
+
+@pytest.mark.parametrize("name", sources(BITS_OF))
+def test_as_many_bits_as_it_says(name):
+    packs = "packing" in name
+    assert made(name).nbytes == (BITS_OF // 8 if packs else 2 * BITS_OF)
+    if name == "packing alone":
+        return
+    assert not np.array_equal(made(name), made(name, seed=1))
+    # Of z, whose mean is 0, half of the drawn signs are +1, as is half of all random bits.
+    assert np.unpackbits(made(name).view(np.uint8)).mean() == pytest.approx(0.5, abs=0.03)
+
+
+@pytest.mark.parametrize(("field", "value"), [("elements", 9), ("elements", 0), ("rounds", 0)])
+def test_options_that_mean_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}={value} must be "):
+        check(Options(**{field: value}))

@@ -2,14 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes
 from tests.workers import LOCAL, NODE, PAIR, PAIR_BINDINGS, Binding, on_workers
 
-AXES = Axes(NODE, LOCAL, 2, 2)
 NO_PAIR = [(NODE, NODE), (NODE,), (NODE, LOCAL, "c"), (NODE, None), (1, 2), [*PAIR], None]
 
 
@@ -23,30 +20,6 @@ def of_axes(axis_name, sizes, binding: Binding = "vmap"):
 
     jax.eval_shape(on_workers(look, sizes, binding), jnp.zeros(sizes[0] * sizes[1]))
     return found[0]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_device_1_stands_for_its_node_in_the_second_half_of_a_tensor(dtype):
-    """Which is padded; an empty one scatters nothing."""
-    shapes, shards = [(9,), (64, 3), (0, 3)], [(16,), (32, 3), (0, 3)]
-    values = [np.arange(4.0 * np.prod(s), dtype=np.float32).reshape(4, *s) for s in shapes]
-
-    def own(values):
-        return hierarchical.reduce_scatter(values, shards, AXES, dtype)
-
-    for ours, z, shard in zip(on_workers(own, (2, 2))(values), values, shards, strict=True):
-        assert ours.dtype == jnp.float32
-        node = z[:2].mean(0)
-        node = np.pad(node.reshape(-1), (0, 2 * np.prod(shard) - node.size))
-        expected = node.reshape(2, *shard)[1]
-        np.testing.assert_allclose(ours[1], expected, rtol=1e-6 if dtype == "float32" else 2**-7)
-
-
-def test_what_is_gathered_is_of_whole_tensors():
-    x = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
-    whole = on_workers(lambda x: hierarchical.all_gather(x, AXES), (2, 2))(x)
-    np.testing.assert_array_equal(whole[0], x[:2])
-    np.testing.assert_array_equal(whole[3], x[2:])
 
 
 @pytest.mark.parametrize(

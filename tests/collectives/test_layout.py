@@ -1,4 +1,4 @@
-"""Tensors side by side in one buffer: separate, fused and in blocks, flat and by shards."""
+"""Tensors side by side in one buffer, by every grouping; rows that travel in buckets."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from onebit_jax.collectives import buckets
 from onebit_jax.collectives import layout as layout_module
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.layout import Layout
@@ -123,12 +124,43 @@ def test_a_plane_is_part_of_the_first_axis_where_few_rows_make_that_divide(shape
     assert planes == [plane]
 
 
-def test_pieces_in_quarters():
-    """Each piece once, and no more than a quarter together."""
-    layouts, shapes = [], [(2**17,)] * 7 + [(2**18, 2)] + [(3,)] * 9
-    laid_out(layouts.append, (2, "separate", 8), shapes=shapes)
-    [layout] = layouts
-    assert np.concatenate(layout.quarters()).tolist() == list(range(len(layout.pieces)))
-    sizes = [[math.prod(layout.pieces[i].shape) for i in group] for group in layout.quarters()]
-    assert 2 < len(sizes) <= 8
-    assert all(len(own) == 1 or sum(own) <= sum(map(sum, sizes)) / 4 for own in sizes)
+# Buckets.
+
+
+def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
+    assert buckets.bucket_limit("auto") is None
+    assert buckets.bucket_limit(256) == 256
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert buckets.bucket_limit("auto") == 2**18
+    assert buckets.bucket_limit(None) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert buckets.bucket_limit("auto") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "order", "lengths"),
+    [
+        # Sections of 300, 40, 200 and 100 bytes.
+        (256, (), [150, 150, 240, 100]),
+        (256, (2, 1, 0), [240, 150, 150, 100]),
+        (384, (3, 2), [300, 340]),
+        (640, (), [640]),
+        (None, (), [640]),
+    ],
+    ids=str,
+)
+def test_rows_travel_in_buckets(limit, order, lengths):
+    sent = []
+
+    def collective(bucket):
+        sent.append(bucket.shape[-1])
+        return bucket
+
+    def travel(rows):
+        sections = [rows[..., :300], rows[..., 300:340], rows[..., 340:540], rows[..., 540:]]
+        return buckets.in_buckets(collective, sections, limit, order)
+
+    rows = np.random.default_rng(0).integers(0, 256, (2, 3, 640), np.uint8)
+    received = on_workers(travel, 2)(rows)
+    np.testing.assert_array_equal(received, rows)
+    assert sent == lengths

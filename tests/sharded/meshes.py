@@ -135,6 +135,14 @@ class Task(NamedTuple):
         step = onebit_jax.worker_step(self.train_step(tx), self.mesh, axis_name=SLOW)
         return state, jax.jit(step, donate_argnums=0).lower(state, self.batch(0)).compile()
 
+    def begin_own(self, tx: Any, loss_fn: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+        """Parameters, state, and the training step of this library."""
+        split = {"axis_name": SLOW, "param_specs": self.given_specs}
+        params = self.params()
+        opt_state = onebit_jax.init(tx, params, self.mesh, **split)
+        step = onebit_jax.train_step(loss_fn or self.loss, tx, self.mesh, **split, **options)
+        return params, opt_state, step
+
     def trained(self, state: Any, step: Any, steps: int) -> tuple[Any, list[float]]:
         """The state after steps on one batch, and the loss before each."""
         losses = []

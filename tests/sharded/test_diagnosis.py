@@ -14,10 +14,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def trained(task, tx, steps=4):
-    split = {"axis_name": SLOW, "param_specs": task.given_specs}
-    params = task.params()
-    opt_state = onebit_jax.init(tx, params, task.mesh, **split)
-    step = onebit_jax.train_step(task.loss, tx, task.mesh, **split)
+    params, opt_state, step = task.begin_own(tx)
     for i in range(steps):
         params, opt_state, _ = step(params, opt_state, task.batch(i))
     return params, opt_state

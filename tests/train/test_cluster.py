@@ -1,4 +1,4 @@
-"""Training programs in several processes: see `test_meeting.py` for what needs no JAX."""
+"""Training programs in processes of their own, together, and killed."""
 
 import json
 import pathlib
@@ -8,6 +8,8 @@ import time
 import numpy as np
 import pytest
 
+from onebit_jax.checkpoint import Checkpoints
+from tests.train.runs import metrics, rows
 from tests.train.together import SECONDS, ended, free_address, run, started
 from train import digest
 
@@ -147,3 +149,47 @@ def test_other_text_in_the_same_place_is_named(tmp_path):
 def _steps(metrics: pathlib.Path) -> int:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return len(lines)
+
+
+# A training that is killed with a message in flight.
+
+STREAMING, LONG = "local_steps_4_streaming", 60
+STREAM = (
+    f"--optimizers {STREAMING} --workers 2 --batch-size 8 --sequence-length 16 --eval-batches 2 "
+    f"--steps {LONG} --warmup 4 --schedule-warmup 2 --checkpoint-every 5"
+)
+
+
+def written(folder):
+    """What the last checkpoint says of its arrays: their shapes, and a checksum of each part."""
+    own = folder / STREAMING / "checkpoints" / str(LONG) / "manifest"
+    contents = [json.loads(path.read_text())["content"] for path in sorted(own.iterdir())]
+    return [{name: x.get(name) for name in ("arrays", "checksums")} for x in contents]
+
+
+@pytest.mark.slow
+def test_local_steps_that_stream_are_killed(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def run(folder):
+        return started([["train.lm.pretrain", *STREAM.split(), "--out", str(folder)]])
+
+    with run(whole) as processes:
+        assert ended(processes)[0] == [0]
+    with run(broken) as [process]:
+        saved, deadline = (
+            Checkpoints(broken / STREAMING / "checkpoints"),
+            time.monotonic() + SECONDS,
+        )
+        while max(saved.steps(), default=0) < 10:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 10 <= len(rows(broken / STREAMING)) < LONG
+    with run(broken) as processes:
+        assert ended(processes)[0] == [0]
+    assert metrics(broken / STREAMING) == metrics(whole / STREAMING)
+    assert written(broken) == written(whole)
+    assert "plan/delay" in str(written(whole))

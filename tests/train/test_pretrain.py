@@ -160,19 +160,6 @@ def test_a_finished_run_is_not_repeated(finished, capsys):
 
 
 @pytest.mark.slow
-def test_other_optimizers_go_by_their_names(tmp_path):
-    """One that never averages at full precision."""
-    out = tmp_path / "run"
-    steps = ["--steps", "4", "--warmup", "2", "--schedule-warmup", "1", "--eval-batches", "1"]
-    assert pretrain.main([*RUN, *steps, "--optimizers", "signum", "--out", str(out)]) == 0
-    logged = rows(out / "signum")
-    assert [row["phase"] for row in logged] == ["compression"] * 4
-    found = result(out / "signum")
-    assert logged[-1]["bytes_sent"] == 4 * found["bytes_a_step"]["compression"]
-    assert "What a step with Signum sends" in (out / "report.md").read_text()
-
-
-@pytest.mark.slow
 def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, capsys):
     """Stopped at a third by SIGTERM, then dying between two checkpoints, then left alone."""
     complete = finished[0] / "onebit_adam_frozen"

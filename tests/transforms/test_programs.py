@@ -14,12 +14,24 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import ExchangeOptions, wire
+from onebit_jax.plan.optimizers import bytes_at
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.optimizers import OPTIMIZERS, WITH_NODES
 from tests.runs import Sizes, axis_of, mesh_of
-from tests.small_task import assert_close
-from tests.workers import AS_USERS, AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicate
+from tests.small_task import assert_close, make_mesh
+from tests.workers import (
+    AS_USERS,
+    AXIS,
+    BINDINGS,
+    NODE,
+    PAIR,
+    draw,
+    lowered_update,
+    on_workers,
+    replicate,
+)
 
 # One that is padded in its chunks.
 SHAPES = {"matrix": (2048, 96), "odd": (64, 1031)}
@@ -374,3 +386,21 @@ def test_half_precision_is_computed_with_in_float32(name):
             # Optax rounds thrice: the update, with decay, and times the learning rate.
             unit = float(jnp.finfo(jnp.bfloat16).eps)
             np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=1.5 * unit, atol=1e-5)
+
+
+# What baselines declare in the registry.
+
+BASELINES = ("geomesh", "local_steps_drive", "thresholded_adam", "fetch_sgd", "cada_adam")
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.usefixtures("quick_compilation")
+def test_what_is_sent_is_what_the_registry_says(name):
+    mesh, entry = make_mesh((FLAT,), (AXIS,)), REGISTRY[name]
+    shapes = {x: jax.ShapeDtypeStruct(shape, jnp.float32) for x, shape in SHAPES.items()}
+    phase = "sync" if entry.first_phase in ("local", "sync") else "compression"
+    update = lowered_update(entry.make(Setting(1e-3, AXIS, warmup=1)), mesh, shapes, phase=phase)
+    sent = wire.bytes_sent(wire.collectives(update.compile(), mesh))
+    two_stages = 2 * (FLAT - 1) / FLAT * bytes_at(entry.bits)
+    declared = entry.sends(FLAT) if entry.sends else two_stages
+    assert declared * ELEMENTS <= sent <= 1.03 * declared * ELEMENTS
