@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from tests.workers import make_mesh
 
 SLOW = "data"
 MESHES = {
@@ -40,6 +41,18 @@ _SPLIT = {
     "gain": (("model", "tensor"),),
     "bias": ((),),
 }
+
+
+def train_step(tx: Any, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A training step such as anybody writes it for one copy of the model."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step
 
 
 class Task(NamedTuple):
@@ -115,15 +128,7 @@ class Task(NamedTuple):
         return jnp.mean((y - batch["y"]) ** 2)
 
     def train_step(self, tx: optax.GradientTransformation) -> Callable[[Any, Any], Any]:
-        """A training step such as anybody writes it for one copy of the model."""
-
-        def step(state: Any, batch: Any) -> Any:
-            params, opt_state = state
-            loss, grads = jax.value_and_grad(self.loss)(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-        return step
+        return train_step(tx, self.loss)
 
     def on_mesh(self, tx: optax.GradientTransformation) -> Any:
         return onebit_jax.on_mesh(tx, self.mesh, axis_name=SLOW, specs=self.given_specs)
@@ -168,13 +173,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def task(mesh: str, kind: str) -> Task:
     axes = MESHES[mesh]
-    count = math.prod(axes.values())
-    made = jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        devices=jax.devices()[:count],
-        axis_types=(TYPES[kind],) * len(axes),
-    )
+    made = make_mesh(tuple(axes.values()), tuple(axes), TYPES[kind])
 
     def entry(names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in axes), None)

@@ -14,6 +14,7 @@ import onebit_jax
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_shards, assert_as_whole_tensors
+from tests.workers import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -27,7 +28,7 @@ def diloco(bits: int, every: int = 4, **how: Any) -> Any:
 
 def linear_regression(kind: AxisType) -> Any:
     """Two workers, each of two devices that share a kernel's rows: state, step, batch."""
-    mesh = jax.make_mesh((2, 2), (SLOW, "fsdp"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+    mesh = make_mesh((2, 2), (SLOW, "fsdp"), kind)
     specs = {"kernel": P("fsdp", None), "bias": P(None)}
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     tx = onebit_jax.on_mesh(

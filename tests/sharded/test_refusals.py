@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
+from tests.workers import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -163,42 +164,28 @@ def test_a_sharding_that_changed_since_init(auto, explicit):
             lowered(explicit, tx.init(params), tx)
 
 
+def local(inner, outer):
+    return onebit_jax.local_steps(inner, outer, every=4, axis_name=SLOW)
+
+
+def clipped(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
 def test_optimizers_that_need_whole_tensors(auto):
-    for tx, words in (
-        (
-            optax.chain(onebit_jax.compressed_mean(SLOW), optax.lamb(1e-2)),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), onebit_jax.compressed_mean(SLOW)),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            optax.chain(
-                onebit_jax.clip_by_common_norm(1.0, SLOW), onebit_jax.compressed_mean(SLOW)
-            ),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            onebit_jax.local_steps(optax.lamb(0.1), optax.sgd(1.0), every=4, axis_name=SLOW),
-            "the inner optimizer of local_steps computes reduce_sum",
-        ),
-        (
-            onebit_jax.local_steps(
-                optax.sgd(0.1),
-                optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
-                every=4,
-                axis_name=SLOW,
-            ),
-            "the outer optimizer of local_steps computes reduce_sum",
-        ),
+    mean, common = onebit_jax.compressed_mean(SLOW), onebit_jax.clip_by_common_norm(1.0, SLOW)
+    for tx, optimizer in (
+        (optax.chain(mean, optax.lamb(1e-2)), "the optimizer"),
+        (clipped(mean), "the optimizer"),
+        (optax.chain(common, mean), "the optimizer"),
+        (local(optax.lamb(0.1), optax.sgd(1.0)), "the inner optimizer of local_steps"),
+        (local(optax.sgd(0.1), clipped(optax.sgd(1.0))), "the outer optimizer of local_steps"),
     ):
-        with refused(words):
+        with refused(f"{optimizer} computes reduce_sum"):
             one_bit(auto, tx=tx).init(auto.params())
     # Beside a model that is not split they are right.
-    one_bit(auto, P(), tx=onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)).init(
-        auto.params()
-    )
+    lamb = onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)
+    one_bit(auto, P(), tx=lamb).init(auto.params())
 
 
 def test_an_optimizer_that_exchanges_nothing(auto):
@@ -271,13 +258,9 @@ def test_copies_of_what_lies_on_one_device(auto):
 
 
 def test_another_axis_of_devices_is_still_refused():
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
-    )
+    mesh, params = make_mesh((2, 2), (SLOW, "model"), AxisType.Auto), {"w": np.zeros((2, 2))}
     with refused("wrap the optimizer by onebit_jax.on_mesh"):
-        onebit_jax.init(
-            onebit_jax.compressed_mean("data"), {"w": np.zeros((2, 2), np.float32)}, mesh
-        )
+        onebit_jax.init(onebit_jax.compressed_mean(SLOW), params, mesh)
 
 
 # Training steps under which replicas would diverge, whatever on_mesh proves of its own part.
@@ -286,7 +269,7 @@ def test_another_axis_of_devices_is_still_refused():
 MATRICES = {"up": True, "down": True, "square": True, "gain": False, "bias": False}
 DIFFER = "after a step state[0]['bias'] would differ between workers"
 MEAN = onebit_jax.mean_gradients(SLOW)
-LOCAL = onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), every=4, axis_name=SLOW)
+LOCAL = local(optax.sgd(0.1), optax.sgd(1.0))
 
 
 @pytest.fixture(scope="module")

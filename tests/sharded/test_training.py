@@ -14,7 +14,7 @@ import onebit_jax
 from onebit_jax import wire
 from tests.sharded import meshes
 from tests.sharded.meshes import CASES, SLOW
-from tests.workers import find_state
+from tests.workers import find_state, make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -56,12 +56,7 @@ def device_bytes(tree):
 def test_a_device_holds_its_part_of_the_state():
     held = {}
     for kind, axes in {"whole": (2, 1), "halves": (2, 2), "quarters": (2, 4)}.items():
-        mesh = jax.make_mesh(
-            axes,
-            (SLOW, "fsdp"),
-            devices=jax.devices()[: axes[0] * axes[1]],
-            axis_types=(AxisType.Auto,) * 2,
-        )
+        mesh = make_mesh(axes, (SLOW, "fsdp"), AxisType.Auto)
         tx: Any = onebit_jax.on_mesh(
             onebit_jax.onebit_adam(1e-2, axis_name=SLOW), mesh, axis_name=SLOW, specs=P("fsdp")
         )
@@ -129,14 +124,10 @@ def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
     )
     params = {"w": np.zeros((64, 32), np.float32), "b": np.zeros(32, np.float32)}
 
-    def train_step(state, batch):
-        def loss_fn(p):
-            return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
+    def loss_fn(p, batch):
+        return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state[0])
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
-
+    train_step = meshes.train_step(tx, loss_fn)
     state = onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name=pair)
     step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=pair))
     rng = np.random.default_rng(0)
@@ -204,14 +195,7 @@ def test_a_mesh_of_two_types_of_axes(slow, fast):
         specs=spec if fast == "Auto" else None,
     )
 
-    def train_step(state, x):
-        def loss_fn(w):
-            return ((x @ w - 1) ** 2).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state[0])
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), opt_state), {"loss": loss}
-
+    train_step = meshes.train_step(tx, lambda w, x: ((x @ w - 1) ** 2).mean())
     with jax.set_mesh(mesh):
         w = jax.device_put(np.zeros((16, 8), np.float32), NamedSharding(mesh, spec))
         state = onebit_jax.worker_copies((w, tx.init(w)), mesh, axis_name=SLOW)
