@@ -38,44 +38,37 @@ def check(options):
             make_optimizer(name, options, lambda params: params)
 
 
+def calls(given_ones):
+    """A program, and one or two of its options with such values."""
+
+    def of(program):
+        options = st.dictionaries(
+            st.sampled_from(names(program)), given_ones, min_size=1, max_size=2
+        )
+        return st.tuples(st.just(program), options)
+
+    return st.sampled_from(PROGRAMS).flatmap(of)
+
+
 def hold_programs_to(examples):
     @settings(max_examples=examples, deadline=None)
-    @given(
-        st.sampled_from(PROGRAMS).flatmap(
-            lambda program: st.tuples(
-                st.just(program),
-                st.dictionaries(
-                    st.sampled_from(names(program)), st.sampled_from(TEXTS), min_size=1, max_size=2
-                ),
-            )
-        )
-    )
+    @given(calls(st.sampled_from(TEXTS)))
     def of_command_line(call):
-        program, given_ones = call
-        arguments = [f"--{name.replace('_', '-')}={text}" for name, text in given_ones.items()]
-        options = parsed(program, arguments)
-        if options is not None:
-            refused_in_a_line(options)
+        refused_in_a_line(*call)
 
     @settings(max_examples=examples, deadline=None)
-    @given(
-        st.sampled_from(PROGRAMS).flatmap(
-            lambda program: st.tuples(
-                st.just(program),
-                st.dictionaries(st.sampled_from(names(program)), values, min_size=1, max_size=2),
-            )
-        )
-    )
+    @given(calls(values))
     def of_objects(call):
-        program, given_ones = call
-        accepts_or_says_why(lambda: program(**given_ones).check())
+        program, options = call
+        accepts_or_says_why(lambda: program(**options).check())
 
     of_command_line()
     of_objects()
 
 
-def parsed(program, arguments):
+def parsed(program, texts):
     """The options, or None where the parser refuses them, with exit code 2."""
+    arguments = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
@@ -87,8 +80,11 @@ def parsed(program, arguments):
     return None
 
 
-def refused_in_a_line(options):
+def refused_in_a_line(program, texts):
     """As the programs do, which print a `ValueError` or an `OSError` behind `error: `."""
+    options = parsed(program, texts)
+    if options is None:
+        return
     try:
         check(options)
     except (ValueError, OSError) as error:
@@ -109,9 +105,7 @@ def test_every_option_that_is_nonsense_is_refused_in_a_line():
     for program in PROGRAMS:
         for name in names(program):
             for text in TEXTS:
-                options = parsed(program, [f"--{name.replace('_', '-')}={text}"])
-                if options is not None:
-                    refused_in_a_line(options)
+                refused_in_a_line(program, {name: text})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +119,7 @@ def test_every_option_that_is_nonsense_is_refused_in_a_line():
     ],
 )
 def test_numbers_that_ended_in_a_traceback(option, text):
-    options: RunConfig | None = parsed(LMConfig, [f"--{option}={text}"])
+    options: RunConfig | None = parsed(LMConfig, {option: text})
     assert options is not None
     with pytest.raises(ValueError, match=f"^--{option} {text}: expected "):
         options.check()

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import chex
@@ -18,8 +17,8 @@ from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.residuals import residuals
-from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, draw, on_workers, replicate
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.workers import AXIS, assert_workers_agree, draw, on_workers, replicate, train
 
 WARMUP, COMPRESSION, LOCAL, SYNC = range(4)
 zero_one_adam = functools.partial(onebit_jax.zero_one_adam, axis_name=AXIS)
@@ -35,23 +34,21 @@ def metrics_of(state: Any) -> dict[str, jax.Array]:
     return jax.vmap(lambda own: own.metrics())(state)
 
 
-@functools.cache
-def run(sizes: Sizes) -> Callable[..., tuple[Any, Any]]:
-    """Trains by tables: the learning rates, the number of updates before the freeze, those that
-    refresh the variance, and those that sync.
+def run(sizes: Sizes, params: Any, gradients: Any, *tables: Any) -> tuple[Any, Any]:
+    """Trains by the learning rates, the number of updates before the freeze, those that refresh the
+    variance, and those that sync; the last state, and parameters after each update.
     """
-
-    def make(rates, freeze, refreshed, synced):
-        return onebit_jax.zero_one_adam(
-            lambda count: rates[count],
-            variance_freeze=freeze,
-            variance_steps=lambda count: refreshed[count],
-            sync_steps=lambda count: synced[count],
-            axis_name=axis_of(sizes),
-            **OPTIONS,
-        )
-
-    return trainer(make, sizes)
+    rates, freeze, refreshed, synced = map(jnp.asarray, tables)
+    tx = onebit_jax.zero_one_adam(
+        lambda count: rates[count],
+        variance_freeze=int(freeze),
+        variance_steps=lambda count: refreshed[count],
+        sync_steps=lambda count: synced[count],
+        axis_name=axis_of(sizes),
+        **OPTIONS,
+    )
+    made = train(tx, sizes, params, gradients)
+    return made.state, made.params
 
 
 def data(seed: int, workers: int) -> tuple[Any, Any]:
@@ -89,8 +86,9 @@ def test_agrees_with_numpy(sizes, seed):
     freeze, rates = int(rng.integers(1, 11)), rng.uniform(0.01, 0.1, COUNT).astype(np.float32)
     refreshed, synced = rng.random((2, COUNT)) < 0.5
     refreshed[0] = synced[-1] = True
+    refreshed[freeze:] = False
     params, gradients = data(seed, workers)
-    state, history = run(sizes)(params, gradients, rates, freeze, refreshed, synced)
+    state, history = run(sizes, params, gradients, rates, freeze, refreshed, synced)
     assert_workers_agree((state.inverse_root, state.v_then_y, state.exchange))
     windows = np.split(rates[freeze:-1], np.flatnonzero(synced[freeze:-1]) + 1)
     last_window = windows[-1].sum() + rates[-1]
@@ -129,7 +127,7 @@ def test_on_a_single_node_every_step_a_sync_it_is_adam_with_frozen_v():
     """Nothing is compressed there."""
     rates = np.linspace(0.1, 0.01, COUNT).astype(np.float32)
     params, gradients = data(0, 2)
-    _, history = run((1, 2))(params, gradients, rates, 6, TIMES < 6, TIMES >= 0)
+    _, history = run((1, 2), params, gradients, rates, 6, TIMES < 6, TIMES >= 0)
     for p, g, ours in zip(*map(jax.tree.leaves, (params, gradients, history)), strict=True):
         p, m, v = np.asarray(p), 0.0, 0.0
         for t in TIMES:
@@ -142,7 +140,7 @@ def test_on_a_single_node_every_step_a_sync_it_is_adam_with_frozen_v():
 
 def test_a_window_of_learning_rates_of_zero_leaves_no_momentum():
     rates = np.where(TIMES < 14, np.float32(0.1), 0)
-    state, history = run(5)(*data(0, 5), rates, 2, TIMES < 2, TIMES % 4 == 1)
+    state, history = run(5, *data(0, 5), rates, 2, TIMES < 2, TIMES % 4 == 1)
     assert not any(map(np.any, jax.tree.leaves(state.m)))
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
 
@@ -155,7 +153,7 @@ def test_decay_by_a_schedule_and_a_mask():
     rate: Any = optax.linear_schedule(0.1, 0.0, 8)
     by_rank = functools.partial(cast(Any, jax.tree.map), lambda x: x.ndim == 2)
     tx = zero_one_adam(rate, weight_decay=decay, mask=by_rank, **sets)
-    _, history = trainer(lambda: tx, 2)(params, gradients)
+    history = train(tx, 2, params, gradients).params
     for name, decayed in (("decayed", 1.0), ("plain", 0.0)):
         p, always = np.asarray(params[name]), lambda t: True
         theirs = reference.ZeroOneAdam(
@@ -218,9 +216,9 @@ def test_half_precision_parameters_are_y_rounded():
     unit = float(jnp.finfo(jnp.bfloat16).eps)
     tx = zero_one_adam(unit / 50, b2=0.0, variance_freeze=1, sync_steps=lambda t: t % 5 == 0)
     gradients = jnp.broadcast_to(jnp.array([1, 2], jnp.bfloat16)[:, None, None], (2, 101, 32))
-    state, history = trainer(lambda: tx, 2)(jnp.ones(32, jnp.bfloat16), gradients)
-    y, p = np.asarray(state.v_then_y), np.asarray(history[:, -1], np.float32)
-    assert state.progress.phase[0] == SYNC
+    made = train(tx, 2, jnp.ones(32, jnp.bfloat16), gradients)
+    y, p = np.asarray(made.state.v_then_y), np.asarray(made.params[:, -1], np.float32)
+    assert made.state.progress.phase[0] == SYNC
     assert np.abs(p - y).max() <= unit / 2
     assert np.all(y < 1 - 1.5 * unit)
     assert np.all(p < 1 - unit)
@@ -230,7 +228,7 @@ def test_in_a_window_replaced_parameters_are_mended_and_the_host_may_sync():
     """As after a restore, all workers go on from worker 0's parameters; and before a save."""
     params, gradients = data(0, 5)
     tables = np.full(COUNT, 0.01, np.float32), 3, TIMES < 1, TIMES % 8 == 4
-    state, history = run(5)(params, gradients, *tables)
+    state, history = run(5, params, gradients, *tables)
     [grads, params] = [jax.tree.map(lambda x: x[:, -1], tree) for tree in (gradients, history)]
     tx = zero_one_adam(0.01, variance_freeze=3, **OPTIONS)
     local, sync = (
