@@ -51,26 +51,26 @@ VARIANTS = {
     "not requantized": lambda axis_name: onebit_jax.birder(
         LR, axis_name=axis_name, seed=0, requantize=False
     ),
+    "majority": lambda axis_name: onebit_jax.distributed_lion(LR, axis_name=axis_name),
     **{name: OPTIMIZERS[name].make for name in WITH_NODES},
 }
 
 
-@pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
+# A single node of several devices averages at full precision.
+WORKERS = {"flat": MESH, "nodes": NODES_MESH, "single node": make_mesh((1, 4), PAIR)}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_librarys_optimizers_pass(name, axis_name):
-    check(VARIANTS[name](axis_name), axis_name)
+def test_the_librarys_optimizers_pass(name, workers):
+    mesh = WORKERS[workers]
+    axis_name = PAIR if len(mesh.axis_names) > 1 else "data"
+    check(VARIANTS[name](axis_name), axis_name, mesh=mesh)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_they_pass_on_a_single_node(name):
-    """Of several devices, which average at full precision."""
-    check(VARIANTS[name](PAIR), PAIR, mesh=make_mesh((1, 4), PAIR))
-
-
-@pytest.mark.parametrize("name", [*(x for x in OPTIMIZERS if x not in WITH_NODES), "majority"])
+@pytest.mark.parametrize("name", [x for x in OPTIMIZERS if x not in WITH_NODES])
 def test_those_of_one_axis_pass(name):
-    majority = onebit_jax.distributed_lion(LR, axis_name="data")
-    check(majority if name == "majority" else OPTIMIZERS[name].make("data"))
+    check(OPTIMIZERS[name].make("data"))
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
@@ -87,15 +87,8 @@ def test_wrappers_that_keep_the_phase_from_them_pass(name, axis_name):
 
 @pytest.mark.parametrize("other", ["onebit_adam", "birder", "mean_gradients"])
 def test_a_partition_of_zero_one_adam_and_another_passes(other):
-    check(
-        optax.partition(
-            {
-                "matrices": OPTIMIZERS["zero_one_adam"].make("data"),
-                "vectors": OPTIMIZERS[other].make("data"),
-            },
-            labels,
-        )
-    )
+    parts = {"matrices": "zero_one_adam", "vectors": other}
+    check(optax.partition({x: OPTIMIZERS[y].make("data") for x, y in parts.items()}, labels))
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
@@ -222,13 +215,12 @@ def test_one_that_needs_more_is_checked_once_it_is_known():
 
 def test_one_that_takes_no_other_argument_than_the_phase_is_checked():
     sgd = optax.sgd(LR)
+
+    def update(updates, state, params=None, *, phase=None):
+        return sgd.update(updates, state)
+
     with pytest.raises(ValueError, match="nothing averages"):
-        check(
-            optax.GradientTransformationExtraArgs(
-                sgd.init,
-                lambda updates, state, params=None, *, phase=None: sgd.update(updates, state),
-            )
-        )
+        check(optax.GradientTransformationExtraArgs(sgd.init, update))
 
 
 def test_one_that_does_not_take_the_phase_is_told_how_to():
