@@ -15,13 +15,7 @@ import onebit_jax
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import checksum, find_divergences
 from tests.optimizers import FROZEN, OPTIMIZERS
-from tests.small_task import (
-    MESH,
-    NODES_MESH,
-    make_params,
-    onebit,
-    replicated,
-)
+from tests.small_task import MESH, NODES_MESH, make_params, onebit, replicated
 from tests.workers import PAIR, flipped, flipped_at
 
 # The checksum

@@ -132,11 +132,7 @@ def test_that_lost_its_marks_alone():
 
 @pytest.mark.parametrize(
     "tx",
-    [
-        dense(),
-        onebit_jax.ef_signsgd(1e-2, axis_name="data"),
-        optax.chain(onebit(), optax.ema(0.9)),
-    ],
+    [dense(), onebit_jax.ef_signsgd(1e-2, axis_name="data"), optax.chain(onebit(), optax.ema(0.9))],
     ids=["dense", "ef_signsgd", "more of it"],
 )
 def test_of_another_optimizer(tx):

@@ -187,9 +187,7 @@ def assert_untouched(after, before):
     for node in jax.tree.leaves(after, is_leaf=is_progress):
         assert not is_progress(node) or node.phase == -1
     forget = functools.partial(
-        jax.tree.map,
-        lambda x: x._replace(phase=0) if is_progress(x) else x,
-        is_leaf=is_progress,
+        jax.tree.map, lambda x: x._replace(phase=0) if is_progress(x) else x, is_leaf=is_progress
     )
     jax.tree.map(np.testing.assert_array_equal, forget(after), forget(before))
 

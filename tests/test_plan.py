@@ -431,11 +431,7 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ("workers", 1, "must be an int of at least 2: a single worker exchanges"),
         ("workers", 9, "must be a multiple of per_node=2"),
         ("workers", 2**31, r"must be below 2\*\*31: JAX numbers devices in 32 bits"),
-        (
-            "shards",
-            0,
-            "must be an int of at least 1: the devices that a worker",
-        ),
+        ("shards", 0, "must be an int of at least 1: the devices that a worker"),
         ("shards", 3, "must divide per_node=2, or be a multiple of it"),
         ("steps", 0, "must be"),
         ("bandwidth", 0.0, "must be above 0 and finite, in bit/s"),

@@ -78,10 +78,7 @@ def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint)
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, named):
-    with (
-        pytest.raises(ValueError, match=re.escape(named)),
-        onebit_jax.process_group(*arguments),
-    ):
+    with pytest.raises(ValueError, match=re.escape(named)), onebit_jax.process_group(*arguments):
         pass
 
 

@@ -28,13 +28,7 @@ SIGNUM = dataclasses.replace(
 RECORD = {
     "machine": {"device": "cpu", "cores": 2},
     "versions": {"jax": "0.10.2"},
-    "options": {
-        "task": "lm",
-        "workers": 8,
-        "steps": 2000,
-        "batch_size": 8,
-        "sequence_length": 128,
-    },
+    "options": {"task": "lm", "workers": 8, "steps": 2000, "batch_size": 8, "sequence_length": 128},
 }
 
 

@@ -213,10 +213,7 @@ def test_the_notebook_says_what_it_lacks(monkeypatch):
     [
         ((), "JAX finds no accelerator on "),
         (("--nodes", "2", "--cpu-devices", "1"), "JAX finds no cluster here that it knows"),
-        (
-            ("--nodes", "2", "--coordinator", "host1"),
-            "coordinator_address=.host1. must be",
-        ),
+        (("--nodes", "2", "--coordinator", "host1"), "coordinator_address=.host1. must be"),
         (("--nodes", "3", "--cpu-devices", "4"), "4 devices in 1 processes do not divide"),
     ],
 )

@@ -26,13 +26,7 @@ MESHES = {
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 CASES = [(mesh, kind) for mesh in MESHES for kind in TYPES]
 
-_SHAPES = {
-    "up": (16, 64),
-    "down": (64, 16),
-    "square": (16, 16),
-    "gain": (64,),
-    "bias": (16,),
-}
+_SHAPES = {"up": (16, 64), "down": (64, 16), "square": (16, 16), "gain": (64,), "bias": (16,)}
 # Of "model" and "tensor" a mesh has at most one.
 _SPLIT = {
     "up": (("fsdp",), ("model", "tensor")),

@@ -259,11 +259,7 @@ def tracking(task):
 
 
 def initial():
-    return {
-        "mean": np.zeros(16, np.float32),
-        "count": np.int32(0),
-        "key": jax.random.key(3),
-    }
+    return {"mean": np.zeros(16, np.float32), "count": np.int32(0), "key": jax.random.key(3)}
 
 
 AVERAGING = optax.chain(onebit_jax.mean_gradients(SLOW), optax.sgd(1e-2))

@@ -81,8 +81,7 @@ def by_on_mesh(task, tx, gradients, params):
             (task.put(params), tx.init(task.put(params))), task.mesh, axis_name=SLOW
         )
         worker = jax.vmap(
-            functools.partial(_scanned, tx),
-            spmd_axis_name=None if task.explicit else SLOW,
+            functools.partial(_scanned, tx), spmd_axis_name=None if task.explicit else SLOW
         )
         return jax.jit(worker)(state, task.put(gradients, SLOW, None))
 

@@ -4,7 +4,9 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -73,3 +75,20 @@ def at_step(step, act):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopRequest, "requested", requested)
         yield
+
+
+def assert_refused(
+    main: Callable[[list[str]], int],
+    options: Sequence[str],
+    complaint: str,
+    out: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Asserts that a program says in one line what is wrong, and that nothing is written."""
+    assert main([*options, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()

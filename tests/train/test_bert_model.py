@@ -9,12 +9,7 @@ import pytest
 from scipy import special
 
 from tests.train.options import assert_options_change_little
-from train.bert.model import (
-    SIZES,
-    BertConfig,
-    init_params,
-    pretraining_loss,
-)
+from train.bert.model import SIZES, BertConfig, init_params, pretraining_loss
 
 VOCAB = 50
 SMALL = BertConfig(layers=2, hidden=16, heads=2, feed_forward=32, vocab_size=VOCAB)

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import printed, result, rows
+from tests.train.runs import assert_refused, printed, result, rows
 from train import compare, comparison
 from train.bert import model
 from train.comparison import or_infinite, sweep

@@ -10,19 +10,13 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, PIXELS
 from tests.train.options import assert_options_change_little
-from tests.train.runs import result, rows, smaller
+from tests.train.runs import assert_refused, result, rows, smaller
 from train import images
 from train.dcgan import evaluation, model
 from train.dcgan.__main__ import main
-from train.dcgan.model import (
-    DCGANConfig,
-    adversarial_loss,
-    init_params,
-    init_statistics,
-)
+from train.dcgan.model import DCGANConfig, adversarial_loss, init_params, init_statistics
 from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -1,13 +1,18 @@
-"""What else stands at a coordinator's port, or beside a run."""
+"""What else stands at a coordinator's port or beside a run, and writes that end late."""
 
+import asyncio
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import types
+from typing import Any
 
 import pytest
+import tensorstore
 
 from onebit_jax.processes.connections import Line
 from tests.test_process_group import WORKER
@@ -18,6 +23,7 @@ from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.lock import locked
 from train.metrics import _open_truncated
+from train.program import _tell_unless_late
 from train.report import read_run
 
 # A stranger at the coordinator's port
@@ -165,3 +171,37 @@ def test_a_display_that_is_none_changes_nothing():
     environment = os.environ | {"MPLBACKEND": "nonsense"}
     command = [sys.executable, "-c", "import train.pictures"]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+# Writes that end after a save has failed.
+
+
+def test_a_write_that_ends_after_its_event_loop_was_closed(monkeypatch):
+    seen, told = [], []
+    quiet = functools.partial(_tell_unless_late, told.append)
+
+    def hook(unraisable):
+        seen.append(str(unraisable.exc_value))
+        quiet(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    promise, future = tensorstore.Promise.new()
+
+    async def write():
+        await future
+
+    loop = asyncio.new_event_loop()
+    # The loop is closed while it is pending.
+    writing: Any = loop.create_task(write())
+    writing._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    ending = threading.Thread(target=promise.set_result, args=[1])
+    ending.start()
+    ending.join()
+    assert seen == ["Event loop is closed"]
+    assert told == []
+    assert not writing.done()
+    other = types.SimpleNamespace(exc_value=ValueError("of somebody else"))
+    quiet(other)
+    assert told == [other]

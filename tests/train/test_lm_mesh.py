@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import at_step, metrics, result, sigterm, smaller
+from tests.train.runs import assert_refused, at_step, metrics, result, sigterm, smaller
 from train.lm import model, pretrain
 from train.lm.config import Config
 from train.lm.sharding import param_specs

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from tests.train.options import assert_options_change_little
-from train.lm.model import (
-    LMConfig,
-    apply,
-    attend,
-    init_params,
-    next_token_loss,
-)
+from train.lm.model import LMConfig, apply, attend, init_params, next_token_loss
 
 CONFIG = LMConfig(layers=2, hidden=32, heads=4, feed_forward=48)
 INPUTS = jnp.asarray(np.random.default_rng(0).integers(256, size=(3, 20), dtype=np.int32))

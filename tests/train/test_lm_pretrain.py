@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import metrics, printed, result
+from tests.train.runs import assert_refused, metrics, printed, result
 from train import compare, program
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from tests.train.options import assert_options_change_little
-from tests.train.runs import at_step, metrics, result, sigterm, smaller
+from tests.train.runs import assert_refused, at_step, metrics, result, sigterm, smaller
 from train import images
 from train.resnet import model
 from train.resnet.__main__ import main

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import result
+from tests.train.runs import assert_refused, result
 from train.bert import weights
 from train.bert.model import BertConfig, init_params
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer

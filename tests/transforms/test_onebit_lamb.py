@@ -93,8 +93,7 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES],
+    "name", [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES]
 )
 def test_agrees_with_numpy(name):
     state, history, theirs, on_the_way = trained(name)

@@ -201,19 +201,14 @@ def test_options_of_an_exchange_between_nodes_are_named(make):
 
 
 @pytest.mark.parametrize(
-    "axis_name",
-    ["elsewhere", None, 3, (AXIS,), (AXIS, "elsewhere"), (AXIS, AXIS)],
-    ids=str,
+    "axis_name", ["elsewhere", None, 3, (AXIS,), (AXIS, "elsewhere"), (AXIS, AXIS)], ids=str
 )
 def test_axes_that_are_not_bound_are_named_by_init_and_by_update(axis_name):
     def update(init, tx, params):
         return jax.vmap(lambda p: tx.update(p, init(p), p), axis_name=AXIS)(params)
 
     params, message = jnp.zeros((2, 3)), rf"^axis_name={re.escape(repr(axis_name))}"
-    for make, needed in (
-        (onebit_jax.onebit_adam, ONEBIT),
-        (onebit_jax.birder, SEEDED),
-    ):
+    for make, needed in ((onebit_jax.onebit_adam, ONEBIT), (onebit_jax.birder, SEEDED)):
         bound, other = make(**needed), make(**needed | {"axis_name": axis_name})
         for init in (other.init, bound.init):
             with pytest.raises(ValueError, match=message):

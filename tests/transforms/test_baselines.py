@@ -1,4 +1,4 @@
-"""CADA: against NumPy, and what its programs send."""
+"""Baselines: FetchSGD, with the count sketch beneath it, and CADA, against NumPy."""
 
 from typing import Any
 
@@ -10,12 +10,63 @@ import pytest
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.collectives.count_sketch import CountSketch
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.small_task import MESH, make_mesh, make_params, start
-from tests.workers import AXIS, assert_workers_agree, lowered_update, on_workers
+from tests.workers import AXIS, assert_workers_agree, draw, lowered_update, on_workers, train
 
-WORKERS, STEPS, RATE, DELAY = 4, 40, 0.3, 5
+SHAPES: dict[str, Any] = {"matrix": (20, 11), "others": [(), (0,), (19,)]}
+SIZE, WORKERS, ROWS, STEPS = 240, 4, 3, 6
+
+
+def test_a_sketch_is_linear_and_finds_what_is_large():
+    sketch, rng = CountSketch(5, 400), np.random.default_rng(0)
+    x, y = 0.1 * rng.standard_normal((2, 5000)).astype(np.float32)
+    x[[3, 77, 4999]] = 10, -20, 30
+    both = sketch.table(jnp.asarray(x + y))
+    np.testing.assert_allclose(both, sketch.table(x) + sketch.table(y), atol=1e-4)
+    estimates = np.asarray(sketch.estimates(sketch.table(jnp.asarray(x)), x.size))
+    assert set(np.argsort(-np.abs(estimates))[:3]) == {3, 77, 4999}
+    np.testing.assert_allclose(estimates[[3, 77, 4999]], [10, -20, 30], atol=3)
+    cleared = sketch.cleared(both, jnp.arange(5000, dtype=jnp.uint32))
+    assert not np.any(cleared)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+def test_an_estimate_is_the_median_over_rows(rows):
+    sketch, table = CountSketch(rows, 16), draw(1, shapes=(rows, 16))
+    hashed = sketch.columns_of(jnp.arange(50, dtype=jnp.uint32))
+    read = [sign * row[column] for row, (column, sign) in zip(table, hashed, strict=True)]
+    np.testing.assert_allclose(sketch.estimates(table, 50), np.median(read, 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("binding", ["vmap", "shard_map"])
+def test_fetch_sgd_follows_numpy(binding):
+    rate: Any = optax.linear_schedule(0.1, 0.02, STEPS)
+    tx = onebit_jax.fetch_sgd(
+        rate, 0.8, axis_name=AXIS, compression=2, share=0.05, rows=ROWS, seed=5
+    )
+    gradients = draw(0, WORKERS, STEPS, shapes=SHAPES)
+    zeros = jax.tree.map(lambda g: np.zeros(g.shape[2:], np.float32), gradients)
+    run = train(tx, WORKERS, zeros, gradients, binding=binding)
+    assert_workers_agree(run)
+    sketch = CountSketch(ROWS, SIZE // (2 * ROWS), 5)
+    hashed = sketch.columns_of(jnp.arange(SIZE, dtype=jnp.uint32))
+    tensor = reference.FetchSgd(np.zeros(SIZE), 0.1, 0.8, sketch.columns, 12, hashed)
+    g, got = (
+        np.concatenate([x.reshape(WORKERS, STEPS, -1) for x in jax.tree.leaves(tree)], -1)
+        for tree in (gradients, run.params)
+    )
+    for t in range(STEPS):
+        tensor.lr = float(rate(t))
+        np.testing.assert_allclose(got[0, t], tensor.update(list(g[:, t])), atol=1e-5)
+    assert 12 < np.count_nonzero(got[0, -1]) < 12 * STEPS
+
+
+# CADA.
+
+CADA_STEPS, RATE, DELAY = 40, 0.3, 5
 TARGETS = np.random.default_rng(0).standard_normal((WORKERS, 30)).astype(np.float32)
 
 
@@ -25,12 +76,12 @@ def gradients(p: Any, t: int) -> Any:
 
 
 @pytest.mark.parametrize("binding", ["vmap", "shard_map"])
-def test_it_follows_numpy(binding):
+def test_cada_follows_numpy(binding):
     tx = optax.chain(onebit_jax.cada(AXIS, c=8.0, delay=DELAY), optax.sgd(RATE))
     params = np.zeros((WORKERS, 30), np.float32)
     state, update = on_workers(tx.init, WORKERS)(params), on_workers(tx.update, WORKERS, binding)
     tensor, synced = reference.Cada(params[0], WORKERS, RATE, 8.0, DELAY), []
-    for t in range(STEPS):
+    for t in range(CADA_STEPS):
         g = gradients(params, t)
         updates, state = update(g, state, params)
         params = np.asarray(params + updates)
