@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.markers import is_per_worker
-from tests import flax_process_worker
-from tests.processes import run_processes
 from tests.small_task import MESH, WORKERS, assert_close, assert_replicas_agree, make_batches
 from tests.small_task import onebit as onebit_adam
 
@@ -214,18 +212,6 @@ def test_a_state_that_nnx_split_is_refused():
 
 
 # What the page says besides
-
-
-@pytest.mark.slow
-def test_two_processes_train_a_model_of_nnx_as_one_does(tmp_path):
-    worker = flax_process_worker
-    apart = run_processes(tmp_path, 2, worker.__name__)
-    together = worker.train(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
-    assert apart.keys() == together.keys()
-    assert together["['metrics']['phase']"] == 1
-    for name, expected in together.items():
-        allowed = 1e-5 * np.abs(np.float64(expected)).max()
-        np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
 
 
 @pytest.mark.slow

@@ -123,16 +123,6 @@ def test_rows(monkeypatch, sizes, grouping, planes, small):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("shape", "plane"),
-    [((48, 5), (2, 5)), ((47, 5), (2, 5)), ((45, 5), (10,)), ((47,), (2,)), ((), (1,))],
-)
-def test_a_plane_is_part_of_the_first_axis_where_few_rows_make_that_divide(shape, plane):
-    planes = []
-    laid_out(lambda x: planes.append(x.pieces[0].plane), (3, "separate", 8), shapes=[shape])
-    assert planes == [plane]
-
-
 # Buckets.
 
 

@@ -29,19 +29,6 @@ def drawn(workers, *shape):
     return rows, np.unpackbits(rows[..., None], axis=-1, bitorder="little").sum(0, dtype=np.int64)
 
 
-@pytest.mark.parametrize("workers", [1, 9, 255, 300])
-def test_rows_are_counted_and_compared(workers):
-    rows, expected = drawn(workers, 40)
-    digits = votes.count_rows(jnp.asarray(rows))
-    assert digits.shape == (workers.bit_length(), 40)
-    np.testing.assert_array_equal(as_counts(digits), expected)
-    np.testing.assert_array_equal(np.ravel(votes.counts_of([*digits], 0).T), np.ravel(expected))
-    for threshold in {0, workers // 2, workers}:
-        more, equal = votes.more_and_equal(digits, threshold)
-        np.testing.assert_array_equal(as_counts(more[None]), expected > threshold)
-        np.testing.assert_array_equal(as_counts(equal[None]), expected == threshold)
-
-
 @pytest.mark.parametrize("workers", [1, 3, 4, 15, 16, 255])
 def test_a_sum_of_votes_counts_as_rows_do(workers):
     rows, expected = drawn(workers, 2, 5)
@@ -49,14 +36,6 @@ def test_a_sum_of_votes_counts_as_rows_do(workers):
     assert digits.dtype == jnp.uint8
     np.testing.assert_array_equal(digits, np.broadcast_to(digits[:1], digits.shape))
     np.testing.assert_array_equal(as_counts(digits[0]), expected)
-
-
-def test_a_field_holds_the_number_of_workers_and_is_no_wider_than_needed():
-    """More than 255 are told of the hierarchical form: test_birder."""
-    for workers in range(1, 256):
-        bits = votes.field_bits(workers)
-        assert workers < 2**bits
-        assert bits == 1 or workers >= 2 ** (bits // 2)
 
 
 @pytest.mark.parametrize(

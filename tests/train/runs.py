@@ -9,8 +9,12 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from train.bert import weights
+from train.bert.model import BertConfig, init_params
 from train.stop import StopRequest
 
 _REQUESTED = StopRequest.requested
@@ -92,3 +96,13 @@ def assert_refused(
     assert printed.err.startswith("error: ")
     assert complaint in printed.err
     assert not out.exists()
+
+
+def save_tiny_bert(folder, tokenizer):
+    """A checkpoint of a BERT that compiles fast; its folder."""
+    config = BertConfig(
+        layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=tokenizer.vocab_size
+    )
+    params = jax.tree.map(np.asarray, init_params(config, seed=0))
+    weights.save(folder, weights.Pretrained(config, params, tokenizer))
+    return str(folder)

@@ -223,27 +223,23 @@ def test_files_are_read_in_order_and_blank_lines_part_documents(tmp_path):
     assert read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
 
 
-def test_missing_folder(tmp_path):
-    with pytest.raises(ValueError, match=r"corpus folder .*nowhere does not exist"):
-        read_corpus(tmp_path / "nowhere")
-
-
-def test_folder_without_text_files(tmp_path):
-    (tmp_path / "corpus.csv").write_text("text")
-    with pytest.raises(ValueError, match=r"has no \.txt files: give a folder"):
-        read_corpus(tmp_path)
-
-
-def test_folder_of_empty_files(tmp_path):
-    with pytest.raises(ValueError, match=r"all 2 \.txt files are empty"):
-        read_corpus(write(tmp_path, a="", b="\n \n"))
-
-
-def test_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
-    write(tmp_path, a="fine")
-    (tmp_path / "b.txt").write_bytes("é".encode() + "café".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"b\.txt is not UTF-8: byte 0xe9 at offset 5"):
-        read_corpus(tmp_path)
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, r"corpus folder .*nowhere does not exist"),
+        ({"corpus.csv": b"text"}, r"has no \.txt files: give a folder"),
+        ({"a.txt": b"", "b.txt": b"\n \n"}, r"all 2 \.txt files are empty"),
+        (
+            {"a.txt": b"fine", "b.txt": "é".encode() + "café".encode("latin-1")},
+            r"b\.txt is not UTF-8: byte 0xe9 at offset 5",
+        ),
+    ],
+)
+def test_folders_without_a_text_that_can_be_read(files, message, tmp_path):
+    for name, content in (files or {}).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_corpus(tmp_path / "nowhere" if files is None else tmp_path)
 
 
 def test_embedded_corpus_has_each_paragraph_once_and_on_one_line():

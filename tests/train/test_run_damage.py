@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import pytest
+import tyro
 from tensorboardX.record_writer import RecordWriter
 
 from onebit_jax.checkpoint import checkpoints
@@ -152,21 +153,8 @@ def test_a_text_that_was_edited(tmp_path, capsys):
     corpus.mkdir()
     paragraphs = [f"Paragraph {i} says that {i} is {i} and no other number." for i in range(400)]
     (corpus / "a.txt").write_text("\n".join(paragraphs))
-    options = ("--corpus", str(corpus))
-    config = Config(
-        corpus=str(corpus),
-        out=str(tmp_path / "run"),
-        optimizers=(NAME,),
-        steps=STEPS,
-        workers=2,
-        batch_size=8,
-        sequence_length=16,
-        learning_rate=5e-3,
-        warmup=2,
-        schedule_warmup=1,
-        checkpoint_every=2,
-        eval_batches=1,
-    )
+    options = ["--corpus", str(corpus)]
+    config = tyro.cli(Config, args=[*RUN, *options, "--out", str(tmp_path / "run")])
     write_config(config, pretrain.make_task(config).identity)
     (corpus / "a.txt").write_text("\n".join([*paragraphs[:9], "Another one.", *paragraphs[10:]]))
     code, [error] = run(tmp_path / "run", capsys, *options)
