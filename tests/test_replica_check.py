@@ -130,41 +130,35 @@ def test_only_the_branch_that_exchanges_nothing_is_named():
 # State
 
 
+NAMED_CHAIN = optax.named_chain(("first", optax.trace(0.9)), ("second", onebit()))
+BIAS = r"\['layer'\]\['bias'\], of "
+LAST = optax.GradientTransformation(
+    lambda params: {"last": params},
+    lambda updates, state, params=None: (optax.tree.zeros_like(updates), {"last": updates}),
+)
+
+
 @pytest.mark.parametrize(
     ("axis_name", "tx", "words"),
     [
         (
             "data",
             optax.chain(optax.trace(0.9), onebit()),
-            r"opt_state\[0\]\.trace\['layer'\]\['bias'\], of TraceState.*per_worker\(optax.trace"
+            rf"opt_state\[0\]\.trace{BIAS}TraceState.*per_worker\(optax.trace"
             r"\(0.9\)\).*mean_gradients\('data'\)",
         ),
         (
             PAIR,
             optax.chain(optax.ema(0.9), onebit(PAIR)),
-            r"opt_state\[0\]\.ema\['layer'\]\['bias'\], of EmaState.*\(\('node', 'local'\)\)",
+            rf"opt_state\[0\]\.ema{BIAS}EmaState.*\(\('node', 'local'\)\)",
         ),
         (
             "data",
             optax.apply_if_finite(optax.adamw(LR), 3),
             r"of ApplyIfFiniteState.*skip_nonfinite\(tx, axis\), by which all workers decide alike",
         ),
-        (
-            "data",
-            optax.named_chain(("first", optax.trace(0.9)), ("second", onebit())),
-            r"opt_state\['first'\]\.trace.*, of TraceState",
-        ),
-        (
-            "data",
-            optax.GradientTransformation(
-                lambda params: {"last": params},
-                lambda updates, state, params=None: (
-                    optax.tree.zeros_like(updates),
-                    {"last": updates},
-                ),
-            ),
-            r"opt_state\['last'\]\['layer'\]\['bias'\], of dict, would differ",
-        ),
+        ("data", NAMED_CHAIN, r"opt_state\['first'\]\.trace.*, of TraceState"),
+        ("data", LAST, rf"opt_state\['last'\]{BIAS}dict, would differ"),
     ],
     ids=["trace", "nodes", "apply_if_finite", "named", "dict"],
 )

@@ -1,5 +1,7 @@
 """Variants of optimizers: 0/1 Adam by its gaps, LAMB by its parts, and updates that are late."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from benchmarks.lamb_parts import parts
 from benchmarks.zero_one_parts import VARIANTS
 from onebit_jax.transforms.phases import PHASES
 from onebit_jax.transforms.registry import Entry, Setting
-from tests.workers import AXIS, on_workers
+from tests.workers import AXIS, PAIR, draw, on_workers, train
 from train.optimizers import OPTIMIZERS
 
 STEPS, WARMUP, WORKERS = 32, 4, 2
@@ -51,42 +53,17 @@ def test_exchanges_are_so_far_apart(entry, gaps):
 
 
 def test_with_everything_frozen_it_is_1bit_lamb_on_a_single_node():
-    rng = np.random.default_rng(0)
-    params = {"w": rng.standard_normal((8, 4)), "b": rng.standard_normal(5)}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    given = {
-        "learning_rate": 0.1,
-        "b2": 0.9,
-        "warmup": 4,
-        "weight_decay": 0.1,
-        "mask": {"w": True, "b": False},
-    }
-    setting = Setting(axis_name=("node", "local"), **given)
-    ours = parts(frozen_variance=True, coefficients="frozen times ratios")(setting)
-    whole = onebit_jax.onebit_lamb(axis_name=("node", "local"), **given)
-
-    def run(tx):
-        def step(carry, grads):
-            params, state = carry
-            updates, state = tx.update(grads, state, params)
-            return (jax.tree.map(jnp.add, params, updates), state), updates
-
-        def own(grads):
-            return jax.lax.scan(step, (params, tx.init(params)), grads)[1]
-
-        grads = jax.tree.map(
-            lambda p: (
-                rng.standard_normal((1, 2, 9, *p.shape), np.float32)
-                * np.where(np.arange(9) < 4, 1, 0.3).reshape(-1, *[1] * p.ndim).astype(np.float32)
-            ),
-            params,
-        )
-        return jax.vmap(jax.vmap(own, axis_name="local"), axis_name="node")(grads)
-
-    rng = np.random.default_rng(1)
-    expected = run(whole)
-    rng = np.random.default_rng(1)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-6), run(ours), expected)
+    shapes = {"w": (8, 4), "b": (5,)}
+    params, gradients = draw(0, shapes=shapes), draw(1, 2, 9, shapes=shapes)
+    for g in gradients.values():
+        g[:, 4:] *= np.float32(0.3)
+    given: dict[str, Any] = {"learning_rate": 0.1, "b2": 0.9, "warmup": 4, "weight_decay": 0.1}
+    given |= {"mask": {"w": True, "b": False}, "axis_name": PAIR}
+    ours = parts(frozen_variance=True, coefficients="frozen times ratios")(Setting(**given))
+    both = [train(tx, (1, 2), params, gradients) for tx in (ours, onebit_jax.onebit_lamb(**given))]
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-6), *(run.updates for run in both)
+    )
 
 
 # Updates that are late.

@@ -38,18 +38,15 @@ def linear_regression(kind: AxisType) -> Any:
         specs=specs,
     )
 
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        kernel = params["kernel"]
+        if kind == AxisType.Explicit:
+            kernel = jax.reshard(kernel, P(None, None))
+        return jnp.mean((batch["x"] @ kernel + params["bias"] - batch["y"]) ** 2)
+
     def train_step(state: Any, batch: Any) -> Any:
-        params, opt_state, _ = state
-
-        def loss_fn(params: Any) -> jax.Array:
-            kernel = params["kernel"]
-            if kind == AxisType.Explicit:
-                kernel = jax.reshard(kernel, P(None, None))
-            return jnp.mean((batch["x"] @ kernel + params["bias"] - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, loss), {"loss": loss}
+        new, metrics = meshes.train_step(tx, loss_fn)(state[:2], batch)
+        return (*new, metrics["loss"]), metrics
 
     params = {"kernel": np.array([[2.0], [1.0]], np.float32), "bias": np.ones(1, np.float32)}
     params = {

@@ -126,53 +126,44 @@ def test_a_value_out_of_range_is_named(make):
 
 
 ONE_BITS = r"are options of one bit with error feedback, but KBits.*: leave them out"
-TWO_STAGES = ExchangeOptions(form="two-stage")
+ONE_STAGE, TWO_STAGES = (ExchangeOptions(form=x) for x in ("one-stage", "two-stage"))
+HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
+BUCKETS = {"exchange": ExchangeOptions(bucket_bytes=128)}
 MULTIPLE = r"must be a number, and a multiple of fragments=4"
+BOUND: dict[str, Any] = {"axis_name": AXIS}
+THRESHOLD = BOUND | {"compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES}
+IDENTITY = {"variance_refreshes": lambda count: count}
+adam, local = onebit_jax.onebit_adam, onebit_jax.local_steps
+mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (onebit_jax.onebit_adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
-        (onebit_jax.onebit_adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
+        (adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
+        (adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
         # Numbers are those that devices have.
-        (onebit_jax.onebit_adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* in float32 too"),
-        (onebit_jax.onebit_adam, ONEBIT | {"warmup": 2**31}, r"warmup must be below 2\*\*31"),
+        (adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* in float32 too"),
+        (adam, ONEBIT | {"warmup": 2**31}, r"warmup must be below 2\*\*31"),
+        (adam, ONEBIT | IDENTITY, "returns .* where one boolean is expected"),
+        (birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
         (
-            onebit_jax.onebit_adam,
-            ONEBIT | {"variance_refreshes": lambda count: count},
-            "returns .* where one boolean is expected",
-        ),
-        (onebit_jax.birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
-        (
-            onebit_jax.birder,
-            SEEDED | {"transport": "votes", "exchange": ExchangeOptions(bucket_bytes=128)},
+            birder,
+            SEEDED | {"transport": "votes"} | BUCKETS,
             "^bucket_bytes=128 must be None for transport='votes'",
         ),
-        (
-            onebit_jax.compressed_mean,
-            {"axis_name": AXIS, "bits": 4, "exchange": ExchangeOptions(scale="mean_abs")},
-            ONE_BITS,
-        ),
-        (
-            onebit_jax.local_steps,
-            LOCAL | {"bits": 4, "exchange": ExchangeOptions(residual_dtype="bfloat16")},
-            ONE_BITS,
-        ),
-        (
-            onebit_jax.compressed_mean,
-            {"axis_name": AXIS, "compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES},
-            r"^form='two-stage' is not a form of LargestValues.*only: leave it out",
-        ),
+        (mean, BOUND | {"bits": 4, "exchange": ExchangeOptions(scale="mean_abs")}, ONE_BITS),
+        (local, LOCAL | {"bits": 4} | HALF, ONE_BITS),
+        (mean, THRESHOLD, r"^form='two-stage' is not a form of LargestValues.*only: leave it out"),
         (
             onebit_jax.signum,
-            RATED | {"exchange": ExchangeOptions(form="one-stage")},
+            RATED | {"exchange": ONE_STAGE},
             r"^form='one-stage' is not a form of Votes.*has 'two-stage' only: leave it out",
         ),
-        (onebit_jax.local_steps, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
-        (onebit_jax.local_steps, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
+        (local, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
+        (local, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
         (
-            onebit_jax.local_steps,
+            local,
             LOCAL | {"fragments": 2, "every": lambda _: 4},
             "^every=<function .* must be a number",
         ),
