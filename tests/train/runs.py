@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from onebit_jax.checkpoint import Checkpoints
 from train.bert import weights
 from train.bert.model import BertConfig, init_params
 from train.stop import StopRequest
@@ -45,6 +46,14 @@ def metrics(folder):
 def result(folder):
     """A training's `result.json`."""
     return json.loads((folder / "result.json").read_text())
+
+
+def saved(folder):
+    """The step of a training's last checkpoint; its arrays' shapes, and a checksum of each part."""
+    step = max(Checkpoints(folder / "checkpoints").steps())
+    manifests = sorted((folder / "checkpoints" / str(step) / "manifest").iterdir())
+    contents = [json.loads(path.read_text())["content"] for path in manifests]
+    return step, [{name: x.get(name) for name in ("arrays", "checksums")} for x in contents]
 
 
 def printed(main, command):

@@ -91,15 +91,6 @@ def test_a_truncated_or_missing_file(copied, finished, damage, capsys):
     goes_on_past(copied, finished, damage, capsys)
 
 
-def test_all_checkpoints_damaged(copied, capsys):
-    for step in copied.glob(f"{NAME}/checkpoints/*"):
-        flipped(step / "manifest" / "manifest.json")
-    (copied / NAME / "result.json").unlink()
-    code, (*warnings, error) = run(copied, capsys)
-    assert (code, len(warnings)) == (2, 2)
-    assert error.startswith(f"error: no checkpoint in {copied}/{NAME}/checkpoints can be read")
-
-
 @pytest.mark.parametrize("content", [b"", b'{"workers": 2', b"[1]", b"\xff\xfe"])
 def test_a_broken_configuration(copied, content, capsys):
     (copied / "config.json").write_bytes(content)
