@@ -73,15 +73,6 @@ def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_an_optimizer_of_two_parts_is_logged(tmp_path):
-    out = tmp_path / "run"
-    assert pretrain.main([*RUN, "--optimizers", "onebit_muon", "--out", str(out)]) == 0
-    rows = metrics(out / "onebit_muon")
-    assert {row["phase"] for row in rows} == {"compression"}
-    assert all(row["muon/residual_ratio"] > 0 for row in rows)
-
-
-@pytest.mark.slow
 def test_a_run_that_diverges_stops_and_says_where(tmp_path, capsys):
     out = tmp_path / "run"
     command = [*RUN, "--learning-rate", "1e38", "--max-skipped", "4", "--optimizers", "adam"]
