@@ -178,18 +178,11 @@ def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
     assert not set(epochs[0]["example_seed"]) & set(epochs[1]["example_seed"])
 
 
-def test_one_document_has_no_other_to_take_sentences_from():
-    corpus = numbered_corpus(documents=1, sentences=100, longest=9)
+def test_what_gives_no_sequences(corpus, tokenizer):
     with pytest.raises(ValueError, match="the corpus is one document"):
-        batches(corpus)
-
-
-def test_corpus_without_a_token(tokenizer):
+        batches(numbered_corpus(documents=1, sentences=100, longest=9))
     with pytest.raises(ValueError, match="there are 0 sequences"):
         batches(data.tokenize([["\u200b"]], tokenizer))
-
-
-def test_sequences_that_are_too_short(corpus):
     with pytest.raises(ValueError, match="sequence_length is 7; it must be at least 8"):
         batches(corpus, sequence_length=7)
 
