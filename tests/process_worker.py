@@ -38,7 +38,7 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
     tx = onebit_jax.onebit_adam(
         1e-2, weight_decay=0.01, warmup=WARMUP, axis_name="data", exchange=exchange
     )
-    step = onebit_jax.train_step(loss_fn, tx, mesh)
+    step: Any = onebit_jax.train_step(loss_fn, tx, mesh)
 
     rng = np.random.default_rng(0)
 
@@ -78,7 +78,7 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
     with np.load(folder / "middle.npz") as middle:
         params, opt_state = jax.tree.unflatten(jax.tree.structure(state), list(middle.values()))
     opt_state = jax.tree.map(on_mesh, opt_state, shardings)
-    told: Any = {"phase": "compression", "rng": jax.random.key(0), "model_state": model_state}
+    told = {"phase": "compression", "rng": jax.random.key(0), "model_state": model_state}
     record("step", step(params, opt_state, batches[MIDDLE], **told)[:2])
     return held
 
