@@ -11,8 +11,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import flipped
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def trained(task, tx, steps=4):
     params, opt_state, step = task.begin_own(tx)

@@ -16,8 +16,6 @@ from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_shards, assert_as_whole_tensors
 from tests.workers import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def diloco(bits: int, every: int = 4, **how: Any) -> Any:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)

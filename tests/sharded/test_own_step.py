@@ -20,8 +20,6 @@ from onebit_jax.transforms.phases import PHASES
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def trained(task, params, opt_state, step, steps):
     found = []

@@ -16,8 +16,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def auto():

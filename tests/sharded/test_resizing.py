@@ -20,8 +20,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SPECS = {"matrix": P("fsdp", None), "columns": P(None, "fsdp"), "bias": P()}
 SHAPES = {"matrix": (64, 5), "columns": (6, 40), "bias": (3,)}
 

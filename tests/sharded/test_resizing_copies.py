@@ -23,8 +23,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import PAIR, make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SPECS = {"matrix": P("fsdp", None), "bias": P(None)}
 SHAPES = {"matrix": (16, 4), "bias": (4,)}
 # What `on_mesh` is given.

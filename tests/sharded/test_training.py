@@ -16,8 +16,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import CASES, SLOW
 from tests.workers import find_state, make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 QUICK = [("fsdp, tensor", "Explicit")]
 PARAMETRIZED = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES

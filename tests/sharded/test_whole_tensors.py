@@ -15,8 +15,6 @@ from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_whole_tensors, by_on_mesh, draw, split
 from tests.workers import find_state
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 STEPS, WARMUP, RATE = 50, 5, 1e-2
 PER_TENSOR = onebit_jax.ExchangeOptions(scale_per="tensor")
 COLUMNS = {
