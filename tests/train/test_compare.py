@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import side_by_side
-from tests.train.runs import assert_refused, printed, result, rows
+from tests.train.runs import assert_refused, printed, rows
 from train import compare, comparison
 from train.bert import model
 from train.comparison import Curve, or_infinite, sweep
@@ -121,25 +121,6 @@ def test_bytes_rounds_and_state_are_those_of_the_programs(finished):
     # A small model: its scales, padding and record of norms are not small beside it.
     assert 8.3 < compared["onebit_adam_frozen"]["state_bytes"] < 11.5
     assert all(seconds > 0 for f in compared.values() for seconds in f["seconds"].values())
-
-
-@pytest.mark.slow
-def test_a_warm_up_that_ends_by_itself_is_counted_as_long_as_it_was(tmp_path):
-    steps = 24
-    options = f"--steps {steps} --warmup auto --schedule-warmup 2 --eval-batches 2"
-    options += f" --learning-rates 1e-3 --optimizers adam onebit_adam --out {tmp_path}"
-    assert compare.main([*RUN[: RUN.index("--steps")], *options.split()]) == 0
-    folder = tmp_path / f"trainings/{steps}-0.001-0"
-    frozen_at = result(folder / "onebit_adam")["frozen_at"]
-    assert 12 <= frozen_at < steps
-    phases = [row["phase"] for row in rows(folder / "onebit_adam")]
-    assert phases[:frozen_at] == ["warmup"] * frozen_at
-    assert {"warmup", "refresh", "compression"} == set(phases)
-    a_step = figures(tmp_path)["onebit_adam"]["bytes_a_step"]
-    assert a_step["refresh"] > a_step["warmup"] > a_step["compression"]
-    sent = np.diff([0, *figures(tmp_path)["onebit_adam"]["sent"]])
-    np.testing.assert_array_equal(sent, [a_step[phase] for phase in phases])
-    assert result(folder / "adam")["frozen_at"] == -1
 
 
 def test_table_and_picture(finished):

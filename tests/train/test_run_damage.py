@@ -65,7 +65,9 @@ def largest_file(folder):
     return max((x for x in folder.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
 
 
-def goes_on_past(copied, finished, damage, capsys):
+@pytest.mark.parametrize("damage", [flipped, truncated, pathlib.Path.unlink])
+def test_a_damaged_file_a_broken_result_and_a_torn_log(copied, finished, damage, capsys):
+    """What was trained from the checkpoint before ends with the same held-out loss."""
     folder = copied / NAME
     damage(largest_file(folder / "checkpoints" / str(STEPS)))
     (folder / "result.json").write_text('{"steps": ')
@@ -77,18 +79,6 @@ def goes_on_past(copied, finished, damage, capsys):
     assert second == f"warning: 1 lines of {folder}/metrics.jsonl are damaged and left out"
     assert result(folder)["heldout_loss"] == result(finished / NAME)["heldout_loss"]
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_a_broken_result_and_a_torn_log(copied, finished, capsys):
-    """What was trained from the checkpoint before ends with the same held-out loss."""
-    goes_on_past(copied, finished, flipped, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", [truncated, pathlib.Path.unlink])
-def test_a_truncated_or_missing_file(copied, finished, damage, capsys):
-    goes_on_past(copied, finished, damage, capsys)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"workers": 2', b"[1]", b"\xff\xfe"])
