@@ -69,7 +69,7 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
             np.savez(folder / "middle.npz", *jax.tree.leaves(jax.device_get(state)))
         *state, model_state, _ = step(*state, batch, rng=jax.random.key(t), model_state=model_state)
     record("run", [*state, model_state])
-    held["compared"] = np.array(onebit_jax.diagnose(*state, mesh).compared)
+    held["compared"] = np.array(onebit_jax.diagnose(state[0], state[1], mesh).compared)
     try:
         onebit_jax.diagnose(state[0] | {"out": flipped(state[0]["out"], 2)}, state[1], mesh)
     except onebit_jax.ReplicaDivergenceError as error:
