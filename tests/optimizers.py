@@ -83,13 +83,7 @@ def matrices(params: Any) -> Any:
 OPTIMIZERS: dict[str, Optimizer] = {
     "mean_gradients": Optimizer(_dense, has_residuals=False),
     "onebit_adam": Optimizer(
-        _made_by(
-            onebit_jax.onebit_adam,
-            b2=0.5,
-            warmup=WARMUP,
-            weight_decay=0.01,
-            **FROZEN,
-        ),
+        _made_by(onebit_jax.onebit_adam, b2=0.5, warmup=WARMUP, weight_decay=0.01, **FROZEN),
         has_warmup=True,
     ),
     "onebit_adam, refreshed": Optimizer(

@@ -8,6 +8,7 @@ middle of the run there, from which every later process takes one compressed ste
 """
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,12 @@ from tests.workers import flipped
 WORKERS, STEPS, WARMUP, MIDDLE = 4, 12, 6, 8
 
 
-def loss_fn(params, batch):
-    hidden = jnp.tanh(batch["x"] @ params["hidden"]["kernel"] + params["hidden"]["bias"])
-    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+def loss_fn(params, batch, rng, model_state):
+    """With noise, and a running mean as batch norms have."""
+    x = batch["x"] + 0.1 * jax.random.normal(rng, batch["x"].shape)
+    hidden = jnp.tanh(x @ params["hidden"]["kernel"] + params["hidden"]["bias"])
+    mean = 0.9 * model_state["mean"] + 0.1 * jnp.mean(hidden, 0)
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2), {}, {"mean": mean}
 
 
 def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
@@ -34,7 +38,7 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
     tx = onebit_jax.onebit_adam(
         1e-2, weight_decay=0.01, warmup=WARMUP, axis_name="data", exchange=exchange
     )
-    step = onebit_jax.train_step(loss_fn, tx, mesh)
+    step: Any = onebit_jax.train_step(loss_fn, tx, mesh)
 
     rng = np.random.default_rng(0)
 
@@ -57,14 +61,15 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
                 name = f"{when}, worker {worker}, {jax.tree_util.keystr(path)}"
                 held[name] = np.asarray(shard.data)
 
-    state = params, onebit_jax.init(tx, params, mesh)
+    state = [params, onebit_jax.init(tx, params, mesh)]
+    model_state: Any = {"mean": np.zeros(33, np.float32)}
     shardings = jax.tree.map(lambda x: x.sharding, state[1])
     for t, batch in enumerate(batches):
         if t == MIDDLE and processes == 1:
             np.savez(folder / "middle.npz", *jax.tree.leaves(jax.device_get(state)))
-        state = step(*state, batch)[:2]
-    record("run", state)
-    held["compared"] = np.array(onebit_jax.diagnose(*state, mesh).compared)
+        *state, model_state, _ = step(*state, batch, rng=jax.random.key(t), model_state=model_state)
+    record("run", [*state, model_state])
+    held["compared"] = np.array(onebit_jax.diagnose(state[0], state[1], mesh).compared)
     try:
         onebit_jax.diagnose(state[0] | {"out": flipped(state[0]["out"], 2)}, state[1], mesh)
     except onebit_jax.ReplicaDivergenceError as error:
@@ -73,7 +78,8 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
     with np.load(folder / "middle.npz") as middle:
         params, opt_state = jax.tree.unflatten(jax.tree.structure(state), list(middle.values()))
     opt_state = jax.tree.map(on_mesh, opt_state, shardings)
-    record("step", step(params, opt_state, batches[MIDDLE], phase="compression")[:2])
+    told = {"phase": "compression", "rng": jax.random.key(0), "model_state": model_state}
+    record("step", step(params, opt_state, batches[MIDDLE], **told)[:2])
     return held
 
 

@@ -1,17 +1,12 @@
 """Runs a worker module in several processes of this machine."""
 
 import pathlib
-import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 
-from tests.train.together import free_address
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-SECONDS = 600  # a loaded machine starts four interpreters slowly
+from tests.train.together import ended, free_address, started
 
 
 def run_processes(folder, processes, worker="tests.process_worker"):
@@ -20,27 +15,10 @@ def run_processes(folder, processes, worker="tests.process_worker"):
     Each is `python -m WORKER FOLDER PROCESSES RANK PORT`, and leaves `FOLDER/PROCESSES-RANK.npz`.
     """
     port = free_address().split(":")[1]
-    logs = [folder / f"{processes}-{rank}.log" for rank in range(processes)]
-    children = []
-    try:
-        for rank, log in enumerate(logs):
-            arguments = [str(folder), str(processes), str(rank), port]
-            command = [sys.executable, "-m", worker, *arguments]
-            with log.open("w") as file:
-                children.append(subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file))
-        deadline = time.monotonic() + SECONDS
-        # Those that are left wait for one that has failed, so nobody waits for them.
-        while None in (codes := [child.poll() for child in children]):
-            if any(codes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    output = "\n".join(f"--- {log.stem}:\n{log.read_text()[-4000:]}" for log in logs)
-    assert codes == [0] * processes, f"exit codes {codes} (None: still running)\n{output}"
-
+    arguments = [[str(folder), str(processes), str(rank), port] for rank in range(processes)]
+    with started([[worker, *own] for own in arguments]) as children:
+        codes, errors = ended(children)
+    assert codes == [0] * processes, "\n---\n".join(error[-4000:] for error in errors)
     held = {}
     for rank in range(processes):
         with np.load(folder / f"{processes}-{rank}.npz") as file:

@@ -12,22 +12,7 @@ class OnebitLamb:
     """
 
     def __init__(
-        self,
-        params,
-        workers,
-        lr,
-        b1,
-        b2,
-        eps,
-        warmup,
-        coeff_beta,
-        min_coeff,
-        max_coeff,
-        min_ratio,
-        max_ratio,
-        ratio_threshold,
-        kind="rms",
-        per_node=None,
+        self, params, workers, lr, b1, b2, eps, warmup, kind="rms", per_node=None, **bounds
     ):
         self.p = [p.astype(np.float32).reshape(-1) for p in params]
         self.m = [np.zeros_like(p) for p in self.p]
@@ -42,8 +27,9 @@ class OnebitLamb:
         self.lr, self.b1, self.b2, self.eps = lr, b1, b2, eps
         self.weight_decays = [0.0 for _ in self.p]
         self.warmup, self.count = warmup, 0
-        self.coeff_beta, self.coeff_bounds = coeff_beta, (min_coeff, max_coeff)
-        self.ratio_bounds, self.ratio_threshold = (min_ratio, max_ratio), ratio_threshold
+        self.coeff_beta, self.ratio_threshold = bounds["coeff_beta"], bounds["ratio_threshold"]
+        self.coeff_bounds = bounds["min_coeff"], bounds["max_coeff"]
+        self.ratio_bounds = bounds["min_ratio"], bounds["max_ratio"]
         self.kind = kind
 
     def update(self, gradients):

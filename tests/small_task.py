@@ -1,7 +1,6 @@
 """A small network on a mesh of four CPU devices, and optimizers that train it."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,17 +14,10 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax.markers import is_per_worker
 from tests.optimizers import FROZEN, LEARNING_RATE, WARMUP
-from tests.workers import PAIR
+from tests.workers import PAIR, make_mesh
 
 NODES = 2, 2
 WORKERS, ROWS, B2 = 4, 16, 0.5
-
-
-def make_mesh(sizes=(WORKERS,), axes=("data",), kind=None):
-    """As README makes it, with axes of JAX's default kind, or of the one given."""
-    kinds = None if kind is None else (kind,) * len(axes)
-    devices = jax.devices()[: math.prod(sizes)]
-    return jax.make_mesh(sizes, axes, devices=devices, axis_types=kinds)
 
 
 MESH, NODES_MESH = make_mesh(), make_mesh(NODES, PAIR)

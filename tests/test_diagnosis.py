@@ -8,21 +8,13 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import onebit_jax
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import checksum, find_divergences
 from tests.optimizers import FROZEN, OPTIMIZERS
-from tests.small_task import (
-    MESH,
-    NODES_MESH,
-    make_params,
-    onebit,
-    replicated,
-)
-from tests.workers import PAIR, flipped, flipped_at
+from tests.small_task import MESH, NODES_MESH, make_params, onebit, replicated
+from tests.workers import PAIR, flipped
 
 # The checksum
 
@@ -58,15 +50,6 @@ def test_a_checksum_is_that_of_the_definition(shape, dtype):
 def test_a_key_and_integers_of_half_a_byte_have_checksums():
     assert int(checksum(jax.random.key(3))) == reference(np.array([0, 3], np.uint32))
     assert int(checksum(jnp.array([1, -2], jnp.int4))) == reference(np.array([1, -2], np.int32))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 44), st.integers(1, 2**32 - 1))
-def test_no_change_of_one_element_leaves_a_checksum_as_it_was(seed, place, change):
-    words = np.random.default_rng(seed).integers(0, 2**32, 45, np.uint32)
-    changed = words.copy()
-    changed[place] ^= np.uint32(change)
-    assert reference(words) != reference(changed)
 
 
 def test_the_minority_is_named_and_all_where_there_is_none():
@@ -111,24 +94,6 @@ def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bi
     device = mesh.devices.flat[worker]
     words = "params['layer']['bias'], are not the same bits on all; the minority is worker"
     assert f"{words} {worker} ({device}, process 0). Go back" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("axis_name", "field"),
-    [
-        ("data", "momentum.received"),
-        (PAIR, "momentum.exchange.active.bits"),
-        ("data", "progress.count"),
-    ],
-    ids=str,
-)
-def test_shared_state_off_by_one_bit_on_one_device_is_named(axis_name, field):
-    mesh, params, opt_state = begun(axis_name)
-    name = f"[0].{field}"
-    opt_state = flipped_at(opt_state, name, worker=2)
-    with pytest.raises(onebit_jax.ReplicaDivergenceError) as error:
-        onebit_jax.diagnose(params, opt_state, mesh)
-    assert error.value.divergences == ((f"opt_state{name}", (2,)),)
 
 
 def test_the_models_state_is_compared():

@@ -115,12 +115,6 @@ def restored_onto(mesh, folder) -> Any:
     return ocp.load(folder / "onebit", abstract(target))
 
 
-def test_restored_as_numpy(saved):
-    folder, step, expected, batches = saved
-    params, opt_state = jax.tree.map(np.asarray, restored_onto(MESH, folder))
-    assert_equal(train(step, params, opt_state, batches), expected)
-
-
 # Another's state
 
 
@@ -138,11 +132,7 @@ def test_that_lost_its_marks_alone():
 
 @pytest.mark.parametrize(
     "tx",
-    [
-        dense(),
-        onebit_jax.ef_signsgd(1e-2, axis_name="data"),
-        optax.chain(onebit(), optax.ema(0.9)),
-    ],
+    [dense(), onebit_jax.ef_signsgd(1e-2, axis_name="data"), optax.chain(onebit(), optax.ema(0.9))],
     ids=["dense", "ef_signsgd", "more of it"],
 )
 def test_of_another_optimizer(tx):

@@ -14,12 +14,11 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.markers import is_per_worker
-from tests import flax_process_worker
-from tests.processes import run_processes
 from tests.small_task import MESH, WORKERS, assert_close, assert_replicas_agree, make_batches
 from tests.small_task import onebit as onebit_adam
 
@@ -101,77 +100,24 @@ def test_the_lines_that_differ_are_counted():
 
 # The containers of Flax in a loop of one's own
 
-OWN_STEP_OF_A_TRAIN_STATE = """
-from functools import partial
 
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-specs = onebit_jax.state_specs(state, "data")  # P("data") inside a PerWorker, P() elsewhere
-
-
-@jax.jit
-@partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(specs, P("data"), P()),
-    out_specs=(specs, P()),
-    check_vma=False,
-)
-def own_step(state, batch, rng):
-    rng = jax.random.fold_in(rng, jax.lax.axis_index("data"))
-
-    def with_aux(params):
-        loss, _, model_state = loss_fn(params, batch, rng, state.model_state)
-        return loss, model_state
-
-    (loss, model_state), grads = jax.value_and_grad(with_aux, has_aux=True)(state.params)
-    model_state = jax.lax.pmean(model_state, "data")
-    return state.apply_gradients(grads=grads, model_state=model_state), jax.lax.pmean(loss, "data")
-
-
-state = jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-for t, batch in enumerate(batches[:60]):
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    state, loss = own_step(
-        state, batch, jax.device_put(jax.random.key(t), NamedSharding(mesh, P()))
+def sixty_steps(names, step, carry):
+    """What steps in a `shard_map` leave of the carry, and the last loss."""
+    mesh, specs, loss = names["mesh"], onebit_jax.state_specs(carry, "data"), np.inf
+    assert len(marks(specs)) == len(marks(carry)) > 0
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=(specs, P()), check_vma=False
     )
-    print(float(loss))
-"""
+    stepped = jax.jit(mapped)
 
-OWN_STEP_OF_AN_NNX_OPTIMIZER = """
-from functools import partial
+    def put(tree, spec):
+        return jax.device_put(tree, jax.tree.map(lambda x: NamedSharding(mesh, x), spec))
 
-from jax.sharding import NamedSharding, PartitionSpec as P
-
-model = Net(nnx.Rngs(0))
-on_mesh = optax.GradientTransformation(lambda p: onebit_jax.init(tx, p, mesh), tx.update)
-optimizer = nnx.Optimizer(model, on_mesh, wrt=nnx.Param)
-specs = onebit_jax.state_specs((model, optimizer), "data")
-
-
-@jax.jit
-@partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=(*specs, P("data")),
-    out_specs=(*specs, P()),
-    check_vma=False,
-)
-def own_step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(lambda model: mean_loss(model(batch["image"]), batch))(model)
-    optimizer.update(model, grads)
-    statistics = nnx.state(model, nnx.BatchStat)
-    nnx.update(model, jax.lax.pmean(statistics, "data"))
-    return model, optimizer, jax.lax.pmean(loss, "data")
-
-
-shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-model, optimizer = jax.device_put((model, optimizer), shardings)
-for batch in batches[:60]:
-    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
-    model, optimizer, loss = own_step(model, optimizer, batch)
-    print(float(loss))
-"""
+    carry = put(carry, specs)
+    for t, batch in enumerate(names["batches"][:60]):
+        carry, loss = stepped(carry, put(batch, P("data")), put(jax.random.key(t), P()))
+        loss = float(loss)
+    return carry, loss
 
 
 @pytest.mark.slow
@@ -183,12 +129,23 @@ def test_a_train_state_goes_through_a_shard_map():
             apply_fn=names["net"].apply, params=names["params"], tx=names["tx"]
         )
     [(_, code)] = blocks("TrainState")
-    execute(code + OWN_STEP_OF_A_TRAIN_STATE, names)
-    state = names["state"]
+    execute(code, names)
+
+    def step(state, batch, rng):
+        rng = jax.random.fold_in(rng, jax.lax.axis_index("data"))
+
+        def with_aux(params):
+            loss, _, model_state = names["loss_fn"](params, batch, rng, state.model_state)
+            return loss, model_state
+
+        (loss, model_state), grads = jax.value_and_grad(with_aux, has_aux=True)(state.params)
+        model_state, loss = jax.lax.pmean((model_state, loss), "data")
+        return state.apply_gradients(grads=grads, model_state=model_state), loss
+
+    state, loss = sixty_steps(names, step, names["state"])
     assert state.step == 60
     assert_workers_differ_within_marks(state.opt_state)
-    assert len(marks(names["specs"])) == len(marks(state.opt_state)) > 0
-    assert names["loss"] < 0.3
+    assert loss < 0.3
     assert_replicas_agree((state.params, state.model_state))
     assert_close(jax.device_get(names["params"]), params)  # not donated
 
@@ -202,13 +159,26 @@ def test_an_optimizer_of_nnx_goes_through_a_shard_map():
     names = dict(trained("Flax NNX", "+"))
     with pytest.raises(ValueError, match=r"^axis_name='data' is not bound.*onebit_jax.init"):
         nnx.Optimizer(names["model"], names["tx"], wrt=nnx.Param)
-    execute(OWN_STEP_OF_AN_NNX_OPTIMIZER, names)
-    model, optimizer = names["model"], names["optimizer"]
+    tx, model = names["tx"], names["Net"](nnx.Rngs(0))
+    on_mesh = optax.GradientTransformation(
+        lambda params: onebit_jax.init(tx, params, names["mesh"]), tx.update
+    )
+
+    def step(both, batch, _):
+        def loss_fn(model):
+            return names["mean_loss"](model(batch["image"]), batch)
+
+        model, optimizer = both
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        nnx.update(model, jax.lax.pmean(nnx.state(model, nnx.BatchStat), "data"))
+        return both, jax.lax.pmean(loss, "data")
+
+    both = model, nnx.Optimizer(model, on_mesh, wrt=nnx.Param)
+    (model, optimizer), loss = sixty_steps(names, step, both)
     assert optimizer.step[...] == 60
-    state = nnx.as_pure(optimizer.opt_state)
-    assert_workers_differ_within_marks(state)
-    assert len(marks(names["specs"])) == len(marks(state)) > 0
-    assert names["loss"] < 0.3
+    assert_workers_differ_within_marks(nnx.as_pure(optimizer.opt_state))
+    assert loss < 0.3
     assert_replicas_agree(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
@@ -242,18 +212,6 @@ def test_a_state_that_nnx_split_is_refused():
 
 
 # What the page says besides
-
-
-@pytest.mark.slow
-def test_two_processes_train_a_model_of_nnx_as_one_does(tmp_path):
-    worker = flax_process_worker
-    apart = run_processes(tmp_path, 2, worker.__name__)
-    together = worker.train(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]))
-    assert apart.keys() == together.keys()
-    assert together["['metrics']['phase']"] == 1
-    for name, expected in together.items():
-        allowed = 1e-5 * np.abs(np.float64(expected)).max()
-        np.testing.assert_allclose(apart[name], expected, 0, allowed, err_msg=name)
 
 
 @pytest.mark.slow

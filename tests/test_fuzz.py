@@ -19,6 +19,7 @@ from onebit_jax import plan
 from onebit_jax.transforms.phases import PHASES
 from tests.nonsense import VALUES, accepts_or_says_why, arguments, assert_says_why, values
 from tests.small_task import MESH
+from tests.test_plan import ARGUMENTS
 
 RATE: dict[str, Any] = {"learning_rate": 1e-3}
 AXIS: dict[str, Any] = {"axis_name": "data"}
@@ -164,14 +165,8 @@ TEXTS += [
     "/",
     "/dev/null",
 ]
-COMMAND = {
-    "--parameters": "340e6",
-    "--workers": "64",
-    "--bandwidth": "10Gbit",
-    "--step-time": "0.45",
-    "--steps": "150000",
-}
-OTHERS = ["warmup", "warmup-bits", "every", "local-bits", "per-node", "latency", "local-bandwidth"]
+COMMAND = dict(zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True))
+OTHERS = ["warmup-bits", "every", "local-bits", "latency", "local-bandwidth"]
 OTHERS += ["memory-bandwidth", "host-bandwidth", "efficiency", "calibration"]
 OPTIONS = [*COMMAND, *(f"--{name}" for name in OTHERS)]
 

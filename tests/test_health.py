@@ -12,7 +12,6 @@ import onebit_jax
 from onebit_jax.transforms.nonfinite import LARGEST_SQUARED_NORM, examine, squared_norms
 from tests import small_task
 from tests.small_task import (
-    ROWS,
     WORKERS,
     assert_equal,
     dense,
@@ -114,31 +113,6 @@ def test_a_scaled_loss_has_the_same_gradients():
         for (params, opt_state), scale in zip(copies, (None, 2**12), strict=True)
     )
     assert_equal(scaled, plain)
-
-
-def test_a_dynamic_loss_scale_finds_its_level():
-    """As docs/checkpoints.md has it: in float16 a loss of 8 bears no scale of 2**13."""
-
-    def loss_fn(params, batch):
-        w = params["w"].astype(jnp.float16)
-        return jnp.mean((batch["x"].astype(jnp.float16) * w - 2) ** 2)
-
-    params = {"w": jnp.full((64,), 2.0**-7)}
-    step, (params, opt_state) = start(dense(), params=params, loss_fn=loss_fn, max_skipped=20)
-    batch = {"x": np.full((ROWS, 64), 2.0, np.float32)}
-    scale, good, scales = jnp.float32(2.0**24), jnp.int32(0), []
-    for _ in range(24):
-        params, opt_state, metrics = step(params, opt_state, batch, loss_scale=scale)
-        scales.append(float(scale))
-        left_out = metrics["skipped_in_a_row"] > 0
-        good = jnp.where(left_out, 0, good + 1)
-        grown = jnp.where(good % 10 == 0, 2 * scale, scale)
-        scale = jnp.where(left_out, scale / 2, grown)
-    assert scales[0] > scales[3] > scales[7]
-    assert scales[-1] <= 2**20
-    assert metrics["skipped"] >= 4
-    assert np.isfinite(params["w"]).all()
-    assert params["w"].min() > 2.0**-7
 
 
 def test_norms_of_tensors_that_the_compiler_splits_gather_nothing():

@@ -5,13 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import onebit_jax
 from onebit_jax.training.gradients import loss_and_gradients
 from tests.small_task import (
     MESH,
@@ -70,19 +68,6 @@ def test_workers_and_microbatches_draw_from_keys_of_their_own(accumulation, make
         np.testing.assert_array_equal(drawn[worker], np.stack([draw(k) for k in keys]))
     assert len(np.unique(drawn.reshape(-1, DRAWS) < 0.5, axis=0)) == WORKERS * accumulation
     assert not key.is_deleted()
-
-
-def test_a_loss_with_a_key_and_no_model_state():
-    def noisy(params, batch, rng):
-        return loss_fn(params, batch) + 0 * jax.random.normal(rng), {
-            "drawn": jax.random.normal(rng)
-        }
-
-    step, (params, opt_state) = start(dense(), loss_fn=noisy)
-    key = jax.random.key(0)
-    _, _, metrics = step(params, opt_state, make_batches(1)[0], rng=key)
-    own = [jax.random.normal(jax.random.fold_in(key, i)) for i in range(WORKERS)]
-    np.testing.assert_allclose(metrics["drawn"], np.mean(own), rtol=1e-6)
 
 
 def test_keys_in_a_model_state_are_each_workers_own_and_stay():
@@ -343,25 +328,3 @@ def test_a_tuple_of_the_loss_alone_is_a_loss():
     alone = loss_and_gradients(lambda *args: (loss_fn(*args),), make_params(), batch, 1)
     assert_close(alone.loss, loss_fn(make_params(), batch))
     assert (alone.metrics, alone.model_state) == ({}, None)
-
-
-def test_a_step_takes_both_beside_extra_arguments():
-    def moving(params, batch, rng, model_state):
-        return loss_fn(params, batch), {}, model_state + 0 * jax.random.normal(rng)
-
-    def scale(updates, state, params=None, value=1.0, **_):
-        return jax.tree.map(lambda u: u * value, updates), state
-
-    scaled = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), scale)
-    tx = optax.chain(onebit_jax.mean_gradients("data"), scaled, optax.sgd(1.0))
-    step, (params, opt_state) = start(tx, loss_fn=moving)
-    new, _, model_state, _ = step(
-        params,
-        opt_state,
-        make_batches(1)[0],
-        rng=jax.random.key(0),
-        model_state=np.float32(2),
-        value=np.float32(0),
-    )
-    assert_equal(new, params)
-    assert model_state == 2

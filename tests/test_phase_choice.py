@@ -1,7 +1,7 @@
 """Which phase a step runs, and what one that is refused leaves as it was."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import pytest
 
 import onebit_jax
 from onebit_jax.training.phase_choice import PhaseChoice
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin
+from onebit_jax.transforms.phases import Phase, Progress
 
 WARMUP, COMPRESSION, UNKNOWN = 0, 1, -1
 
@@ -120,37 +120,10 @@ def test_a_refusal_is_raised_once_it_is_known():
 # On devices.
 
 
-class CountingState(NamedTuple):
-    """State of `counting`."""
-
-    progress: Progress
-    total: Any
-
-    def metrics(self):
-        """The account's own."""
-        return self.progress.metrics()
-
-
-def counting(warmup: int) -> optax.GradientTransformationExtraArgs:
-    """Gradient descent on mean gradients, whose sum it keeps; compressed by name after warm-up."""
-
-    def upcoming(count: Any) -> jax.Array:
-        return (count + jnp.arange(2) >= warmup).astype(jnp.int32)
-
-    def init(params):
-        return CountingState(begin(upcoming(0)), jax.tree.map(jnp.zeros_like, params))
-
-    def update(updates, state, params=None, *, phase=None):
-        del params
-        own = state.progress.upcoming[0]
-        accepted = own == (own if phase is None else PHASES.index(phase))
-        mean = jax.tree.map(lambda g: accepted * jax.lax.pmean(g, "data"), updates)
-        count = state.progress.count + accepted
-        progress = Progress(count, jnp.int32(-1), jnp.where(accepted, own, -1), upcoming(count))
-        total = jax.tree.map(jnp.add, state.total, mean)
-        return jax.tree.map(jnp.negative, mean), CountingState(progress, total)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+def adam(warmup: int) -> Any:
+    return onebit_jax.scale_by_onebit_adam(
+        warmup=warmup, axis_name="data", warmup_bits=32, variance_refreshes=None
+    )
 
 
 def loss_fn(params, batch):
@@ -187,37 +160,14 @@ def assert_untouched(after, before):
     for node in jax.tree.leaves(after, is_leaf=is_progress):
         assert not is_progress(node) or node.phase == -1
     forget = functools.partial(
-        jax.tree.map,
-        lambda x: x._replace(phase=0) if is_progress(x) else x,
-        is_leaf=is_progress,
+        jax.tree.map, lambda x: x._replace(phase=0) if is_progress(x) else x, is_leaf=is_progress
     )
     jax.tree.map(np.testing.assert_array_equal, forget(after), forget(before))
 
 
-def in_every_second_step(inner: optax.GradientTransformationExtraArgs) -> Any:
-    """As wrappers do that skip updates: makes them all, and keeps every second one."""
-
-    def update(updates, state, params=None, **extra_args):
-        made = inner.update(updates, state[1], params, **extra_args)
-        skipped = jax.tree.map(jnp.zeros_like, updates), state[1]
-        updates, new = jax.tree.map(lambda x, y: jnp.where(state[0] % 2 == 1, x, y), made, skipped)
-        return updates, (state[0] + 1, new)
-
-    return optax.GradientTransformationExtraArgs(
-        lambda params: (jnp.int32(0), inner.init(params)), update
-    )
-
-
-def test_phases_change_with_the_updates_that_a_wrapper_does_not_skip():
-    loop = Loop(in_every_second_step(counting(2)))
-    # -1 stands for none yet.
-    assert [loop.make()["phase"] for _ in range(8)] == [-1, 0, 0, 0, 0, 1, 1, 1]
-    np.testing.assert_allclose(loop.params["a"], 1 - 4.0)
-
-
 def test_what_is_refused_leaves_all_of_a_chain_as_it_was():
     """Here a decay and a momentum of the user's own would move parameters and state."""
-    loop = Loop(optax.chain(counting(1), optax.add_decayed_weights(-0.1), optax.trace(0.9)))
+    loop = Loop(optax.chain(adam(1), optax.add_decayed_weights(-0.1), optax.trace(0.9)))
     loop.make()
     before = loop.held()
     assert loop.make("warmup")["phase"] == -1
@@ -231,10 +181,10 @@ def test_what_is_refused_leaves_all_of_a_chain_as_it_was():
 
 
 def test_what_one_of_two_optimizers_refuses_changes_neither():
-    optimizers: dict[Any, Any] = {"early": counting(1), "late": counting(2)}
+    optimizers: dict[Any, Any] = {"early": adam(1), "late": adam(2)}
     loop = Loop(optax.partition(optimizers, {"a": "early", "b": "late"}))
     names = [f"{label}/{name}" for label in optimizers for name in ("phase", "frozen_at")]
-    assert loop.make().keys() == {"loss", "skipped", "skipped_in_a_row", *names}
+    assert loop.make().keys() >= {"loss", "skipped", "skipped_in_a_row", *names}
     before = loop.held()
     metrics = loop.make("compression")
     assert (metrics["early/phase"], metrics["late/phase"]) == (-1, -1)
@@ -244,23 +194,6 @@ def test_what_one_of_two_optimizers_refuses_changes_neither():
     for expected in ((1, 0), (1, 1)):
         metrics = loop.make()
         assert (metrics["early/phase"], metrics["late/phase"]) == expected
-
-
-def test_a_step_can_be_jitted_in_a_loop_of_steps():
-    loop = Loop(counting(2), grad_norm_every=4)
-
-    @jax.jit
-    def steps(*state):
-        def one(state, batch):
-            params, opt_state, metrics = loop.step(state[0], state[1], batch)
-            return (params, opt_state), metrics
-
-        return jax.lax.scan(one, state, np.stack([BATCH] * 3))
-
-    (params, _), metrics = steps(loop.params, loop.opt_state)
-    np.testing.assert_array_equal(metrics["phase"], [0, 0, 1])
-    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(5.0), rtol=1e-6)
-    np.testing.assert_allclose(params["a"], 1 - 3.0)
 
 
 def test_a_loop_that_reads_nothing_runs_on():

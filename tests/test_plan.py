@@ -431,11 +431,7 @@ def test_calibration_that_is_missing_is_refused(tmp_path):
         ("workers", 1, "must be an int of at least 2: a single worker exchanges"),
         ("workers", 9, "must be a multiple of per_node=2"),
         ("workers", 2**31, r"must be below 2\*\*31: JAX numbers devices in 32 bits"),
-        (
-            "shards",
-            0,
-            "must be an int of at least 1: the devices that a worker",
-        ),
+        ("shards", 0, "must be an int of at least 1: the devices that a worker"),
         ("shards", 3, "must divide per_node=2, or be a multiple of it"),
         ("steps", 0, "must be"),
         ("bandwidth", 0.0, "must be above 0 and finite, in bit/s"),
@@ -514,6 +510,7 @@ def test_command_prints_the_utilization(capsys):
         (["--bandwidth", "10"], "bandwidth='10' means 10 bit/s"),
         (["--every", "0"], "every=0 must be an int of at least 1"),
         (["--calibration", "absent.json"], "calibration='absent.json' cannot be read"),
+        (["--host-bandwidth="], "--host-bandwidth must have a value"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -522,3 +519,18 @@ def test_command_ends_with_2_and_says_why(arguments, message, capsys):
         command.main(["plan", *ARGUMENTS, *arguments])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# Options of the command without a value.
+
+OTHERS = ("--host-bandwidth", "--calibration", "--latency", "--local-bits")
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS[::2], *OTHERS])
+def test_an_option_without_a_value_ends_the_command_with_a_line(name, capsys):
+    given = zip(ARGUMENTS[::2], ARGUMENTS[1::2], strict=True)
+    arguments = [f"{option}={value}" for option, value in given if option != name]
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["plan", *arguments, f"{name}=--"])
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1] == f"python -m onebit_jax: error: {name} must have a value."

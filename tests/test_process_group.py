@@ -1,5 +1,6 @@
 """Processes of a group: what they find out about one another, and how one ends all."""
 
+import functools
 import re
 import signal
 import socket
@@ -22,44 +23,29 @@ def meet(*of_each, timeout="60"):
         return ended(processes)
 
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("of_each", "timeout", "complaint"),
+    ("places", "seeds", "timeout", "complaint"),
     [
         (
-            [(0, 3, ["7"]), (1, 3, ["8"]), (2, 3, ["7"])],
+            [(0, 3), (1, 3), (2, 3)],
+            "787",
             "60",
             "--seed: 7 on processes 0, 2, 8 on process 1; give all processes the same",
         ),
-        pytest.param(
-            [(0, 2, ["7"]), (1, 3, ["7"])],
-            "60",
-            "number of processes: 3 on process 1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [(0, 3, ["7"]), (1, 3, ["7"]), (1, 3, ["7"])],
-            "60",
-            "process id 1: two processes",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [(0, 2, ["7"]), (0, 2, ["7"])],
-            "60",
-            "process id 0: two processes",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            [(0, 4, ["7"]), (2, 4, ["7"])],
-            "6",
-            "processes 1, 3 of 4 did not come within 6 s",
-            marks=pytest.mark.slow,
-        ),
-        ([(1, 2, ["7"])], "1", "no process 0 there within 1 s"),
+        slow([(0, 2), (1, 3)], "77", "60", "number of processes: 3 on process 1"),
+        slow([(0, 3), (1, 3), (1, 3)], "777", "60", "process id 1: two processes"),
+        slow([(0, 2), (0, 2)], "77", "60", "process id 0: two processes"),
+        slow([(0, 4), (2, 4)], "77", "6", "processes 1, 3 of 4 did not come within 6 s"),
+        ([(1, 2)], "7", "1", "no process 0 there within 1 s"),
     ],
 )
-def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint):
+def test_all_are_told_why_they_cannot_work_together(places, seeds, timeout, complaint):
+    of_each = [(*place, [seed]) for place, seed in zip(places, seeds, strict=True)]
     codes, errors = meet(*of_each, timeout=timeout)
-    assert codes == [2] * len(of_each), errors
+    assert codes == [2] * len(places), errors
     for error in errors:
         assert error.startswith("error: ")
         assert complaint in error
@@ -78,10 +64,7 @@ def test_all_are_told_why_they_cannot_work_together(of_each, timeout, complaint)
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, named):
-    with (
-        pytest.raises(ValueError, match=re.escape(named)),
-        onebit_jax.process_group(*arguments),
-    ):
+    with pytest.raises(ValueError, match=re.escape(named)), onebit_jax.process_group(*arguments):
         pass
 
 
@@ -101,9 +84,9 @@ def test_those_that_agree_leave_together():
     ("failing", "how", "code", "why"),
     [
         (1, "raise", 1, "ValueError: the disk is full"),
-        pytest.param(0, "raise", 1, "ValueError: the disk is full", marks=pytest.mark.slow),
-        pytest.param(1, "interrupt", 130, "it was interrupted", marks=pytest.mark.slow),
-        pytest.param(1, "exit", 7, "it exited with 7", marks=pytest.mark.slow),
+        slow(0, "raise", 1, "ValueError: the disk is full"),
+        slow(1, "interrupt", 130, "it was interrupted"),
+        slow(1, "exit", 7, "it exited with 7"),
     ],
 )
 def test_one_that_fails_ends_all(failing, how, code, why):
@@ -117,7 +100,7 @@ def test_one_that_fails_ends_all(failing, how, code, why):
         )
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [slow(0), 1])
 def test_one_that_dies_ends_all(victim):
     address = free_address()
     commands = [[WORKER, address, str(index), "3", "15", "7", "wait"] for index in range(3)]

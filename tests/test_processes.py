@@ -1,10 +1,13 @@
-"""Four processes of one device each over Gloo, against one process of four devices."""
+"""Several processes: four train as one does, two share a folder of checkpoints."""
+
+import time
 
 import numpy as np
 import pytest
 
 from tests.process_worker import WORKERS
 from tests.processes import run_processes
+from tests.train.together import ended, free_address, started
 
 TOLERANCE = 1e-5  # relative to each tensor's largest value
 
@@ -32,3 +35,34 @@ def test_four_processes_train_as_one_does(tmp_path):
         if name.startswith("step") and "m_then_compensated.value[0]" in name
     ]
     assert len(np.unique(compensated, axis=0)) == WORKERS
+
+
+# Processes that share a folder of checkpoints.
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_none_uses(tmp_path):
+    """A bit is flipped in what process 1 wrote; both go back to the checkpoint before it."""
+    held = run_processes(tmp_path, 2, worker="tests.checkpoint.process_worker")
+    for rank in range(2):
+        assert held[f"{rank} step"].tolist() == [1, rank, 1]
+        assert held[f"{rank} same"].tolist() == [True, 2]
+    # Taken to two workers, both have what all together owed.
+    np.testing.assert_array_equal(held["0 owed"], held["1 owed"])
+    assert np.count_nonzero(held["0 owed"]) > 19_000
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_does_not_wait_for_one_whose_part_of_a_checkpoint_failed(tmp_path):
+    """Found by `benchmarks.soak`: the disk was full while a checkpoint was being written."""
+    address, begin = free_address(), time.monotonic()
+    worker = "tests.checkpoint.failing_worker"
+    commands = [[worker, address, str(rank), str(tmp_path / "run")] for rank in range(2)]
+    with started(commands) as processes:
+        codes, [own, other] = ended(processes)
+    assert codes == [1, 1], (own, other)
+    assert "not complete after 30" in own
+    assert "error: process 0 on" in other
+    assert "No space left on device" in other
+    # Orbax would have made it 300.
+    assert time.monotonic() - begin < 200

@@ -1,4 +1,4 @@
-"""`check_replicas`: what passes, and the words in which the rest is refused."""
+"""What a step is checked for: that replicas stay equal, and that no worker waits for ever."""
 
 import functools
 from typing import Any
@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import ExchangeOptions
+from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
 from tests.optimizers import OPTIMIZERS, WITH_NODES
@@ -49,26 +51,26 @@ VARIANTS = {
     "not requantized": lambda axis_name: onebit_jax.birder(
         LR, axis_name=axis_name, seed=0, requantize=False
     ),
+    "majority": lambda axis_name: onebit_jax.distributed_lion(LR, axis_name=axis_name),
     **{name: OPTIMIZERS[name].make for name in WITH_NODES},
 }
 
 
-@pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
+# A single node of several devices averages at full precision.
+WORKERS = {"flat": MESH, "nodes": NODES_MESH, "single node": make_mesh((1, 4), PAIR)}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_librarys_optimizers_pass(name, axis_name):
-    check(VARIANTS[name](axis_name), axis_name)
+def test_the_librarys_optimizers_pass(name, workers):
+    mesh = WORKERS[workers]
+    axis_name = PAIR if len(mesh.axis_names) > 1 else "data"
+    check(VARIANTS[name](axis_name), axis_name, mesh=mesh)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_they_pass_on_a_single_node(name):
-    """Of several devices, which average at full precision."""
-    check(VARIANTS[name](PAIR), PAIR, mesh=make_mesh((1, 4), PAIR))
-
-
-@pytest.mark.parametrize("name", [*(x for x in OPTIMIZERS if x not in WITH_NODES), "majority"])
+@pytest.mark.parametrize("name", [x for x in OPTIMIZERS if x not in WITH_NODES])
 def test_those_of_one_axis_pass(name):
-    majority = onebit_jax.distributed_lion(LR, axis_name="data")
-    check(majority if name == "majority" else OPTIMIZERS[name].make("data"))
+    check(OPTIMIZERS[name].make("data"))
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
@@ -85,15 +87,8 @@ def test_wrappers_that_keep_the_phase_from_them_pass(name, axis_name):
 
 @pytest.mark.parametrize("other", ["onebit_adam", "birder", "mean_gradients"])
 def test_a_partition_of_zero_one_adam_and_another_passes(other):
-    check(
-        optax.partition(
-            {
-                "matrices": OPTIMIZERS["zero_one_adam"].make("data"),
-                "vectors": OPTIMIZERS[other].make("data"),
-            },
-            labels,
-        )
-    )
+    parts = {"matrices": "zero_one_adam", "vectors": other}
+    check(optax.partition({x: OPTIMIZERS[y].make("data") for x, y in parts.items()}, labels))
 
 
 @pytest.mark.parametrize("axis_name", MESHES, ids=["flat", "nodes"])
@@ -135,41 +130,35 @@ def test_only_the_branch_that_exchanges_nothing_is_named():
 # State
 
 
+NAMED_CHAIN = optax.named_chain(("first", optax.trace(0.9)), ("second", onebit()))
+BIAS = r"\['layer'\]\['bias'\], of "
+LAST = optax.GradientTransformation(
+    lambda params: {"last": params},
+    lambda updates, state, params=None: (optax.tree.zeros_like(updates), {"last": updates}),
+)
+
+
 @pytest.mark.parametrize(
     ("axis_name", "tx", "words"),
     [
         (
             "data",
             optax.chain(optax.trace(0.9), onebit()),
-            r"opt_state\[0\]\.trace\['layer'\]\['bias'\], of TraceState.*per_worker\(optax.trace"
+            rf"opt_state\[0\]\.trace{BIAS}TraceState.*per_worker\(optax.trace"
             r"\(0.9\)\).*mean_gradients\('data'\)",
         ),
         (
             PAIR,
             optax.chain(optax.ema(0.9), onebit(PAIR)),
-            r"opt_state\[0\]\.ema\['layer'\]\['bias'\], of EmaState.*\(\('node', 'local'\)\)",
+            rf"opt_state\[0\]\.ema{BIAS}EmaState.*\(\('node', 'local'\)\)",
         ),
         (
             "data",
             optax.apply_if_finite(optax.adamw(LR), 3),
             r"of ApplyIfFiniteState.*skip_nonfinite\(tx, axis\), by which all workers decide alike",
         ),
-        (
-            "data",
-            optax.named_chain(("first", optax.trace(0.9)), ("second", onebit())),
-            r"opt_state\['first'\]\.trace.*, of TraceState",
-        ),
-        (
-            "data",
-            optax.GradientTransformation(
-                lambda params: {"last": params},
-                lambda updates, state, params=None: (
-                    optax.tree.zeros_like(updates),
-                    {"last": updates},
-                ),
-            ),
-            r"opt_state\['last'\]\['layer'\]\['bias'\], of dict, would differ",
-        ),
+        ("data", NAMED_CHAIN, r"opt_state\['first'\]\.trace.*, of TraceState"),
+        ("data", LAST, rf"opt_state\['last'\]{BIAS}dict, would differ"),
     ],
     ids=["trace", "nodes", "apply_if_finite", "named", "dict"],
 )
@@ -220,13 +209,12 @@ def test_one_that_needs_more_is_checked_once_it_is_known():
 
 def test_one_that_takes_no_other_argument_than_the_phase_is_checked():
     sgd = optax.sgd(LR)
+
+    def update(updates, state, params=None, *, phase=None):
+        return sgd.update(updates, state)
+
     with pytest.raises(ValueError, match="nothing averages"):
-        check(
-            optax.GradientTransformationExtraArgs(
-                sgd.init,
-                lambda updates, state, params=None, *, phase=None: sgd.update(updates, state),
-            )
-        )
+        check(optax.GradientTransformationExtraArgs(sgd.init, update))
 
 
 def test_one_that_does_not_take_the_phase_is_told_how_to():
@@ -262,3 +250,81 @@ def test_other_errors_stay_as_they_are():
 
     with pytest.raises(ValueError, match=r"^one of the optimizer's own"):
         check(optax.GradientTransformation(optax.identity().init, update))
+
+
+# Programs in which workers would wait for each other for ever, and others that only look so.
+
+
+def check_waits(f):
+    """Checks ``f(own, common)``, of what each of four workers has for itself and what all share."""
+    mesh = jax.make_mesh((2, 2), ("node", "local"), devices=jax.devices()[:4])
+    specs = P(("node", "local")), P()
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    shapes = [
+        jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for spec in specs
+    ]
+    check_collectives(jax.jit(mapped).trace(*shapes).jaxpr.jaxpr)
+
+
+EVERYWHERE = ("node", "local")
+
+
+def exchange_if(flag, x, axes=EVERYWHERE):
+    return lax.cond(flag, lambda x: lax.pmean(x, axes), lambda x: x, x)
+
+
+def exchange_while(flag, x):
+    def turn(carry):
+        return jnp.any(carry[1] < 0), jax.jit(lambda x: lax.psum(x, EVERYWHERE))(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], turn, (flag, x))[1]
+
+
+REFUSED = {
+    "own value": lambda own, common: exchange_if(jnp.isfinite(own[0]), common),
+    "own index": lambda own, common: exchange_if(lax.axis_index("node") == 0, own),
+    "condition made in a loop": lambda own, common: exchange_if(
+        lax.fori_loop(0, 3, lambda _, x: x + own[0], 0.0) > 0, common
+    ),
+    "condition chosen by another": lambda own, common: exchange_if(
+        lax.cond(own[0] > 0, lambda: True, lambda: False), common
+    ),
+    "loop": lambda own, common: exchange_while(own[0] > 0, common),
+    "loop that comes to it in its second turn": lambda own, common: exchange_while(
+        common[0] > 0, own
+    ),
+    "shared within a node only": lambda own, common: exchange_if(
+        lax.psum(own, "local")[0] > 0, common
+    ),
+    "after an all-to-all": lambda own, common: exchange_if(
+        lax.all_to_all(common, "node", 0, 0, tiled=True)[0] > 0, common
+    ),
+}
+ACCEPTED = {
+    "common value": lambda own, common: exchange_if(common[0] > 0, own),
+    "flag of all": lambda own, common: exchange_if(
+        lax.pmin(jnp.isfinite(own[0]).astype(jnp.int32), EVERYWHERE) > 0, own
+    ),
+    "gathered": lambda own, common: exchange_if(lax.all_gather(own, EVERYWHERE)[0, 0] > 0, own),
+    "nothing exchanged": lambda own, common: lax.cond(own[0] > 0, jnp.sin, jnp.cos, own),
+    "shared as far as it is exchanged": lambda own, common: exchange_if(
+        lax.axis_index("node") == 0, own, "local"
+    ),
+    "own values beside a common condition": lambda own, common: lax.scan(
+        lambda x, _: (lax.optimization_barrier((x[0], x[1] + exchange_if(x[0] > 0, own))), None),
+        (common[0], own),
+        length=2,
+    )[0][1],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_condition_that_workers_do_not_share_is_refused(name):
+    with pytest.raises(ValueError, match=r"under a condition that workers along \['local|\['node"):
+        check_waits(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_condition_that_they_share_is_not(name):
+    check_waits(ACCEPTED[name])

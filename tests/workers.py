@@ -57,10 +57,15 @@ def on_workers(
         result = f(*jax.tree.map(lambda x: x[0], args))
         return jax.tree.map(lambda x: x[None], result)
 
-    mesh = jax.make_mesh(
-        sizes, axes, devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
-    )
+    mesh = make_mesh(sizes, axes, jax.sharding.AxisType.Auto)
     return jax.jit(jax.shard_map(own_row, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
+
+
+def make_mesh(sizes: Any = (4,), axes: Any = ("data",), kind: Any = None) -> jax.sharding.Mesh:
+    """As README makes it, with axes of JAX's default kind, or of the one given."""
+    kinds = None if kind is None else (kind,) * len(axes)
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, devices=devices, axis_types=kinds)
 
 
 def onebit_state(opt_state: Any) -> ScaleByOnebitAdamState:

@@ -18,8 +18,7 @@ DENSE, ONEBIT = "Adam, float32", "1-bit Adam"
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"),
-    [("100mbit", 10**8), ("1gbit", 10**9), ("10gbit", 10**10), ("unshaped", None)],
+    ("name", "bits"), [("100mbit", 10**8), ("1gbit", 10**9), ("10gbit", 10**10), ("unshaped", None)]
 )
 def test_bandwidths(name, bits):
     assert hosts.bits_per_second(name) == bits

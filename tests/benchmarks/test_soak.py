@@ -3,6 +3,7 @@
 import argparse
 import json
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -93,41 +94,12 @@ def test_after_another_number_of_workers_losses_need_not_be_the_same_bits(tmp_pa
         other.check(undisturbed, resized_at=55)
 
 
-class Imagined:
-    """A run that ends by itself after so many faults."""
-
-    def __init__(self, folder, most):
-        self.folder, self.workers, self.ranks, self._left = folder, 2, range(2), most
+class Imagined(mock.Mock):
+    """A run that ends by itself after three faults."""
 
     @property
     def finished(self):
-        return not self._left
-
-    def meet(self):
-        self._left -= 1
-        return "made"
-
-    stop = meet
-
-    def start(self): ...
-
-    def end(self): ...
-
-    def await_progress(self): ...
-
-    def codes(self, *_): ...
-
-    def running(self):
-        return True
-
-    def saved(self):
-        return 0
-
-    def check(self, *_, **__):
-        return 0
-
-    def result(self):
-        return {"heldout_loss": 2.0}
+        return self.meet.call_count + self.stop.call_count >= 3
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -138,7 +110,11 @@ def test_every_kind_of_fault_is_made_however_short_the_time(seed, tmp_path, monk
 
     def training(name) -> Any:
         runs.append(name)
-        return Imagined(tmp_path / name, 3)
+        run = Imagined(folder=tmp_path / name, workers=2, ranks=range(2))
+        run.meet.return_value = run.stop.return_value = "made"
+        run.saved.return_value = run.check.return_value = 0
+        run.result.return_value = {"heldout_loss": 2.0}
+        return run
 
     options = argparse.Namespace(seed=seed, minutes=0.0)
     events, lost = _soak(options, training, kinds, training("undisturbed"))

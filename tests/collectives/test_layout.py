@@ -1,4 +1,4 @@
-"""Tensors side by side in one buffer: separate, fused and in blocks, flat and by shards."""
+"""Tensors in one buffer, by every grouping; rows in buckets; the axes that they travel along."""
 
 import math
 from typing import Any
@@ -8,11 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from onebit_jax.collectives import buckets
 from onebit_jax.collectives import layout as layout_module
-from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.layout import Layout
 from onebit_jax.collectives.packing import unpack
-from tests.workers import AXIS, PAIR, assert_workers_agree, on_workers
+from tests.workers import (
+    AXIS,
+    LOCAL,
+    NODE,
+    PAIR,
+    PAIR_BINDINGS,
+    Binding,
+    assert_workers_agree,
+    on_workers,
+)
 
 SHAPES = [(8, 8), (5,), (), (0, 3), (3, 7, 11), (1,), (9, 7), (64,)]
 FORMS = [
@@ -113,22 +123,98 @@ def test_rows(monkeypatch, sizes, grouping, planes, small):
         np.testing.assert_array_equal(ours, theirs)
 
 
+# Buckets.
+
+
+def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
+    assert buckets.bucket_limit("auto") is None
+    assert buckets.bucket_limit(256) == 256
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert buckets.bucket_limit("auto") == 2**18
+    assert buckets.bucket_limit(None) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert buckets.bucket_limit("auto") is None
+
+
 @pytest.mark.parametrize(
-    ("shape", "plane"),
-    [((48, 5), (2, 5)), ((47, 5), (2, 5)), ((45, 5), (10,)), ((47,), (2,)), ((), (1,))],
+    ("limit", "order", "lengths"),
+    [
+        # Sections of 300, 40, 200 and 100 bytes.
+        (256, (), [150, 150, 240, 100]),
+        (256, (2, 1, 0), [240, 150, 150, 100]),
+        (384, (3, 2), [300, 340]),
+        (640, (), [640]),
+        (None, (), [640]),
+    ],
+    ids=str,
 )
-def test_a_plane_is_part_of_the_first_axis_where_few_rows_make_that_divide(shape, plane):
-    planes = []
-    laid_out(lambda x: planes.append(x.pieces[0].plane), (3, "separate", 8), shapes=[shape])
-    assert planes == [plane]
+def test_rows_travel_in_buckets(limit, order, lengths):
+    sent = []
+
+    def collective(bucket):
+        sent.append(bucket.shape[-1])
+        return bucket
+
+    def travel(rows):
+        sections = [rows[..., :300], rows[..., 300:340], rows[..., 340:540], rows[..., 540:]]
+        return buckets.in_buckets(collective, sections, limit, order)
+
+    rows = np.random.default_rng(0).integers(0, 256, (2, 3, 640), np.uint8)
+    received = on_workers(travel, 2)(rows)
+    np.testing.assert_array_equal(received, rows)
+    assert sent == lengths
 
 
-def test_pieces_in_quarters():
-    """Each piece once, and no more than a quarter together."""
-    layouts, shapes = [], [(2**17,)] * 7 + [(2**18, 2)] + [(3,)] * 9
-    laid_out(layouts.append, (2, "separate", 8), shapes=shapes)
-    [layout] = layouts
-    assert np.concatenate(layout.quarters()).tolist() == list(range(len(layout.pieces)))
-    sizes = [[math.prod(layout.pieces[i].shape) for i in group] for group in layout.quarters()]
-    assert 2 < len(sizes) <= 8
-    assert all(len(own) == 1 or sum(own) <= sum(map(sum, sizes)) / 4 for own in sizes)
+# Axes of nodes.
+
+NO_PAIR = [(NODE, NODE), (NODE,), (NODE, LOCAL, "c"), (NODE, None), (1, 2), [*PAIR], None]
+
+
+def of_axes(axis_name, sizes, binding: Binding = "vmap"):
+    """The axes found where these are bound; nothing is compiled."""
+    found = []
+
+    def look(x):
+        found.append(bound_axes(axis_name))
+        return x
+
+    jax.eval_shape(on_workers(look, sizes, binding), jnp.zeros(sizes[0] * sizes[1]))
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "sizes", "expected"),
+    [
+        (PAIR, (2, 4), Axes("node", "local", 2, 4)),
+        (PAIR, (4, 1), Axes("node", None, 4, 1)),
+        (PAIR, (1, 4), Axes("node", "local", 1, 4)),
+        (PAIR, (1, 1), Axes("node", "local", 1, 1)),
+        ("node", (4, 1), Axes("node", None, 4, 1)),
+        (("local", "node"), (2, 4), Axes("local", "node", 4, 2)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("binding", PAIR_BINDINGS)
+def test_axes_have_the_sizes_that_are_bound(axis_name, sizes, expected, binding):
+    axes = of_axes(axis_name, sizes, binding)
+    assert axes == expected
+    assert axes.workers == sizes[0] * sizes[1]
+    assert axes.single_node == (sizes[0] == 1)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    assert axes.names == names[: len(axes.names)]
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "message"),
+    [
+        *[(x, r"^axis_name=.* must be the name of one axis.* or a pair") for x in NO_PAIR],
+        (("node", "data"), r"^axis_name=\('node', 'data'\): 'data' is not bound"),
+        (("data", "local"), r"^axis_name=\('data', 'local'\): 'data' is not bound"),
+        # Along it replicas would go apart, and nobody would be told; unless it has one device.
+        ("node", r"^axis_name='node' leaves out the axes \['local'\]"),
+    ],
+    ids=str,
+)
+def test_axes_that_cannot_be_are_named(axis_name, message):
+    with pytest.raises(ValueError, match=message):
+        of_axes(axis_name, (2, 2), "shard_map")

@@ -1,7 +1,7 @@
 """The check of figures against their JSON: what agrees passes, what does not is named."""
 
-import json
 import pathlib
+import shutil
 
 import pytest
 
@@ -9,90 +9,15 @@ from docs import check_figures
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-NETWORK = {
-    "figures": {
-        "tables": [
-            {
-                "bandwidth": "1gbit",
-                "kinds": {
-                    "Adam": {"seconds": [4.0, 4.5, 9.0], "sent": 1.326e9},
-                    "1-bit Adam": {"seconds": [0.6, 0.625, 0.7], "sent": 4.14e7},
-                },
-            }
-        ]
-    }
-}
 
-TRAINED = {
-    "figures": [
-        {
-            "label": label,
-            "tried": {"0.002": losses[0]},
-            "learning_rate": 0.002,
-            "heldout": dict(zip("012", losses, strict=True)),
-            "losses": [3.0, 2.0],
-            "sent": [1e6, sent],
-            "rounds": 2,
-            "state_bytes": 8.0,
-            "seconds": {"warmup": 0.1, "compression": 0.2},
-        }
-        for label, losses, sent in (
-            ("Adam", [1.6, 1.5, 1.55], 4e6),
-            ("1-bit Adam", [1.584, 1.53, 1.5345], 1e6),
-        )
-    ]
-}
-
-STEP = {
-    "options": {"workers": 2},
-    "figures": {
-        "elements": 1000,
-        "memory bytes a second": 2e6,
-        "kinds": {
-            "Adam": {"seconds": [0.5, 0.4, 0.6], "state": 8.0, "floor": 24.0},
-            "1-bit Adam": {"seconds": [0.3, 0.2, 0.4], "state": 10.25, "floor": 28.5},
-        },
-    },
-}
-
-PAGE = """# Page
-
-<!-- figures: network.json
-columns: ms at 1gbit | MB sent
-row: ours = 1-bit Adam
-base: Adam -->
-| two hosts | 1 Gb/s | MB sent |
-| --- | --- | --- |
-| Adam | 4,500 | 442 |
-| **ours** | **625** (7.2x) | 13.8 |
-
-<!-- figures: trained.json
-columns: held-out loss | MB sent | ms
-base: Adam -->
-
-| | loss | MB sent | ms |
-| --- | --- | --- | --- |
-| Adam | 1.550 (1.5 to 1.6) | 4 | 100 warmup, 200 compression |
-| 1-bit Adam | 1.534 (-1.0 %) | 1 (4.0x fewer) | 100 |
-
-<!-- figures: step.json
-columns: ms | least ms | ms x | floor ms | state
-base: Adam -->
-
-    $ python -m benchmarks.step
-                  median    least    ratio    floor    state
-    Adam           500.0    400.0     1.00     24.0     8.00
-    1-bit Adam     300.0    200.0     0.60     28.5    10.25
-
-Text.
-"""
+# A page, and the records of its figures.
+DATA = ROOT / "tests" / "data" / "figures"
+PAGE = (DATA / "page.md").read_text()
 
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, data in (("network", NETWORK), ("trained", TRAINED), ("step", STEP)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    return tmp_path
+    return shutil.copytree(DATA, tmp_path, dirs_exist_ok=True)
 
 
 def problems(folder, page):

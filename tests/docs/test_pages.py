@@ -7,15 +7,18 @@ import re
 import runpy
 import subprocess
 import sys
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import onebit_jax
 from onebit_jax import plan
+from tests.sharded.meshes import assert_replicas_agree
 from tests.slices import devices_of_slices
 from tests.small_task import MESH, loss_fn, make_batches, make_params
 from tests.train.together import free_address
@@ -124,6 +127,51 @@ def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
     assert (left["scale"], left["good"]) == (2.0**15, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_model_that_is_split_trains_and_is_resized():
+    first, resizing, own_step, *optimizers = blocks("sharded.md")
+    assert len(optimizers) == 2
+    names: dict[str, Any] = {}
+    exec(first, names)
+    assert names["metrics"]["loss"] < 0.05
+    assert_replicas_agree(names["state"][0])
+    assert names["params"]["up"].shape == (16, 64)
+    goes_on(resizing, first, dict(names))
+    params = {name: np.asarray(x) / 2 for name, x in names["params"].items()}
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    own = names | {"params": jax.tree.map(jnp.copy, names["params"]), "loss_fn": loss_fn}
+    exec(own_step, own)
+    assert own["metrics"]["loss"] < 0.05
+    for optimizer in optimizers:
+        exec(optimizer, names)
+        state = (params, names["tx"].init(params))
+        state = onebit_jax.worker_copies(state, names["mesh"], axis_name="data")
+        # Another function, or jit would take the last program, of the last `tx`.
+        step = onebit_jax.worker_step(names["train_step"], names["mesh"], axis_name="data")
+        step, losses = jax.jit(step), []
+        for _ in range(40):
+            state, metrics = step(state, names["batch"])
+            losses.append(np.asarray(metrics["loss"]))
+        assert losses[-1] < losses[0] / 2
+
+
+def goes_on(resizing: str, first: str, names: dict[str, Any]) -> None:
+    """Trains on the smaller mesh, by what the first block makes for a mesh."""
+    exec(resizing, names)
+    names["mesh"] = names["fewer"]
+    made = re.findall(r"^(?:tx = .*?^\)$|def .*?^    return .*?$|step = .*?$)", first, re.M | re.S)
+    exec("\n".join(made), names)
+    batch = jax.device_get(names["batch"])
+    loss = float(names["metrics"]["loss"])
+    for _ in range(10):
+        names["state"], metrics = names["step"](names["state"], batch)
+    assert metrics["loss"] < loss
+
+
 def test_the_tests_that_the_pages_name_are_there():
     text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
@@ -166,10 +214,7 @@ def test_the_notebook_says_what_it_lacks(monkeypatch):
     [
         ((), "JAX finds no accelerator on "),
         (("--nodes", "2", "--cpu-devices", "1"), "JAX finds no cluster here that it knows"),
-        (
-            ("--nodes", "2", "--coordinator", "host1"),
-            "coordinator_address=.host1. must be",
-        ),
+        (("--nodes", "2", "--coordinator", "host1"), "coordinator_address=.host1. must be"),
         (("--nodes", "3", "--cpu-devices", "4"), "4 devices in 1 processes do not divide"),
     ],
 )

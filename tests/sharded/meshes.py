@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from tests.workers import make_mesh
 
 SLOW = "data"
 MESHES = {
@@ -25,13 +26,7 @@ MESHES = {
 TYPES = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 CASES = [(mesh, kind) for mesh in MESHES for kind in TYPES]
 
-_SHAPES = {
-    "up": (16, 64),
-    "down": (64, 16),
-    "square": (16, 16),
-    "gain": (64,),
-    "bias": (16,),
-}
+_SHAPES = {"up": (16, 64), "down": (64, 16), "square": (16, 16), "gain": (64,), "bias": (16,)}
 # Of "model" and "tensor" a mesh has at most one.
 _SPLIT = {
     "up": (("fsdp",), ("model", "tensor")),
@@ -40,6 +35,18 @@ _SPLIT = {
     "gain": (("model", "tensor"),),
     "bias": ((),),
 }
+
+
+def train_step(tx: Any, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A training step such as anybody writes it for one copy of the model."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step
 
 
 class Task(NamedTuple):
@@ -115,15 +122,7 @@ class Task(NamedTuple):
         return jnp.mean((y - batch["y"]) ** 2)
 
     def train_step(self, tx: optax.GradientTransformation) -> Callable[[Any, Any], Any]:
-        """A training step such as anybody writes it for one copy of the model."""
-
-        def step(state: Any, batch: Any) -> Any:
-            params, opt_state = state
-            loss, grads = jax.value_and_grad(self.loss)(params, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-        return step
+        return train_step(tx, self.loss)
 
     def on_mesh(self, tx: optax.GradientTransformation) -> Any:
         return onebit_jax.on_mesh(tx, self.mesh, axis_name=SLOW, specs=self.given_specs)
@@ -134,6 +133,14 @@ class Task(NamedTuple):
         state = onebit_jax.worker_copies((params, tx.init(params)), self.mesh, axis_name=SLOW)
         step = onebit_jax.worker_step(self.train_step(tx), self.mesh, axis_name=SLOW)
         return state, jax.jit(step, donate_argnums=0).lower(state, self.batch(0)).compile()
+
+    def begin_own(self, tx: Any, loss_fn: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+        """Parameters, state, and the training step of this library."""
+        split = {"axis_name": SLOW, "param_specs": self.given_specs}
+        params = self.params()
+        opt_state = onebit_jax.init(tx, params, self.mesh, **split)
+        step = onebit_jax.train_step(loss_fn or self.loss, tx, self.mesh, **split, **options)
+        return params, opt_state, step
 
     def trained(self, state: Any, step: Any, steps: int) -> tuple[Any, list[float]]:
         """The state after steps on one batch, and the loss before each."""
@@ -160,13 +167,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def task(mesh: str, kind: str) -> Task:
     axes = MESHES[mesh]
-    count = math.prod(axes.values())
-    made = jax.make_mesh(
-        tuple(axes.values()),
-        tuple(axes),
-        devices=jax.devices()[:count],
-        axis_types=(TYPES[kind],) * len(axes),
-    )
+    made = make_mesh(tuple(axes.values()), tuple(axes), TYPES[kind])
 
     def entry(names: tuple[str, ...]) -> str | None:
         return next((name for name in names if name in axes), None)

@@ -30,10 +30,7 @@ MESH, KIND = CASE.split("|")
 OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW),
     "onebit_adam, a scale per tensor": onebit_jax.onebit_adam(
-        1e-2,
-        warmup=4,
-        axis_name=SLOW,
-        exchange=onebit_jax.ExchangeOptions(scale_per="tensor"),
+        1e-2, warmup=4, axis_name=SLOW, exchange=onebit_jax.ExchangeOptions(scale_per="tensor")
     ),
     "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW),
     "onebit_muon": onebit_jax.onebit_muon(1e-2, axis_name=SLOW),

@@ -6,18 +6,14 @@ import optax
 import pytest
 
 import onebit_jax
+from tests.optimizers import OPTIMIZERS
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import flipped
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def trained(task, tx, steps=4):
-    split = {"axis_name": SLOW, "param_specs": task.given_specs}
-    params = task.params()
-    opt_state = onebit_jax.init(tx, params, task.mesh, **split)
-    step = onebit_jax.train_step(task.loss, tx, task.mesh, **split)
+    params, opt_state, step = task.begin_own(tx)
     for i in range(steps):
         params, opt_state, _ = step(params, opt_state, task.batch(i))
     return params, opt_state
@@ -113,16 +109,8 @@ def test_without_the_slow_axis_a_split_model_is_refused(run):
 @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "local_steps", "onebit_muon"])
 def test_other_optimizers_report_what_they_do_unsplit(name, kind):
     task = meshes.task("fsdp, tensor", kind)
-    tx = {
-        "onebit_adam": lambda: onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW),
-        "onebit_lamb": lambda: onebit_jax.onebit_lamb(1e-2, warmup=2, axis_name=SLOW),
-        "local_steps": lambda: onebit_jax.local_steps(
-            optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=4
-        ),
-        "onebit_muon": lambda: onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
-    }[name]()
     with jax.set_mesh(task.mesh):
-        params, opt_state = trained(task, tx)
+        params, opt_state = trained(task, OPTIMIZERS[name].make(SLOW))
     found = onebit_jax.diagnose(params, opt_state, task.mesh, axis_name=SLOW)
     assert any("residual_ratio" in figure for figure in found.figures)
     assert all(np.isfinite(value) for value in found.figures.values())

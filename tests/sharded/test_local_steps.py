@@ -14,8 +14,7 @@ import onebit_jax
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_shards, assert_as_whole_tensors
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.workers import make_mesh
 
 
 def diloco(bits: int, every: int = 4, **how: Any) -> Any:
@@ -27,7 +26,7 @@ def diloco(bits: int, every: int = 4, **how: Any) -> Any:
 
 def linear_regression(kind: AxisType) -> Any:
     """Two workers, each of two devices that share a kernel's rows: state, step, batch."""
-    mesh = jax.make_mesh((2, 2), (SLOW, "fsdp"), devices=jax.devices()[:4], axis_types=(kind,) * 2)
+    mesh = make_mesh((2, 2), (SLOW, "fsdp"), kind)
     specs = {"kernel": P("fsdp", None), "bias": P(None)}
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     tx = onebit_jax.on_mesh(
@@ -37,18 +36,15 @@ def linear_regression(kind: AxisType) -> Any:
         specs=specs,
     )
 
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        kernel = params["kernel"]
+        if kind == AxisType.Explicit:
+            kernel = jax.reshard(kernel, P(None, None))
+        return jnp.mean((batch["x"] @ kernel + params["bias"] - batch["y"]) ** 2)
+
     def train_step(state: Any, batch: Any) -> Any:
-        params, opt_state, _ = state
-
-        def loss_fn(params: Any) -> jax.Array:
-            kernel = params["kernel"]
-            if kind == AxisType.Explicit:
-                kernel = jax.reshard(kernel, P(None, None))
-            return jnp.mean((batch["x"] @ kernel + params["bias"] - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, loss), {"loss": loss}
+        new, metrics = meshes.train_step(tx, loss_fn)(state[:2], batch)
+        return (*new, metrics["loss"]), metrics
 
     params = {"kernel": np.array([[2.0], [1.0]], np.float32), "bias": np.ones(1, np.float32)}
     params = {
@@ -104,21 +100,3 @@ def test_bits_alone_cross_and_nothing_new_between_shards(kind):
     task = meshes.task("fsdp, tensor", kind)
     added = task.added(task.on_mesh(diloco(4)), to=optax.adam(1e-2))
     assert {(dtype, axis) for _, dtype, axis, _ in added} == {("u8", SLOW)}
-
-
-def test_a_model_trains_and_replicas_agree_after_an_exchange():
-    task = meshes.task("fsdp", "Auto")
-    local = onebit_jax.local_steps(
-        optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
-    )
-    state, step = task.begin(task.on_mesh(local))
-    state, losses = task.trained(state, step, 40)
-    assert losses[-1] < 0.8 * losses[0]
-    params, opt_state = jax.device_get(state)
-    for name, x in params.items():
-        # An update is added in float32: a unit in the last place of the larger of both.
-        np.testing.assert_allclose(x[0], x[1], rtol=0, atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(opt_state.shared[name][0], opt_state.shared[name][1])
-    state, _ = step(state, task.batch(0))
-    up = jax.device_get(state[0]["up"])
-    assert np.abs(up[0] - up[1]).max() > 1e-3

@@ -5,8 +5,6 @@ from tests.sharded import meshes
 from tests.sharded.meshes import CASES, SLOW
 from tests.sharded.updates import assert_as_shards
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ELEMENTWISE = (
     "compressed_mean",
     "signum",

@@ -20,15 +20,6 @@ from onebit_jax.transforms.phases import PHASES
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
-def begin(task, tx, **options):
-    split = {"axis_name": SLOW, "param_specs": task.given_specs}
-    params = task.params()
-    opt_state = onebit_jax.init(tx, params, task.mesh, **split)
-    return params, opt_state, onebit_jax.train_step(task.loss, tx, task.mesh, **split, **options)
-
 
 def trained(task, params, opt_state, step, steps):
     found = []
@@ -59,7 +50,7 @@ def on_whole_model(tx, steps, **options):
 def test_dense_steps_are_those_of_a_whole_model(kind, options):
     tx = optax.chain(onebit_jax.mean_gradients(SLOW), optax.adamw(1e-2))
     task = meshes.task("fsdp, tensor", kind)
-    params, _, found = trained(task, *begin(task, tx, **options), 6)
+    params, _, found = trained(task, *task.begin_own(tx, **options), 6)
     expected, _, wanted = on_whole_model(tx, 6, **options)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4),
@@ -76,7 +67,7 @@ def test_dense_steps_are_those_of_a_whole_model(kind, options):
 def test_a_step_is_lowered_before_it_is_called_for_one_phase_or_all(kind):
     task = meshes.task("model", kind)
     tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
-    params, opt_state, step = begin(task, tx)
+    params, opt_state, step = task.begin_own(tx)
     lowered = {
         phase: step.lower(params, opt_state, task.batch(0), phase=phase).as_text()
         for phase in ("warmup", "compression", None)
@@ -91,7 +82,7 @@ def run():
     """A task, its step, and parameters, state and metrics after 12 steps, 4 of them warm-up."""
     task = meshes.task("fsdp, tensor", "Auto")
     tx = onebit_jax.onebit_adam(1e-2, warmup=4, variance_refreshes=None, axis_name=SLOW)
-    params, opt_state, step = begin(task, tx, max_grad_norm=1.0)
+    params, opt_state, step = task.begin_own(tx, max_grad_norm=1.0)
     return task, step, *trained(task, params, opt_state, step, 12)
 
 
@@ -109,16 +100,9 @@ def test_phases_are_programs_and_bits_alone_cross_the_slow_axis(run):
     assert phases[:4] == ["warmup"] * 4
     assert phases[4:] == ["compression"] * 8
     assert found[-1]["loss"] < 0.8 * found[0]["loss"]
-    held = jax.tree.map(lambda x: x[None], jax.device_get(params))
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(held))
-    for name, x in params.items():
-        assert x.sharding.spec == task.specs[name]
-        copies = collections.defaultdict(list)
-        for shard in x.addressable_shards:
-            copies[str(shard.index)].append(np.asarray(shard.data))
-        for same in copies.values():
-            for other in same[1:]:
-                np.testing.assert_array_equal(other, same[0], name)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(params)))
+    assert {name: x.sharding.spec for name, x in params.items()} == task.specs
+    meshes.assert_places_agree(params)
 
 
 def test_all_devices_skip_a_step_for_one_worker(run):
@@ -192,7 +176,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(split, complai
 def test_a_state_of_other_specs_is_refused():
     task = meshes.task("fsdp, tensor", "Auto")
     tx = onebit_jax.onebit_adam(1e-2, axis_name=SLOW)
-    params, opt_state, _ = begin(task, tx)
+    params, opt_state, _ = task.begin_own(tx)
     step = onebit_jax.train_step(
         task.loss, tx, task.mesh, axis_name=SLOW, param_specs=lambda p: {**task.specs, "up": P()}
     )
@@ -204,13 +188,13 @@ def test_a_state_of_other_specs_is_refused():
 def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     task = meshes.task("fsdp, tensor", "Auto")
     tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
-    params, opt_state, step = begin(task, tx)
+    params, opt_state, step = task.begin_own(tx)
     with Checkpoints(tmp_path) as checkpoints:
         for i in range(8):
             params, opt_state, _ = step(params, opt_state, task.batch(i))
             if i == 4:
                 checkpoints.save(5, params, opt_state)
-    fresh, state, step = begin(task, tx)
+    fresh, state, step = task.begin_own(tx)
     with Checkpoints(tmp_path) as checkpoints:
         done, restored, state, *_ = checkpoints.restore(fresh, state)
     for i in range(done, 8):
@@ -255,3 +239,71 @@ def test_workers_along_a_pair_of_axes_draw_from_keys_of_their_own():
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
     onebit_jax.diagnose(params, opt_state, mesh, axis_name=pair)
+
+
+# A model's state.
+
+
+def tracking(task):
+    """The task's loss, with a running mean of its inputs and a count, as of batch statistics."""
+
+    def loss_fn(params, batch, model_state):
+        mean = 0.5 * model_state["mean"] + 0.5 * batch["x"].mean(0)
+        drawn = jax.random.uniform(model_state["key"])
+        new = model_state | {"mean": mean, "count": model_state["count"] + 1}
+        return task.loss(params, batch), {"drawn": drawn}, new
+
+    return loss_fn
+
+
+def initial():
+    return {"mean": np.zeros(16, np.float32), "count": np.int32(0), "key": jax.random.key(3)}
+
+
+AVERAGING = optax.chain(onebit_jax.mean_gradients(SLOW), optax.sgd(1e-2))
+
+
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_floats_are_averaged_over_the_workers_and_all_devices_have_the_same(kind):
+    task = meshes.task("model", kind)
+    with jax.set_mesh(task.mesh):
+        params, opt_state, step = task.begin_own(AVERAGING, tracking(task))
+        model_state, expected = initial(), np.zeros(16, np.float32)
+        for i in range(3):
+            batch = task.batch(i)
+            params, opt_state, model_state, metrics = step(
+                params, opt_state, batch, model_state=model_state
+            )
+            expected = 0.5 * expected + 0.5 * np.asarray(batch["x"]).mean(0)
+    np.testing.assert_allclose(model_state["mean"], expected, rtol=1e-5, atol=1e-6)
+    assert int(model_state["count"]) == 3
+    assert jax.random.key_data(model_state["key"]).tolist() == [0, 3]
+    assert model_state["mean"].sharding.is_fully_replicated
+    drawn = [jax.random.uniform(jax.random.fold_in(jax.random.key(3), i)) for i in range(2)]
+    np.testing.assert_allclose(metrics["drawn"], np.mean(drawn), rtol=1e-6)
+    onebit_jax.diagnose(params, opt_state, task.mesh, axis_name=SLOW, model_state=model_state)
+
+
+def test_it_is_kept_where_a_step_is_skipped():
+    task = meshes.task("model", "Auto")
+    params, opt_state, step = task.begin_own(AVERAGING, tracking(task))
+    batch = task.batch(0)
+    x = np.array(batch["x"])
+    x[40] = np.nan
+    batch["x"] = jax.device_put(x, NamedSharding(task.mesh, P(SLOW, None)))
+    *_, model_state, metrics = step(params, opt_state, batch, model_state=initial())
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(model_state["mean"], np.zeros(16))
+    assert int(model_state["count"]) == 0
+
+
+def test_whole_numbers_that_differ_between_workers_are_refused():
+    task = meshes.task("model", "Auto")
+
+    def loss_fn(params, batch, model_state):
+        positive = (batch["x"] > 0).sum(dtype=jnp.int32)
+        return task.loss(params, batch), {}, {"positive": model_state["positive"] + positive}
+
+    params, opt_state, step = task.begin_own(AVERAGING, loss_fn)
+    with pytest.raises(ValueError, match=r"no float would differ between workers .*\['positive'\]"):
+        step(params, opt_state, task.batch(0), model_state={"positive": np.int32(0)})

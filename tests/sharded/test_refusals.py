@@ -1,7 +1,10 @@
+"""What is refused: of optimizers on meshes, and steps under which replicas would diverge."""
+
 import re
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.workers import make_mesh
 
 
 @pytest.fixture(scope="module")
@@ -160,42 +162,28 @@ def test_a_sharding_that_changed_since_init(auto, explicit):
             lowered(explicit, tx.init(params), tx)
 
 
+def local(inner, outer):
+    return onebit_jax.local_steps(inner, outer, every=4, axis_name=SLOW)
+
+
+def clipped(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
 def test_optimizers_that_need_whole_tensors(auto):
-    for tx, words in (
-        (
-            optax.chain(onebit_jax.compressed_mean(SLOW), optax.lamb(1e-2)),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            optax.chain(optax.clip_by_global_norm(1.0), onebit_jax.compressed_mean(SLOW)),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            optax.chain(
-                onebit_jax.clip_by_common_norm(1.0, SLOW), onebit_jax.compressed_mean(SLOW)
-            ),
-            "the optimizer computes reduce_sum",
-        ),
-        (
-            onebit_jax.local_steps(optax.lamb(0.1), optax.sgd(1.0), every=4, axis_name=SLOW),
-            "the inner optimizer of local_steps computes reduce_sum",
-        ),
-        (
-            onebit_jax.local_steps(
-                optax.sgd(0.1),
-                optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
-                every=4,
-                axis_name=SLOW,
-            ),
-            "the outer optimizer of local_steps computes reduce_sum",
-        ),
+    mean, common = onebit_jax.compressed_mean(SLOW), onebit_jax.clip_by_common_norm(1.0, SLOW)
+    for tx, optimizer in (
+        (optax.chain(mean, optax.lamb(1e-2)), "the optimizer"),
+        (clipped(mean), "the optimizer"),
+        (optax.chain(common, mean), "the optimizer"),
+        (local(optax.lamb(0.1), optax.sgd(1.0)), "the inner optimizer of local_steps"),
+        (local(optax.sgd(0.1), clipped(optax.sgd(1.0))), "the outer optimizer of local_steps"),
     ):
-        with refused(words):
+        with refused(f"{optimizer} computes reduce_sum"):
             one_bit(auto, tx=tx).init(auto.params())
     # Beside a model that is not split they are right.
-    one_bit(auto, P(), tx=onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)).init(
-        auto.params()
-    )
+    lamb = onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)
+    one_bit(auto, P(), tx=lamb).init(auto.params())
 
 
 def test_an_optimizer_that_exchanges_nothing(auto):
@@ -268,10 +256,137 @@ def test_copies_of_what_lies_on_one_device(auto):
 
 
 def test_another_axis_of_devices_is_still_refused():
-    mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
-    )
+    mesh, params = make_mesh((2, 2), (SLOW, "model"), AxisType.Auto), {"w": np.zeros((2, 2))}
     with refused("wrap the optimizer by onebit_jax.on_mesh"):
-        onebit_jax.init(
-            onebit_jax.compressed_mean("data"), {"w": np.zeros((2, 2), np.float32)}, mesh
-        )
+        onebit_jax.init(onebit_jax.compressed_mean(SLOW), params, mesh)
+
+
+# Training steps under which replicas would diverge, whatever on_mesh proves of its own part.
+
+
+MATRICES = {"up": True, "down": True, "square": True, "gain": False, "bias": False}
+DIFFER = "after a step state[0]['bias'] would differ between workers"
+MEAN = onebit_jax.mean_gradients(SLOW)
+LOCAL = local(optax.sgd(0.1), optax.sgd(1.0))
+
+
+@pytest.fixture(scope="module")
+def task():
+    return meshes.task("model", "Auto")
+
+
+def on_mesh(task, tx: Any = None) -> Any:
+    """With specs for those parameters that a wrapper leaves."""
+    specs = lambda tree: {name: task.specs[name] for name, x in tree.items() if jax.tree.leaves(x)}  # noqa: E731
+    given = None if task.explicit else specs
+    tx = onebit_jax.compressed_mean(SLOW) if tx is None else tx
+    return onebit_jax.on_mesh(tx, task.mesh, axis_name=SLOW, specs=given)
+
+
+def labels(params):
+    return {name: "matrices" if MATRICES[name] else "others" for name in params}
+
+
+def lowered(task, tx, train_step=None, *others):
+    """The step, traced; nothing is compiled."""
+    params = task.params()
+    with jax.set_mesh(task.mesh):
+        state = params, tx.init(params), *others
+        state = onebit_jax.worker_copies(state, task.mesh, axis_name=SLOW)
+        step = task.train_step(tx) if train_step is None else train_step
+        step = onebit_jax.worker_step(step, task.mesh, axis_name=SLOW)
+        return jax.jit(step).lower(state, task.batch(0))
+
+
+def every_other(step: Any, **_: Any) -> Any:
+    return step % 2 == 0
+
+
+def branches(task, others):
+    return optax.partition({"matrices": on_mesh(task), "others": others}, labels)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda task: optax.apply_if_finite(on_mesh(task), 3),
+        lambda task: optax.masked(on_mesh(task), MATRICES),
+        lambda task: branches(task, optax.adamw(1e-2)),
+        lambda task: optax.conditionally_transform(on_mesh(task), every_other),
+        lambda task: optax.contrib.mechanize(on_mesh(task)),
+    ],
+)
+def test_wrappers_that_let_parameters_differ(task, wrapped):
+    with refused(DIFFER):
+        lowered(task, wrapped(task))
+
+
+def test_a_parameter_in_a_container_of_its_own(task):
+    """As `nnx.Variable` is one, of which a wrapper passes on the array."""
+    tx = optax.masked(on_mesh(task), MATRICES)
+
+    def train_step(state, batch):
+        params = {name: x["value"] for name, x in state[0].items()}
+        (params, opt_state), metrics = task.train_step(tx)((params, state[1]), batch)
+        return ({name: {"value": x} for name, x in params.items()}, opt_state), metrics
+
+    params = task.params()
+    state = {name: {"value": x} for name, x in params.items()}, tx.init(params)
+    state = onebit_jax.worker_copies(state, task.mesh, axis_name=SLOW)
+    step = onebit_jax.worker_step(train_step, task.mesh, axis_name=SLOW)
+    with refused("after a step state[0]['bias']['value'] would differ between workers"):
+        jax.jit(step).lower(state, task.batch(0))
+
+
+@pytest.mark.parametrize("kind", meshes.TYPES)
+def test_a_step_that_one_worker_skips(kind):
+    """As a trainer writes it for one device, jitted by itself."""
+    task = meshes.task("model", kind)
+    tx = on_mesh(task)
+
+    @jax.jit
+    def train_step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, new = tx.update(grads, opt_state, params)
+        made = optax.apply_updates(params, updates), new
+        return jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(loss), x, y), made, state), loss
+
+    with refused(DIFFER):
+        lowered(task, tx, train_step)
+
+
+def test_a_step_that_exchanges_nothing(task):
+    """As a trainer has it whose optimizer was left as it was."""
+    with refused("state[0]['bias']") as refusal:
+        lowered(task, optax.adamw(1e-2))
+    assert "no optimizer from onebit_jax.on_mesh" in str(refusal.value)
+
+    def evaluate(state, batch):
+        return state, task.loss(state[0], batch)
+
+    lowered(task, optax.adamw(1e-2), evaluate)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda task: branches(task, optax.set_to_zero()),
+        lambda task: branches(task, optax.chain(on_mesh(task, MEAN), optax.adamw(1e-2))),
+        lambda task: on_mesh(task, LOCAL),
+    ],
+)
+def test_wrappers_that_keep_them_equal(task, wrapped):
+    lowered(task, wrapped(task))
+
+
+def test_what_each_worker_may_have_for_itself(task):
+    """Sums of gradients between updates, a mean of its losses."""
+    accumulated: Any = optax.MultiSteps(on_mesh(task), 2)
+    tx: Any = optax.GradientTransformation(accumulated.init, accumulated.update)
+
+    def train_step(state, batch):
+        new, metrics = task.train_step(tx)(state[:2], batch)
+        return (*new, 0.9 * state[2] + 0.1 * metrics["loss"]), metrics
+
+    lowered(task, tx, train_step, np.float32(0))

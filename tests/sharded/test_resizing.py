@@ -18,20 +18,14 @@ from onebit_jax.sharded.specs import MeshAxes
 from onebit_jax.sharded.state_layout import Placed, by_place, from_places
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
+from tests.workers import make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-FAST = {"fsdp": 2}
 SPECS = {"matrix": P("fsdp", None), "columns": P(None, "fsdp"), "bias": P()}
 SHAPES = {"matrix": (64, 5), "columns": (6, 40), "bias": (3,)}
 
 
 def mesh_of(workers, kind=AxisType.Auto):
-    sizes = {SLOW: workers, **FAST}
-    devices = jax.devices()[: 2 * workers]
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), devices=devices, axis_types=(kind,) * 2
-    )
+    return make_mesh((workers, 2), (SLOW, "fsdp"), kind)
 
 
 def split_of(mesh):
@@ -67,10 +61,6 @@ def train(mesh, tx, state=None, steps=6):
     return params, opt_state
 
 
-def whole_mesh(workers):
-    return jax.make_mesh((workers,), (SLOW,), devices=jax.devices()[:workers])
-
-
 def at_place(x, mesh, place, own):
     """What the devices of one place hold of an array: of all workers, or of the first."""
     held = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
@@ -84,7 +74,7 @@ def shards_at(params, mesh, place):
 
 def state_at(tx, params, opt_state, mesh, place):
     """The state of one place as that of a whole model, whose workers are one device each."""
-    alone = whole_mesh(mesh.shape[SLOW])
+    alone = make_mesh((mesh.shape[SLOW],), (SLOW,))
     like = onebit_jax.init(tx, shards_at(params, mesh, place), alone)
 
     def held(x, y):
@@ -121,7 +111,7 @@ def test_at_each_place_it_is_the_state_of_shards_that_is_resized(name, workers, 
             state_at(tx, params, opt_state, before, place),
             tx,
             shards,
-            whole_mesh(to_workers),
+            make_mesh((to_workers,), (SLOW,)),
             from_axes={SLOW: workers},
         )
         put = jax.tree.map(

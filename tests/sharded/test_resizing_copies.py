@@ -21,10 +21,8 @@ from onebit_jax.sharded.specs import MeshAxes
 from onebit_jax.sharded.worker_step import mesh_view
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
+from tests.workers import PAIR, make_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-PAIR = ("node", "local")
 SPECS = {"matrix": P("fsdp", None), "bias": P(None)}
 SHAPES = {"matrix": (16, 4), "bias": (4,)}
 # What `on_mesh` is given.
@@ -42,11 +40,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def mesh_of(workers: int | tuple[int, int], kind: str = "Auto", fast: int = 2) -> Mesh:
-    sizes = (workers, fast) if isinstance(workers, int) else (*workers, fast)
-    names = (SLOW, "fsdp") if isinstance(workers, int) else (*PAIR, "fsdp")
-    devices = jax.devices()[: int(np.prod(sizes))]
-    types = (meshes.TYPES[kind],) * len(sizes)
-    return jax.make_mesh(sizes, names, devices=devices, axis_types=types)
+    if isinstance(workers, int):
+        return make_mesh((workers, fast), (SLOW, "fsdp"), meshes.TYPES[kind])
+    return make_mesh((*workers, fast), (*PAIR, "fsdp"), meshes.TYPES[kind])
 
 
 def axis_of(mesh: Mesh) -> Any:
@@ -95,17 +91,13 @@ def train(mesh: Mesh, tx: Any, state: Any = None, steps: int = 5) -> tuple[Any, 
         matrix = matrix if specs_on(mesh) else jax.reshard(matrix, P(None, None))
         return jnp.mean((x @ matrix + params["bias"] - jnp.sin(3 * x[:, :4])) ** 2)
 
-    def train_step(state: Any, x: jax.Array) -> Any:
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
     rows = np.random.default_rng(1).standard_normal((16, 16), np.float32)
     with set_if_explicit(mesh):
         x = jax.device_put(rows, NamedSharding(mesh, P(axis_of(mesh), None)))
         state = state or copies((draw(mesh), tx.init(draw(mesh))), mesh)
-        step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=axis_of(mesh)))
+        step = jax.jit(
+            onebit_jax.worker_step(meshes.train_step(tx, loss_fn), mesh, axis_name=axis_of(mesh))
+        )
         losses = []
         for _ in range(steps):
             state, metrics = step(state, x)

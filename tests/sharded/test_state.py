@@ -16,8 +16,6 @@ from tests.optimizers import OPTIMIZERS
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def on_task(task) -> Any:
     return task.on_mesh(OPTIMIZERS["onebit_adam"].make(SLOW))

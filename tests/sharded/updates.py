@@ -36,17 +36,21 @@ def split(task, name, x):
     return x.transpose(*range(lead), *order, *rest)
 
 
-def _trained(tx, params, gradients):
-    """One worker's parameters after each update, `[steps, *shape]`."""
-    extended = optax.with_extra_args_support(tx)
+def _scanned(tx, carry, gradients):
+    """One worker's last parameters and state, and parameters after each update."""
 
     def step(carry, grads):
         params, state = carry
-        updates, state = extended.update(grads, state, params)
+        updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return (params, state), params
 
-    return lax.scan(step, (params, extended.init(params)), gradients)[1]
+    return lax.scan(step, carry, gradients)
+
+
+def _trained(tx, params, gradients):
+    """One worker's parameters after each update, `[steps, *shape]`."""
+    return _scanned(tx, (params, tx.init(params)), gradients)[1]
 
 
 def on_shards(task, tx, gradients, params):
@@ -72,20 +76,12 @@ def on_whole_tensors(tx, gradients, params):
 
 def by_on_mesh(task, tx, gradients, params):
     tx = task.on_mesh(tx)
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
-
     with jax.set_mesh(task.mesh):
         state = onebit_jax.worker_copies(
             (task.put(params), tx.init(task.put(params))), task.mesh, axis_name=SLOW
         )
         worker = jax.vmap(
-            lambda state, g: lax.scan(step, state, g),
-            spmd_axis_name=None if task.explicit else SLOW,
+            functools.partial(_scanned, tx), spmd_axis_name=None if task.explicit else SLOW
         )
         return jax.jit(worker)(state, task.put(gradients, SLOW, None))
 

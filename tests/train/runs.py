@@ -4,11 +4,18 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from onebit_jax.checkpoint import Checkpoints
+from train.bert import weights
+from train.bert.model import BertConfig, init_params
 from train.stop import StopRequest
 
 _REQUESTED = StopRequest.requested
@@ -39,6 +46,14 @@ def metrics(folder):
 def result(folder):
     """A training's `result.json`."""
     return json.loads((folder / "result.json").read_text())
+
+
+def saved(folder):
+    """The step of a training's last checkpoint; its arrays' shapes, and a checksum of each part."""
+    step = max(Checkpoints(folder / "checkpoints").steps())
+    manifests = sorted((folder / "checkpoints" / str(step) / "manifest").iterdir())
+    contents = [json.loads(path.read_text())["content"] for path in manifests]
+    return step, [{name: x.get(name) for name in ("arrays", "checksums")} for x in contents]
 
 
 def printed(main, command):
@@ -73,3 +88,30 @@ def at_step(step, act):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StopRequest, "requested", requested)
         yield
+
+
+def assert_refused(
+    main: Callable[[list[str]], int],
+    options: Sequence[str],
+    complaint: str,
+    out: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Asserts that a program says in one line what is wrong, and that nothing is written."""
+    assert main([*options, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("error: ")
+    assert complaint in printed.err
+    assert not out.exists()
+
+
+def save_tiny_bert(folder, tokenizer):
+    """A checkpoint of a BERT that compiles fast; its folder."""
+    config = BertConfig(
+        layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=tokenizer.vocab_size
+    )
+    params = jax.tree.map(np.asarray, init_params(config, seed=0))
+    weights.save(folder, weights.Pretrained(config, params, tokenizer))
+    return str(folder)

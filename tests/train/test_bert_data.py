@@ -1,11 +1,15 @@
 import itertools
+import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from train.bert import data
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, train_tokenizer
-from train.corpus import read_corpus
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, load_tokenizer, train_tokenizer
+from train.corpus import read_corpus, split_heldout
 from train.stream import stream
 
 
@@ -174,18 +178,11 @@ def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
     assert not set(epochs[0]["example_seed"]) & set(epochs[1]["example_seed"])
 
 
-def test_one_document_has_no_other_to_take_sentences_from():
-    corpus = numbered_corpus(documents=1, sentences=100, longest=9)
+def test_what_gives_no_sequences(corpus, tokenizer):
     with pytest.raises(ValueError, match="the corpus is one document"):
-        batches(corpus)
-
-
-def test_corpus_without_a_token(tokenizer):
+        batches(numbered_corpus(documents=1, sentences=100, longest=9))
     with pytest.raises(ValueError, match="there are 0 sequences"):
         batches(data.tokenize([["\u200b"]], tokenizer))
-
-
-def test_sequences_that_are_too_short(corpus):
     with pytest.raises(ValueError, match="sequence_length is 7; it must be at least 8"):
         batches(corpus, sequence_length=7)
 
@@ -200,3 +197,141 @@ def test_real_corpus(shared_dir):
     assert np.mean(corpus.tokens == tokenizer.unk_id) < 1e-3
     batch = take(20, corpus, batch_size=32)
     assert batch["attention_mask"].mean() > 0.95
+
+
+# Text and vocabulary.
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def write(folder: pathlib.Path, **texts: str) -> pathlib.Path:
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text, "utf-8", newline="")
+    return folder
+
+
+def test_files_are_read_in_order_and_blank_lines_part_documents(tmp_path):
+    write(tmp_path, b="\n\nfour\r\n \t\r\nfive\r\n", a="one\ntwo \n\n\nthree")
+    (tmp_path / "notes.md").write_text("not read")
+    assert read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, r"corpus folder .*nowhere does not exist"),
+        ({"corpus.csv": b"text"}, r"has no \.txt files: give a folder"),
+        ({"a.txt": b"", "b.txt": b"\n \n"}, r"all 2 \.txt files are empty"),
+        (
+            {"a.txt": b"fine", "b.txt": "é".encode() + "café".encode("latin-1")},
+            r"b\.txt is not UTF-8: byte 0xe9 at offset 5",
+        ),
+    ],
+)
+def test_folders_without_a_text_that_can_be_read(files, message, tmp_path):
+    for name, content in (files or {}).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_corpus(tmp_path / "nowhere" if files is None else tmp_path)
+
+
+def test_embedded_corpus_has_each_paragraph_once_and_on_one_line():
+    documents = read_corpus(None)
+    paragraphs = [paragraph for document in documents for paragraph in document]
+    assert len(documents) > 50
+    assert sum(map(len, paragraphs)) > 250_000
+    assert len(set(paragraphs)) == len(paragraphs)
+    assert not any("\n" in paragraph for paragraph in paragraphs)
+    assert not any(set(paragraph) <= set("*=-+|~^ ") for paragraph in paragraphs)
+    assert documents == read_corpus(None)
+
+
+def test_heldout_is_a_twentieth_and_parts_the_documents():
+    documents = [[f"{d} {p}" for p in range(400)] for d in range(4)]
+    train, heldout = split_heldout(documents)
+    assert [len(document) for document in heldout] == [8] * 10
+    assert train[0][-1] == "0 151"
+    assert heldout[0][0] == "0 152"
+    assert heldout[2][0] == "1 72"
+    chain = itertools.chain.from_iterable
+    assert sorted(chain(train + heldout)) == sorted(chain(documents))
+    for document in train + heldout:
+        book, first = map(int, document[0].split())
+        assert document == [f"{book} {first + i}" for i in range(len(document))]
+
+
+def test_too_little_text_to_hold_out():
+    with pytest.raises(ValueError, match="the corpus has 152 paragraphs, too few to hold out 8"):
+        split_heldout([["paragraph"] * 76] * 2)
+
+
+def test_saved_vocabulary_gives_the_trained_tokenizer(tmp_path, tokenizer, documents):
+    path = tokenizer.save_vocab(tmp_path)
+    assert path == tmp_path / "vocab.txt"
+    loaded = load_tokenizer(path)
+    assert loaded.vocabulary == tokenizer.vocabulary
+    assert loaded.vocabulary[:5] == SPECIAL_TOKENS
+    assert loaded.vocab_size == 1024
+    for left, right in zip(
+        loaded.encode(documents[1][0]), tokenizer.encode(documents[1][0]), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_training_gives_the_same_vocabulary_in_every_process():
+    # Few words and many ties: the trainer alone differs here from one process to the next.
+    program = (
+        "from train.corpus import read_corpus\n"
+        "from train.bert.tokenizer import train_tokenizer\n"
+        "print(train_tokenizer(read_corpus(None)[:8], 2000).vocabulary)"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    assert len({run.stdout for run in runs}) == 1
+    assert "[MASK]" in runs[0].stdout
+
+
+def test_trained_alphabet_keeps_the_commonest_characters():
+    rare = "".join(chr(0x4E00 + i) for i in range(1500))
+    tokenizer = train_tokenizer([["aaa bbb", rare]], 2000)
+    assert {"a", "##a", "b", "##b", chr(0x4E00)} <= set(tokenizer.vocabulary)
+    assert chr(0x4E00 + 1499) not in tokenizer.vocabulary
+
+
+def test_encoding_lowers_strips_accents_and_continues_words():
+    tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "cafe", "##s", "!", "[", "]", "mask"])
+    text = tokenizer.encode(["Cafés! [MASK] 東"])[0]
+    assert text.dtype == np.int32
+    tokens = [tokenizer.vocabulary[i] for i in text]
+    assert tokens == ["cafe", "##s", "!", "[", "mask", "]", "[UNK]"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[PAD]\n[CLS]\n[SEP]\nthe\n", r"v\.txt: no \[UNK\], \[MASK\]: BERT needs \[PAD\]"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\na\n", r"v\.txt: token 'a' occurs 2 times"),
+        (b"[PAD]\n\xff", r"v\.txt is not UTF-8: byte 0xff at offset 6"),
+        (None, r"v\.txt is not a file"),
+    ],
+)
+def test_bad_vocabulary(tmp_path, content, message):
+    path = tmp_path / "v.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(path)
+
+
+def test_vocabulary_size_below_the_characters():
+    with pytest.raises(ValueError, match="vocab_size is 6; this corpus needs at least 9"):
+        train_tokenizer([["ab"]], 6)

@@ -6,24 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from scipy import special
 
-from train.bert.model import (
-    SIZES,
-    BertConfig,
-    BertForPreTraining,
-    init_params,
-    pretraining_loss,
-)
-from train.models import decay_mask
+from tests.train.options import assert_options_change_little
+from train.bert.model import SIZES, BertConfig, init_params, pretraining_loss
 
 VOCAB = 50
 SMALL = BertConfig(layers=2, hidden=16, heads=2, feed_forward=32, vocab_size=VOCAB)
 BATCH, LENGTH, MASKED = 4, 12, 3
 
 init = jax.jit(init_params, static_argnums=0)
-graphdef = nnx.graphdef(nnx.eval_shape(lambda: BertForPreTraining(SMALL, nnx.Rngs(0))))
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +58,6 @@ def training_loss_and_gradients():
     return jax.jit(jax.value_and_grad(pretraining_loss(SMALL), has_aux=True))
 
 
-# Base and large as published: encoder, pooler, MLM head with its tied matrix and bias, NSP head.
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [
-        ("tiny", 4_433_468),
-        ("mini", 11_267_900),
-        ("small", 29_058_876),
-        pytest.param("base", 110_106_428, marks=pytest.mark.slow),
-        pytest.param("large", 336_226_108, marks=pytest.mark.slow),
-    ],
-)
-def test_parameter_counts(size, parameters):
-    shapes = jax.eval_shape(lambda: init_params(BertConfig.of_size(size, 30522), seed=0))
-    assert sum(x.size for x in jax.tree.leaves(shapes)) == parameters
-    assert {x.dtype for x in jax.tree.leaves(shapes)} == {jnp.dtype("float32")}
-
-
 def test_unknown_size_names_the_known():
     with pytest.raises(ValueError, match=f"size = 'huge': expected one of {', '.join(SIZES)}"):
         BertConfig.of_size("huge", 30522)
@@ -103,17 +78,15 @@ def test_init_is_truncated_normal_and_follows_the_seed():
     assert not jnp.array_equal(table, other["embeddings"]["token"]["embedding"])
 
 
-def test_first_loss_is_that_of_guessing(batch, heldout_loss):
-    loss, losses = heldout_loss(init(SMALL, 0), batch)
-    assert losses["mlm_loss"] == pytest.approx(np.log(VOCAB), abs=0.1)
-    assert losses["nsp_loss"] == pytest.approx(np.log(2), abs=0.1)
-    assert loss == losses["mlm_loss"] + losses["nsp_loss"]
-
-
 def test_matches_numpy(params, batch, heldout_loss):
     _, losses = heldout_loss(params, batch)
     expected = _numpy_losses(jax.tree.map(np.float64, params), batch)
     assert (losses["mlm_loss"], losses["nsp_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_any_masked_token_its_loss_is_0(params, batch, heldout_loss):
+    nothing = batch | {"masked_weights": np.zeros_like(batch["masked_weights"])}
+    assert heldout_loss(params, nothing)[1]["mlm_loss"] == 0.0
 
 
 def test_gradients_are_finite_and_reach_every_parameter(params, batch, training_loss_and_gradients):
@@ -124,57 +97,6 @@ def test_gradients_are_finite_and_reach_every_parameter(params, batch, training_
         # A bias common to all keys leaves the softmax as it is.
         if not name.endswith("key/bias"):
             assert jnp.any(gradient != 0), name
-
-
-def test_padding_does_not_change_the_loss(params, batch, heldout_loss):
-    changed = dict(batch)
-    for name in ("input_ids", "token_type_ids"):
-        changed[name] = np.where(batch["attention_mask"] == 1, batch[name], 1)
-    assert np.any(changed["input_ids"] != batch["input_ids"])
-    assert heldout_loss(params, changed)[0] == heldout_loss(params, batch)[0]
-    seen = batch | {"input_ids": np.where(batch["attention_mask"] == 1, 1, batch["input_ids"])}
-    assert heldout_loss(params, seen)[0] != heldout_loss(params, batch)[0]
-
-
-def test_slots_without_weight_do_not_count(params, batch, heldout_loss):
-    empty = batch["masked_weights"] == 0
-    changed = batch | {
-        "masked_positions": np.where(empty, 5, batch["masked_positions"]),
-        "masked_labels": np.where(empty, 7, batch["masked_labels"]),
-    }
-    assert heldout_loss(params, changed)[0] == heldout_loss(params, batch)[0]
-    nothing = batch | {"masked_weights": np.zeros_like(batch["masked_weights"])}
-    assert heldout_loss(params, nothing)[1]["mlm_loss"] == 0.0
-
-
-def test_token_embedding_is_the_mlm_heads_matrix(params, batch):
-    """A token that is nowhere in the input changes its own logits, and no others."""
-    token = 0
-    inputs = batch | {"input_ids": np.maximum(batch["input_ids"], 1)}
-    table = params["embeddings"]["token"]["embedding"]
-    embeddings = params["embeddings"] | {"token": {"embedding": table.at[token].add(1.0)}}
-
-    @jax.jit
-    def mlm_logits(params):
-        return nnx.merge(graphdef, params)(inputs)[0]
-
-    before, after = mlm_logits(params), mlm_logits(params | {"embeddings": embeddings})
-    assert before.shape == (BATCH, MASKED, VOCAB)
-    assert jnp.all(before[..., token] != after[..., token])
-    assert jnp.array_equal(before[..., 1:], after[..., 1:])
-
-
-def test_encoder_ends_in_a_layer_norm(batch):
-    """Post-LN: while scales are 1 and biases 0, every token leaves with mean 0, variance 1."""
-
-    @jax.jit
-    def encode(params, batch):
-        return nnx.merge(graphdef, params).encode(batch)
-
-    hidden = encode(init(SMALL, 0), batch)
-    assert hidden.shape == (BATCH, LENGTH, SMALL.hidden)
-    np.testing.assert_allclose(hidden.mean(-1), 0, atol=1e-6)
-    np.testing.assert_allclose(hidden.var(-1), 1, rtol=1e-5)
 
 
 def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and_gradients):
@@ -193,24 +115,11 @@ def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and
 
 
 @pytest.mark.slow
-def test_options_of_how_it_is_computed_change_the_loss_little(
-    params, batch, training_loss_and_gradients
-):
-    (loss, _), gradients = training_loss_and_gradients(params, batch)
-
-    def otherwise(**options):
-        loss_fn = pretraining_loss(dataclasses.replace(SMALL, **options))
-        (loss, _), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
-        return float(loss), gradients
-
-    # The masks of dropout are the same, too.
-    again, rematerialised = otherwise(remat=True)
-    assert again == pytest.approx(float(loss), rel=1e-6)
-    for x, y in zip(jax.tree.leaves(gradients), jax.tree.leaves(rematerialised), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
-    rounded, gradients = otherwise(bfloat16=True)
-    assert 0 < abs(rounded - loss) < 0.02 * loss
-    assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+def test_options_of_how_it_is_computed_change_the_loss_little(params, batch):
+    """The masks of dropout are the same, too."""
+    assert_options_change_little(
+        lambda config, params: pretraining_loss(config)(params, batch), SMALL, params
+    )
 
 
 def test_what_is_recomputed_is_not_held(params, batch):
@@ -220,14 +129,6 @@ def test_what_is_recomputed_is_not_held(params, batch):
         return sum(x.size for x in jax.tree.leaves(pullback))
 
     assert held(remat=True) < 0.8 * held(remat=False)
-
-
-def test_decay_spares_biases_and_layer_norms(params):
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params))
-    decayed = {path[-1].key for path, decays in mask if decays}
-    spared = {path[-1].key for path, decays in mask if not decays}
-    assert decayed == {"kernel", "embedding"}
-    assert spared == {"bias", "scale"}
 
 
 def _numpy_losses(params, batch):

@@ -90,17 +90,39 @@ def test_all_that_does_not_fit_is_listed_at_once(pretrained, tmp_path):
     ]
 
 
+CONFIG_JSON, LOWERS = "config.json", "its BERT is cased, but the tokenizer here lowers case"
+NO_SIZE = [1.5, "8", None, True, 0, -1, [2], 2**31, 2.0]
+CASED = {"normalizer": {"type": "BertNormalizer", "lowercase": False}}
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("config.json", None, "has no config.json: give a checkpoint's folder"),
+        (CONFIG_JSON, None, "has no config.json: give a checkpoint's folder"),
         ("model.safetensors", None, "has no model.safetensors: give"),
         ("vocab.txt", None, "no vocab.txt or tokenizer.json"),
-        ("config.json", "{", "is not JSON"),
-        ("config.json", {"hidden_act": "relu"}, "hidden_act is 'relu', not 'gelu'"),
-        ("config.json", {"model_type": "roberta"}, "model_type is 'roberta', not 'bert'"),
-        ("config.json", {"vocab_size": 17}, "has 16 tokens, but config.json says vocab_size 17"),
+        (CONFIG_JSON, "{", "is not JSON"),
+        (CONFIG_JSON, {"hidden_act": "relu"}, "hidden_act is 'relu', not 'gelu'"),
+        (CONFIG_JSON, {"model_type": "roberta"}, "model_type is 'roberta', not 'bert'"),
+        (CONFIG_JSON, {"vocab_size": 17}, "has 16 tokens, but config.json says vocab_size 17"),
         ("model.safetensors", "nonsense", "is damaged or no safetensors file"),
+        *(
+            (CONFIG_JSON, {name: value}, rf"{name} is .*, not a whole number of at least 1")
+            for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+            for value in NO_SIZE
+        ),
+        # What no tensor has.
+        (CONFIG_JSON, {"num_hidden_layers": 10**6}, "layers is 1000000, but no tensor is called"),
+        (CONFIG_JSON, {"num_attention_heads": 3}, "hidden_size 8 is no multiple of num_attention"),
+        (CONFIG_JSON, {"intermediate_size": 10**9}, "has shape .*, not "),
+        (CONFIG_JSON, {"hidden_dropout_prob": 1}, "hidden_dropout_prob is 1, not from 0"),
+        (CONFIG_JSON, {"hidden_dropout_prob": "0.1"}, "hidden_dropout_prob is '0.1'"),
+        # Tokenizers that do not lower case, or have other ids than places.
+        (CONFIG_JSON, {"do_lower_case": False}, "its BERT is cased"),
+        ("tokenizer_config.json", {"do_lower_case": False}, LOWERS),
+        ("tokenizer_config.json", {"do_lower_case": True, "strip_accents": False}, LOWERS),
+        ("tokenizer.json", CASED, LOWERS),
+        ("vocab.txt", "\n".join(VOCABULARY).upper(), "tokens with capitals, so its BERT is cased"),
     ],
 )
 def test_unfit_folders_are_refused(name, content, complaint, pretrained, tmp_path):
@@ -109,10 +131,28 @@ def test_unfit_folders_are_refused(name, content, complaint, pretrained, tmp_pat
     if content is None:
         path.unlink()
     elif isinstance(content, dict):
-        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | content))
     else:
         path.write_text(content)
     with pytest.raises(ValueError, match=complaint):
+        weights.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("own", "complaint"),
+    [(99, "has the id 99 where 15 is next"), (0, "has the id 0 where 1"), (-1, "has the id -1")],
+)
+def test_a_tokenizer_with_holes_is_refused(own, complaint, pretrained, tmp_path):
+    weights.save(tmp_path, pretrained)
+    (tmp_path / "vocab.txt").unlink()
+    ids = {token: index for index, token in enumerate(VOCABULARY)} | {"k": own}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
+    with pytest.raises(ValueError, match=complaint):
+        weights.load(tmp_path)
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"tokenizer.json is not JSON"):
         weights.load(tmp_path)
 
 

@@ -1,6 +1,5 @@
-"""Training programs in several processes: see `test_meeting.py` for what needs no JAX."""
+"""Training programs in processes of their own, together, and killed."""
 
-import json
 import pathlib
 import signal
 import time
@@ -9,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from onebit_jax.checkpoint import Checkpoints
 from tests.slices import devices_of_slices
 from tests.small_task import MESH
+from tests.train.runs import metrics, rows, saved
 from tests.train.together import SECONDS, ended, free_address, run, started
 from train import digest, program
 from train.lm.config import Config
@@ -77,14 +78,11 @@ def test_several_processes_train_like_one(processes, layout, tmp_path):
         assert ended(alone)[0] == [0]
     codes, errors = run(PROGRAM, [[*workers, str(tmp_path / "several")]] * processes)
     assert codes == [0] * processes, errors
-    one, several = (
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in (tmp_path / name / "onebit_adam/metrics.jsonl" for name in ("one", "several"))
-    )
+    one, several = (rows(tmp_path / name / "onebit_adam") for name in ("one", "several"))
     np.testing.assert_allclose(
         [row["loss"] for row in one[:7]], [row["loss"] for row in several[:7]], rtol=1e-5
     )
-    sent = [[row["bytes_sent"] for row in rows] for rows in (one, several)]
+    sent = [[row["bytes_sent"] for row in own] for own in (one, several)]
     # Where a model is split XLA may send a few scalars together, or apart.
     assert sent[0] == (sent[1] if "workers" in layout else pytest.approx(sent[1], rel=1e-3))
 
@@ -161,3 +159,39 @@ def test_other_text_in_the_same_place_is_named(tmp_path):
 def _steps(metrics: pathlib.Path) -> int:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return len(lines)
+
+
+# A training that is killed with a message in flight.
+
+STREAMING, LONG = "local_steps_4_streaming", 60
+STREAM = (
+    f"--optimizers {STREAMING} --workers 2 --batch-size 8 --sequence-length 16 --eval-batches 2 "
+    f"--steps {LONG} --warmup 4 --schedule-warmup 2 --checkpoint-every 5"
+)
+
+
+@pytest.mark.slow
+def test_local_steps_that_stream_are_killed(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def run(folder):
+        return started([["train.lm.pretrain", *STREAM.split(), "--out", str(folder)]])
+
+    with run(whole) as processes:
+        assert ended(processes)[0] == [0]
+    with run(broken) as [process]:
+        kept = Checkpoints(broken / STREAMING / "checkpoints")
+        deadline = time.monotonic() + SECONDS
+        while max(kept.steps(), default=0) < 10:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 10 <= len(rows(broken / STREAMING)) < LONG
+    with run(broken) as processes:
+        assert ended(processes)[0] == [0]
+    assert metrics(broken / STREAMING) == metrics(whole / STREAMING)
+    assert saved(broken / STREAMING) == saved(whole / STREAMING)
+    assert saved(whole / STREAMING)[0] == LONG
+    assert "plan/delay" in str(saved(whole / STREAMING))

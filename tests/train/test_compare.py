@@ -1,5 +1,6 @@
-"""The comparison of optimizers: its sweep, a whole small run, going on with it, and bad input."""
+"""Comparisons of optimizers: sweeps, a whole small run, bad input, and several side by side."""
 
+import dataclasses
 import json
 import math
 import re
@@ -8,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import printed, result, rows
+from benchmarks import side_by_side
+from tests.train.runs import assert_refused, printed, rows
 from train import compare, comparison
 from train.bert import model
-from train.comparison import or_infinite, sweep
+from train.comparison import Curve, or_infinite, sweep
 from train.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.usefixtures("small_bert")
@@ -122,25 +123,6 @@ def test_bytes_rounds_and_state_are_those_of_the_programs(finished):
     assert all(seconds > 0 for f in compared.values() for seconds in f["seconds"].values())
 
 
-@pytest.mark.slow
-def test_a_warm_up_that_ends_by_itself_is_counted_as_long_as_it_was(tmp_path):
-    steps = 24
-    options = f"--steps {steps} --warmup auto --schedule-warmup 2 --eval-batches 2"
-    options += f" --learning-rates 1e-3 --optimizers adam onebit_adam --out {tmp_path}"
-    assert compare.main([*RUN[: RUN.index("--steps")], *options.split()]) == 0
-    folder = tmp_path / f"trainings/{steps}-0.001-0"
-    frozen_at = result(folder / "onebit_adam")["frozen_at"]
-    assert 12 <= frozen_at < steps
-    phases = [row["phase"] for row in rows(folder / "onebit_adam")]
-    assert phases[:frozen_at] == ["warmup"] * frozen_at
-    assert {"warmup", "refresh", "compression"} == set(phases)
-    a_step = figures(tmp_path)["onebit_adam"]["bytes_a_step"]
-    assert a_step["refresh"] > a_step["warmup"] > a_step["compression"]
-    sent = np.diff([0, *figures(tmp_path)["onebit_adam"]["sent"]])
-    np.testing.assert_array_equal(sent, [a_step[phase] for phase in phases])
-    assert result(folder / "adam")["frozen_at"] == -1
-
-
 def test_table_and_picture(finished):
     out, said = finished
     assert said.splitlines()[-1] == str(out / "comparison.png")
@@ -218,24 +200,16 @@ def test_seeds_and_a_shorter_sweep(tmp_path, capsys):
 
 
 def test_bytes_to_a_loss():
-    losses: list[float | None] = [4.0, 3.0, 2.0, *([1.0] * 77)]  # of 80 the mean of 2
-    curve = comparison.Curve(
-        label="", tried={}, learning_rate=1.0, heldout={}, losses=losses, rounds=0, state_bytes=0,
-        sent=list(range(10, 810, 10)), seconds={}, bytes_a_step={},
-    )  # fmt: skip
+    losses = [4.0, 3.0, 2.0, *([1.0] * 77)]  # of 80 the mean of 2
+    curve = dataclasses.replace(CURVE, losses=losses, sent=list(range(10, 810, 10)))
     assert comparison.bytes_to(curve, 2.5) == 30
     assert comparison.bytes_to(curve, 1.0) == 50
     assert comparison.bytes_to(curve, 0.9) is None
 
 
 def test_a_single_worker_sends_nothing_and_is_compared_all_the_same():
-    adam, other = (
-        comparison.Curve(
-            label=label, tried={1.0: 2.0}, learning_rate=1.0, heldout={0: 2.0}, losses=[2.0] * 40,
-            rounds=40, state_bytes=8.0, sent=[0] * 40, seconds={}, bytes_a_step={},
-        )
-        for label in ("Adam", "another")
-    )  # fmt: skip
+    nothing = dataclasses.replace(CURVE, losses=[2.0] * 40, rounds=40, sent=[0] * 40)
+    adam, other = (dataclasses.replace(nothing, label=label) for label in ("Adam", "another"))
     rows = comparison.table([adam, other]).splitlines()
     assert rows[-1].count("| 0.0 ") == 2
 
@@ -269,3 +243,75 @@ def test_folder_of_another_comparison(finished, capsys):
     assert compare.main([*RUN, "--dropout", "0.1", "--out", str(out)]) == 2
     complaint = "holds a run with --dropout 0.0, this one has 0.1; give the same"
     assert complaint in capsys.readouterr().err
+
+
+# Several comparisons side by side.
+
+CURVE = Curve(
+    label="Adam",
+    tried={1e-3: 2.0},
+    learning_rate=1e-3,
+    heldout={0: 2.0, 1: 2.2},
+    losses=[4.0, 3.0, 2.0, 2.0],
+    sent=[100, 200, 300, 400],
+    rounds=4,
+    state_bytes=8.0,
+    seconds={"warmup": 0.1},
+    bytes_a_step={"warmup": 100},
+)
+SIGNUM = dataclasses.replace(
+    CURVE, label="Signum", tried={1e-3: 2.5}, heldout={0: 2.1}, sent=[25, 50, 75, 100]
+)
+
+
+RECORD = {
+    "machine": {"device": "cpu", "cores": 2},
+    "versions": {"jax": "0.10.2"},
+    "options": {"task": "lm", "workers": 8, "steps": 2000, "batch_size": 8, "sequence_length": 128},
+}
+
+
+def write(path, *figures):
+    path.write_text(json.dumps(RECORD | {"figures": figures}))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path):
+    diverged = dataclasses.asdict(SIGNUM) | {"tried": {2e-3: None}, "heldout": {0: None}}
+    first = write(tmp_path / "first.json", dataclasses.asdict(CURVE), diverged)
+    return first, write(tmp_path / "second.json", dataclasses.asdict(SIGNUM))
+
+
+def test_one_table_and_one_picture(files, tmp_path, capsys):
+    out = tmp_path / "all.png"
+    assert side_by_side.main([*files, "--out", str(out)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].startswith("| Adam | 2.1000, 2.0000 to 2.2000 with 2 seeds |")
+    # That of the second file, and to Adam's loss with the same seed.
+    assert rows[3].startswith("| Signum | 2.1000 (+5.00%) |")
+    assert "(4.0x fewer)" in rows[3]
+    assert rows[-1] == str(out)
+    assert out.stat().st_size > 10_000
+
+
+def test_its_title_says_what_where_and_when():
+    assert side_by_side.title(RECORD | {"date": "2026-11-23"}) == (
+        "Language model, 8 workers, 2,000 steps of 8 sequences of 128\n"
+        "simulated on 2 CPU cores, JAX 0.10.2, 2026-11-23"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"figures": [{"heldout": {}, "tried": {}}]}'])
+def test_files_that_are_none(files, tmp_path, capsys, text):
+    other = tmp_path / "other.json"
+    other.write_text(text)
+    assert side_by_side.main([files[0], str(other)]) == 2
+    assert f"{other} is no comparison.json" in capsys.readouterr().err
+
+
+def test_runs_of_other_lengths(files, tmp_path, capsys):
+    longer = dataclasses.replace(CURVE, losses=[1.0] * 5, sent=[1] * 5, label="Lion")
+    path = write(tmp_path / "longer.json", dataclasses.asdict(longer))
+    assert side_by_side.main([files[0], path]) == 2
+    assert "runs of [4, 5] steps" in capsys.readouterr().err

@@ -1,13 +1,9 @@
 """Fine-tuning on GLUE: its files, metrics and batches, a whole small run, and bad input."""
 
-import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import result
-from train.bert import weights
-from train.bert.model import BertConfig, init_params
+from tests.train.runs import assert_refused, result, save_tiny_bert
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, join, shorten
 from train.glue import data
 from train.glue.__main__ import main
@@ -155,17 +151,14 @@ def test_the_examples_of_all_parts_follow_one_another(tmp_path):
 # A whole run.
 
 
-def checkpoint(folder):
-    """A tiny checkpoint."""
-    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
-    params = jax.tree.map(np.asarray, init_params(config, seed=0))
-    weights.save(folder, weights.Pretrained(config, params, TOKENIZER))
-    return folder
-
-
 def options(folder):
     return [
-        *("--weights", str(checkpoint(folder / "weights")), "--data", str(folder / "glue")),
+        *(
+            "--weights",
+            save_tiny_bert(folder / "weights", TOKENIZER),
+            "--data",
+            str(folder / "glue"),
+        ),
         *("--workers", "2", "--batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
         *("--checkpoint-every", "4", "--out", str(folder / "run")),
     ]

@@ -1,25 +1,29 @@
-"""What else stands at a coordinator's port, in a folder of weights, or beside a run."""
+"""What else stands at a coordinator's port or beside a run, and writes that end late."""
 
+import asyncio
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import types
+from typing import Any
 
 import pytest
+import tensorstore
 
 from onebit_jax.processes.connections import Line
 from tests.test_process_group import WORKER
-from tests.train.test_bert_weights import pretrained  # noqa: F401 - a fixture
 from tests.train.together import ended, free_address, started
-from train.bert import weights
 from train.bert.tokenizer import train_tokenizer
 from train.config import RunConfig, shared_options
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
 from train.lock import locked
 from train.metrics import _open_truncated
+from train.program import _tell_unless_late
 from train.report import read_run
 
 # A stranger at the coordinator's port
@@ -92,81 +96,6 @@ def test_a_stranger_that_says_it_is_a_process_ends_nobody_with_0(hello):
         connection.close()
     assert codes == [2]
     assert "expected 0 to 1" in errors[0]
-
-
-# Folders of weights
-
-
-@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "hidden_size"])
-@pytest.mark.parametrize("value", [1.5, "8", None, True, 0, -1, [2], 2**31, 2.0])
-def test_a_size_that_is_none_is_named(name, value, pretrained, tmp_path):  # noqa: F811
-    weights.save(tmp_path, pretrained)
-    change(tmp_path / "config.json", {name: value})
-    with pytest.raises(ValueError, match=rf"{name} is .*, not a whole number of at least 1"):
-        weights.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers is 1000000, but no tensor is called"),
-        ({"num_attention_heads": 3}, "hidden_size 8 is no multiple of num_attention_heads 3"),
-        ({"intermediate_size": 10**9}, "has shape .*, not "),
-        ({"hidden_dropout_prob": 1}, "hidden_dropout_prob is 1, not from 0"),
-        ({"hidden_dropout_prob": "0.1"}, "hidden_dropout_prob is '0.1'"),
-        ({"do_lower_case": False}, "its BERT is cased"),
-    ],
-)
-def test_a_configuration_that_no_tensor_has(changes, complaint, pretrained, tmp_path):  # noqa: F811
-    weights.save(tmp_path, pretrained)
-    change(tmp_path / "config.json", changes)
-    with pytest.raises(ValueError, match=complaint):
-        weights.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer_config.json", {"do_lower_case": False}),
-        ("tokenizer_config.json", {"do_lower_case": True, "strip_accents": False}),
-        ("tokenizer.json", {"normalizer": {"type": "BertNormalizer", "lowercase": False}}),
-    ],
-)
-def test_a_cased_folder_is_refused(name, content, pretrained, tmp_path):  # noqa: F811
-    weights.save(tmp_path, pretrained)
-    (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="its BERT is cased, but the tokenizer here lowers case"):
-        weights.load(tmp_path)
-
-
-def test_a_cased_vocabulary_is_refused(pretrained, tmp_path):  # noqa: F811
-    weights.save(tmp_path, pretrained)
-    text = (tmp_path / "vocab.txt").read_text()
-    (tmp_path / "vocab.txt").write_text(text.replace("k\n", "K\n"))
-    with pytest.raises(ValueError, match="tokens with capitals, so its BERT is cased"):
-        weights.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("own", "complaint"),
-    [(99, "has the id 99 where 15 is next"), (0, "has the id 0 where 1"), (-1, "has the id -1")],
-)
-def test_a_tokenizer_with_holes_is_refused(own, complaint, pretrained, tmp_path):  # noqa: F811
-    weights.save(tmp_path, pretrained)
-    (tmp_path / "vocab.txt").unlink()
-    ids = {token: index for index, token in enumerate(pretrained.tokenizer.vocabulary)}
-    ids["k"] = own
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
-    with pytest.raises(ValueError, match=complaint):
-        weights.load(tmp_path)
-    path.write_text("[" * 100_000 + "]" * 100_000)
-    with pytest.raises(ValueError, match=r"tokenizer.json is not JSON"):
-        weights.load(tmp_path)
-
-
-def change(path, changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 # Folders of runs
@@ -242,3 +171,37 @@ def test_a_display_that_is_none_changes_nothing():
     environment = os.environ | {"MPLBACKEND": "nonsense"}
     command = [sys.executable, "-c", "import train.pictures"]
     assert subprocess.run(command, env=environment, check=False).returncode == 0
+
+
+# Writes that end after a save has failed.
+
+
+def test_a_write_that_ends_after_its_event_loop_was_closed(monkeypatch):
+    seen, told = [], []
+    quiet = functools.partial(_tell_unless_late, told.append)
+
+    def hook(unraisable):
+        seen.append(str(unraisable.exc_value))
+        quiet(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    promise, future = tensorstore.Promise.new()
+
+    async def write():
+        await future
+
+    loop = asyncio.new_event_loop()
+    # The loop is closed while it is pending.
+    writing: Any = loop.create_task(write())
+    writing._log_destroy_pending = False
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    ending = threading.Thread(target=promise.set_result, args=[1])
+    ending.start()
+    ending.join()
+    assert seen == ["Event loop is closed"]
+    assert told == []
+    assert not writing.done()
+    other = types.SimpleNamespace(exc_value=ValueError("of somebody else"))
+    quiet(other)
+    assert told == [other]

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import at_step, metrics, result, sigterm, smaller
+from tests.train.runs import assert_refused, at_step, metrics, result, saved, sigterm, smaller
 from train.lm import model, pretrain
 from train.lm.config import Config
 from train.lm.sharding import param_specs
@@ -121,13 +120,6 @@ def test_bits_alone_cross_the_slow_axis_and_the_report_compares_with_dense(split
     ]
     assert len(compared) == 3
     assert all(count > 10 for count in compared)
-
-
-def saved(folder):
-    """The checksums of all arrays in the last checkpoint."""
-    manifests = folder / "checkpoints" / str(STEPS) / "manifest"
-    [own] = manifests.glob("process-*.json")
-    return json.loads(own.read_text())["content"]["checksums"]
 
 
 @pytest.mark.slow

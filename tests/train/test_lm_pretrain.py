@@ -11,8 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import metrics, printed, result
+from tests.train.runs import assert_refused, metrics, printed, result
 from train import compare, program
 from train.lm import pretrain
 from train.lm.tokenizer import train_bpe
@@ -71,15 +70,6 @@ def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, 
     (out / name / "result.json").unlink()
     assert pretrain.main(command) == 0
     assert [row["loss"] for row in metrics(out / name)] == [row["loss"] for row in simulated]
-
-
-@pytest.mark.slow
-def test_an_optimizer_of_two_parts_is_logged(tmp_path):
-    out = tmp_path / "run"
-    assert pretrain.main([*RUN, "--optimizers", "onebit_muon", "--out", str(out)]) == 0
-    rows = metrics(out / "onebit_muon")
-    assert {row["phase"] for row in rows} == {"compression"}
-    assert all(row["muon/residual_ratio"] > 0 for row in rows)
 
 
 @pytest.mark.slow

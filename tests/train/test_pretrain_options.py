@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests.train.bad_input import assert_refused
+from tests.train.runs import assert_refused
 from train.bert import pretrain
 from train.bert.config import Config
 from train.config import check_folder, shared_options, write_config

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 
 import pytest
+import tyro
 from tensorboardX.record_writer import RecordWriter
 
 from onebit_jax.checkpoint import checkpoints
@@ -64,7 +65,9 @@ def largest_file(folder):
     return max((x for x in folder.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
 
 
-def goes_on_past(copied, finished, damage, capsys):
+@pytest.mark.parametrize("damage", [flipped, truncated, pathlib.Path.unlink])
+def test_a_damaged_file_a_broken_result_and_a_torn_log(copied, finished, damage, capsys):
+    """What was trained from the checkpoint before ends with the same held-out loss."""
     folder = copied / NAME
     damage(largest_file(folder / "checkpoints" / str(STEPS)))
     (folder / "result.json").write_text('{"steps": ')
@@ -76,27 +79,6 @@ def goes_on_past(copied, finished, damage, capsys):
     assert second == f"warning: 1 lines of {folder}/metrics.jsonl are damaged and left out"
     assert result(folder)["heldout_loss"] == result(finished / NAME)["heldout_loss"]
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
-
-
-@pytest.mark.slow
-def test_a_flipped_bit_a_broken_result_and_a_torn_log(copied, finished, capsys):
-    """What was trained from the checkpoint before ends with the same held-out loss."""
-    goes_on_past(copied, finished, flipped, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", [truncated, pathlib.Path.unlink])
-def test_a_truncated_or_missing_file(copied, finished, damage, capsys):
-    goes_on_past(copied, finished, damage, capsys)
-
-
-def test_all_checkpoints_damaged(copied, capsys):
-    for step in copied.glob(f"{NAME}/checkpoints/*"):
-        flipped(step / "manifest" / "manifest.json")
-    (copied / NAME / "result.json").unlink()
-    code, (*warnings, error) = run(copied, capsys)
-    assert (code, len(warnings)) == (2, 2)
-    assert error.startswith(f"error: no checkpoint in {copied}/{NAME}/checkpoints can be read")
 
 
 @pytest.mark.parametrize("content", [b"", b'{"workers": 2', b"[1]", b"\xff\xfe"])
@@ -152,21 +134,8 @@ def test_a_text_that_was_edited(tmp_path, capsys):
     corpus.mkdir()
     paragraphs = [f"Paragraph {i} says that {i} is {i} and no other number." for i in range(400)]
     (corpus / "a.txt").write_text("\n".join(paragraphs))
-    options = ("--corpus", str(corpus))
-    config = Config(
-        corpus=str(corpus),
-        out=str(tmp_path / "run"),
-        optimizers=(NAME,),
-        steps=STEPS,
-        workers=2,
-        batch_size=8,
-        sequence_length=16,
-        learning_rate=5e-3,
-        warmup=2,
-        schedule_warmup=1,
-        checkpoint_every=2,
-        eval_batches=1,
-    )
+    options = ["--corpus", str(corpus)]
+    config = tyro.cli(Config, args=[*RUN, *options, "--out", str(tmp_path / "run")])
     write_config(config, pretrain.make_task(config).identity)
     (corpus / "a.txt").write_text("\n".join([*paragraphs[:9], "Another one.", *paragraphs[10:]]))
     code, [error] = run(tmp_path / "run", capsys, *options)

@@ -2,14 +2,10 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
-from tests.train.bad_input import assert_refused
-from tests.train.runs import result
-from train.bert import weights
-from train.bert.model import BertConfig, init_params
+from tests.train.runs import assert_refused, result, save_tiny_bert
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 from train.squad.__main__ import main
 from train.squad.config import DEV, TRAIN
@@ -134,11 +130,13 @@ def test_the_real_file(shared_dir):
 
 
 def options(folder):
-    config = BertConfig(layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=len(VOCABULARY))
-    params = jax.tree.map(np.asarray, init_params(config, seed=0))
-    weights.save(folder / "weights", weights.Pretrained(config, params, TOKENIZER))
     return [
-        *("--weights", str(folder / "weights"), "--data", str(folder / "data")),
+        *(
+            "--weights",
+            save_tiny_bert(folder / "weights", TOKENIZER),
+            "--data",
+            str(folder / "data"),
+        ),
         *("--workers", "2", "--batch-size", "4", "--sequence-length", "16", "--stride", "4"),
         *("--epochs", "2", "--out", str(folder / "run"), "--optimizers", "onebit_adam"),
     ]

@@ -53,9 +53,7 @@ def ended(processes: Sequence[subprocess.Popen[str]]) -> tuple[list[int], list[s
 
 
 def run(
-    program: str,
-    options: Sequence[Sequence[str]],
-    folders: Sequence[pathlib.Path] | None = None,
+    program: str, options: Sequence[Sequence[str]], folders: Sequence[pathlib.Path] | None = None
 ) -> tuple[list[int], list[str]]:
     """Runs a program in as many processes as there are options, in these folders."""
     address, count = free_address(), len(options)

@@ -242,21 +242,6 @@ def test_bfloat16_rounds_and_changes_little_else(options):
 # Refreshes.
 
 
-def test_a_coordinate_that_comes_alive_begins_with_its_own_gradient_and_no_momentum():
-    """On a single worker what comes back is known: (1 - b1) g over |g|, times one scale."""
-    gradients = draw(0, 1, 9, shapes=(64,))
-    gradients[:, :8, 10:20] = 0
-    tx = onebit_jax.scale_by_onebit_adam(
-        warmup=4, axis_name=AXIS, warmup_bits=32, variance_refreshes=9, bias_correction=False
-    )
-    run = train(tx, 1, np.zeros(64, np.float32), gradients)
-    born = gradients[0, 8, 10:20]
-    roots = onebit_state(run.state).v_then_inverse_root[0, 10:20]
-    np.testing.assert_allclose(roots, 1 / (np.abs(born) + 1e-8), rtol=1e-6)
-    assert not run.updates[0, :8, 10:20].any()
-    np.testing.assert_array_equal(np.sign(run.updates[0, 8, 10:20]), np.sign(born))
-
-
 def test_a_state_for_refreshes_takes_the_host_their_phase():
     """From exponentially spaced steps, and told ahead."""
     steps = published_variance_steps(2)

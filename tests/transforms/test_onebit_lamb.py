@@ -12,8 +12,8 @@ import pytest
 import onebit_jax
 from tests import reference_lamb
 from tests.residuals import residuals
-from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, draw, find_state
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.workers import AXIS, assert_workers_agree, draw, find_state, train
 
 # A row of the third has no gradient in warm-up, nor has all of the last: they are dead.
 SHAPES = [(9, 7), (0,), (24, 3), (6,)]
@@ -75,7 +75,7 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
         axis_name=axis_of(sizes),
         exchange=onebit_jax.ExchangeOptions(scale=scale),
     )
-    state, history = trainer(lambda: make(**options, **decay), sizes)(params, gradients)
+    run = train(make(**options, **decay), sizes, params, gradients)
     theirs = reference_lamb.OnebitLamb(
         [np.asarray(p) for p in params],
         workers,
@@ -89,12 +89,11 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
         theirs.weight_decays = [rates(t, len(shape)) for shape in SHAPES]
         own = [[np.asarray(g[i, t]) for g in gradients] for i in range(workers)]
         on_the_way.append(list(theirs.update(own)))
-    return lamb_state(state), history, theirs, on_the_way
+    return lamb_state(run.state), run.params, theirs, on_the_way
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES],
+    "name", [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES]
 )
 def test_agrees_with_numpy(name):
     state, history, theirs, on_the_way = trained(name)
@@ -133,11 +132,11 @@ def test_warmup_ends_by_itself_and_ratios_follow_gradients_that_shrink():
     shapes = [(16, 24), (30,)]
     options: Any = {"warmup": onebit_jax.variance_stable(min_steps=40), "axis_name": AXIS}
     tx = onebit_jax.onebit_lamb(1e-3, b2=0.97, weight_decay=0.01, **options)
-    run, gradients, ratios = trainer(lambda: tx, 4), draw(3, 4, 220, shapes=shapes), []
+    gradients, ratios = draw(3, 4, 220, shapes=shapes), []
     for factor in (1.0, 0.1):
         given = [np.concatenate([g[:, :60], factor * g[:, 60:]], 1) for g in gradients]
-        state, history = run(draw(13, shapes=shapes), given)
-        state = lamb_state(state)
+        run = train(tx, 4, draw(13, shapes=shapes), given)
+        state, history = lamb_state(run.state), run.params
         assert_workers_agree((state, history))
         assert np.all(np.isfinite(history[0]))
         own = state.momentum.m_then_compensated.value[0]

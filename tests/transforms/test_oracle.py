@@ -1,5 +1,7 @@
 """1-bit Adam, 1-bit LAMB and 0/1 Adam against the trajectories recorded from DeepSpeed."""
 
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -11,12 +13,31 @@ import pytest
 import onebit_jax
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms.phases import PHASES
-from tests.oracle import Recording
 from tests.residuals import residuals
 from tests.runs import axis_of
 from tests.workers import AXIS, assert_workers_agree, on_workers, onebit_state, replicate
 
 EXCHANGE = onebit_jax.ExchangeOptions(form="two-stage")
+
+
+class Recording:
+    """One file of `oracle/`: a fixed tape of gradients and what DeepSpeed made of it."""
+
+    def __init__(self, path: pathlib.Path):
+        self._data = np.load(path)
+        self.hyperparameters = json.loads(str(self._data["meta"]))
+        self.names = self.hyperparameters["order"]
+        # Call 0 discards its gradient and changes nothing: update t is call t + 1.
+        self.learning_rates = self._data["lr"][1:]
+        self.initial = {name: self._data[f"p0/{name}"] for name in self.names}
+
+    def tree(self, kind: str) -> dict[str, np.ndarray]:
+        """What was recorded for every tensor, `[updates, workers, ...]`: `g`, `p`, `we`, `se`."""
+        return {name: self._data[f"{kind}/{name}"][1:] for name in self.names}
+
+    def array(self, kind: str) -> np.ndarray:
+        """What was recorded of the whole model, `[updates, workers, ...]`, such as LAMB's `we`."""
+        return self._data[kind][1:]
 
 
 def assert_close(ours, theirs, tolerance, what):

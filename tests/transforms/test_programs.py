@@ -14,12 +14,25 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import ExchangeOptions, wire
+from onebit_jax.plan.optimizers import bytes_at
 from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.optimizers import OPTIMIZERS, WITH_NODES
 from tests.runs import Sizes, axis_of, mesh_of
-from tests.small_task import assert_close
-from tests.workers import AS_USERS, AXIS, BINDINGS, NODE, PAIR, draw, on_workers, replicate
+from tests.small_task import assert_close, make_mesh
+from tests.workers import (
+    AS_USERS,
+    AXIS,
+    BINDINGS,
+    NODE,
+    PAIR,
+    draw,
+    lowered_update,
+    on_workers,
+    replicate,
+)
 
 # One that is padded in its chunks.
 SHAPES = {"matrix": (2048, 96), "odd": (64, 1031)}
@@ -374,3 +387,56 @@ def test_half_precision_is_computed_with_in_float32(name):
             # Optax rounds thrice: the update, with decay, and times the learning rate.
             unit = float(jnp.finfo(jnp.bfloat16).eps)
             np.testing.assert_allclose(x.astype(jnp.float32), y, rtol=1.5 * unit, atol=1e-5)
+
+
+# What baselines declare in the registry.
+
+BASELINES = ("geomesh", "local_steps_drive", "thresholded_adam", "fetch_sgd", "cada_adam")
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.usefixtures("quick_compilation")
+def test_what_is_sent_is_what_the_registry_says(name):
+    mesh, entry = make_mesh((FLAT,), (AXIS,)), REGISTRY[name]
+    shapes = {x: jax.ShapeDtypeStruct(shape, jnp.float32) for x, shape in SHAPES.items()}
+    phase = "sync" if entry.first_phase in ("local", "sync") else "compression"
+    update = lowered_update(entry.make(Setting(1e-3, AXIS, warmup=1)), mesh, shapes, phase=phase)
+    sent = wire.bytes_sent(wire.collectives(update.compile(), mesh))
+    two_stages = 2 * (FLAT - 1) / FLAT * bytes_at(entry.bits)
+    declared = entry.sends(FLAT) if entry.sends else two_stages
+    assert declared * ELEMENTS <= sent <= 1.03 * declared * ELEMENTS
+
+
+# Sums in one pass.
+
+
+def terms(x, y):
+    return x * y, x**2, x + y
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (128,), (3, 129), (40, 32, 2)])
+def test_agrees_with_numpy(shape):
+    x, y = np.random.default_rng(0).standard_normal((2, *shape)).astype(np.float32)
+    product, square, least = jax.jit(lambda x, y: fused_reduce(terms, [x, y], SUM, SUM, LEAST))(
+        x, y
+    )
+    np.testing.assert_allclose(product, np.sum(x * y), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(square, np.sum(x**2), rtol=1e-5)
+    np.testing.assert_array_equal(least, np.min(x + y, initial=np.inf))
+
+
+def test_sums_of_many_are_accurate():
+    x = jnp.full((2**22,), 1e-3, jnp.float32)
+    total, _ = jax.jit(lambda x: fused_reduce(lambda x: (x, x), [x], SUM, LEAST))(x)
+    assert float(total) == pytest.approx(2**22 * 1e-3, rel=1e-6)
+
+
+def test_nothing_is_written_out_at_full_size():
+    """What it is for: on CPUs its temporaries are the partial sums, an eighth of the terms."""
+    x = jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    program = (
+        jax.jit(lambda x, y: fused_reduce(terms, [x, y], SUM, SUM, LEAST)).lower(x, x).compile()
+    )
+    sizes = program.memory_analysis()
+    assert sizes is not None
+    assert sizes.temp_size_in_bytes <= 3 * 4 * 2**20 / 8 + 4096

@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import ExchangeOptions
+from onebit_jax import ExchangeOptions, validation
 from onebit_jax.collectives.k_bits import KBits
+from onebit_jax.states import placement
+from tests.small_task import MESH, make_params
 from tests.workers import AXIS, PAIR
 
 NAN, INF = math.nan, math.inf
@@ -123,53 +126,44 @@ def test_a_value_out_of_range_is_named(make):
 
 
 ONE_BITS = r"are options of one bit with error feedback, but KBits.*: leave them out"
-TWO_STAGES = ExchangeOptions(form="two-stage")
+ONE_STAGE, TWO_STAGES = (ExchangeOptions(form=x) for x in ("one-stage", "two-stage"))
+HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
+BUCKETS = {"exchange": ExchangeOptions(bucket_bytes=128)}
 MULTIPLE = r"must be a number, and a multiple of fragments=4"
+BOUND: dict[str, Any] = {"axis_name": AXIS}
+THRESHOLD = BOUND | {"compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES}
+IDENTITY = {"variance_refreshes": lambda count: count}
+adam, local = onebit_jax.onebit_adam, onebit_jax.local_steps
+mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (onebit_jax.onebit_adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
-        (onebit_jax.onebit_adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
+        (adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
+        (adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
         # Numbers are those that devices have.
-        (onebit_jax.onebit_adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* in float32 too"),
-        (onebit_jax.onebit_adam, ONEBIT | {"warmup": 2**31}, r"warmup must be below 2\*\*31"),
+        (adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* in float32 too"),
+        (adam, ONEBIT | {"warmup": 2**31}, r"warmup must be below 2\*\*31"),
+        (adam, ONEBIT | IDENTITY, "returns .* where one boolean is expected"),
+        (birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
         (
-            onebit_jax.onebit_adam,
-            ONEBIT | {"variance_refreshes": lambda count: count},
-            "returns .* where one boolean is expected",
-        ),
-        (onebit_jax.birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
-        (
-            onebit_jax.birder,
-            SEEDED | {"transport": "votes", "exchange": ExchangeOptions(bucket_bytes=128)},
+            birder,
+            SEEDED | {"transport": "votes"} | BUCKETS,
             "^bucket_bytes=128 must be None for transport='votes'",
         ),
-        (
-            onebit_jax.compressed_mean,
-            {"axis_name": AXIS, "bits": 4, "exchange": ExchangeOptions(scale="mean_abs")},
-            ONE_BITS,
-        ),
-        (
-            onebit_jax.local_steps,
-            LOCAL | {"bits": 4, "exchange": ExchangeOptions(residual_dtype="bfloat16")},
-            ONE_BITS,
-        ),
-        (
-            onebit_jax.compressed_mean,
-            {"axis_name": AXIS, "compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES},
-            r"^form='two-stage' is not a form of LargestValues.*only: leave it out",
-        ),
+        (mean, BOUND | {"bits": 4, "exchange": ExchangeOptions(scale="mean_abs")}, ONE_BITS),
+        (local, LOCAL | {"bits": 4} | HALF, ONE_BITS),
+        (mean, THRESHOLD, r"^form='two-stage' is not a form of LargestValues.*only: leave it out"),
         (
             onebit_jax.signum,
-            RATED | {"exchange": ExchangeOptions(form="one-stage")},
+            RATED | {"exchange": ONE_STAGE},
             r"^form='one-stage' is not a form of Votes.*has 'two-stage' only: leave it out",
         ),
-        (onebit_jax.local_steps, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
-        (onebit_jax.local_steps, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
+        (local, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
+        (local, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
         (
-            onebit_jax.local_steps,
+            local,
             LOCAL | {"fragments": 2, "every": lambda _: 4},
             "^every=<function .* must be a number",
         ),
@@ -198,19 +192,14 @@ def test_options_of_an_exchange_between_nodes_are_named(make):
 
 
 @pytest.mark.parametrize(
-    "axis_name",
-    ["elsewhere", None, 3, (AXIS,), (AXIS, "elsewhere"), (AXIS, AXIS)],
-    ids=str,
+    "axis_name", ["elsewhere", None, 3, (AXIS,), (AXIS, "elsewhere"), (AXIS, AXIS)], ids=str
 )
 def test_axes_that_are_not_bound_are_named_by_init_and_by_update(axis_name):
     def update(init, tx, params):
         return jax.vmap(lambda p: tx.update(p, init(p), p), axis_name=AXIS)(params)
 
     params, message = jnp.zeros((2, 3)), rf"^axis_name={re.escape(repr(axis_name))}"
-    for make, needed in (
-        (onebit_jax.onebit_adam, ONEBIT),
-        (onebit_jax.birder, SEEDED),
-    ):
+    for make, needed in ((onebit_jax.onebit_adam, ONEBIT), (onebit_jax.birder, SEEDED)):
         bound, other = make(**needed), make(**needed | {"axis_name": axis_name})
         for init in (other.init, bound.init):
             with pytest.raises(ValueError, match=message):
@@ -228,3 +217,76 @@ def test_parameters_that_are_not_real_are_named(dtype):
     params = {"weights": jnp.ones((2, 3)), "other": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=rf"\['other'\] has dtype {dtype}"):
         jax.eval_shape(jax.vmap(onebit_jax.birder(**SEEDED).init, axis_name=AXIS), params)
+
+
+# Masks, and numbers that are no int32.
+
+PARAMS = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+
+
+@pytest.mark.parametrize("mask", ["w", 3, {"w": "a", "b": "c"}, {"w": 1, "b": 0}])
+def test_a_mask_that_is_not_of_booleans_is_refused_when_it_is_given(mask):
+    with pytest.raises(ValueError, match=r"^mask.* is .*; mask must be a tree of booleans"):
+        validation.checked_mask(mask)
+
+
+@pytest.mark.parametrize(
+    "result", ["x", 3, {"w": "a", "b": "a"}, None, {"w": True}, {"w": 1.0, "b": 0.0}]
+)
+def test_what_a_mask_function_returns_is_checked(result):
+    checked = validation.checked_mask(lambda params: result)
+    with pytest.raises(ValueError, match=r"^the result of mask.*mask must be a tree of booleans"):
+        checked(PARAMS)
+
+
+def test_masks_of_booleans_stay_as_they_are():
+    assert validation.checked_mask(None) is None
+    for mask in (True, {"w": True, "b": False}, {"w": np.bool(True), "b": np.bool(False)}):
+        assert validation.checked_mask(mask)(PARAMS) == mask
+        assert validation.checked_mask(lambda _, mask=mask: mask)(PARAMS) == mask
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "onebit_adam": (onebit_jax.onebit_adam, {}),
+    "onebit_lamb": (onebit_jax.onebit_lamb, {"warmup": 3}),
+    "onebit_muon": (onebit_jax.onebit_muon, {}),
+    "zero_one_adam": (onebit_jax.zero_one_adam, {"variance_freeze": 3}),
+    "birder": (onebit_jax.birder, {"seed": 0}),
+    "signum": (onebit_jax.signum, {}),
+    "distributed_lion": (onebit_jax.distributed_lion, {}),
+    "ef_signsgd": (onebit_jax.ef_signsgd, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_decays_and_masks_are_refused_by_every_optimizer(name):
+    make, options = OPTIMIZERS[name]
+    for decay in (2**31, 2**70):
+        with pytest.raises(ValueError, match=r"^weight_decay=\d+ does not fit int32: give a float"):
+            make(1e-2, axis_name="data", weight_decay=decay, **options)
+    if name == "onebit_muon":  # decays all that it is given
+        return
+    with pytest.raises(ValueError, match="must be a tree of booleans"):
+        make(1e-2, axis_name="data", weight_decay=0.1, mask="text", **options)
+    tx = make(1e-2, axis_name="data", weight_decay=2.0**31, mask=lambda p: p, **options)
+    step = onebit_jax.train_step(lambda p, x: jnp.mean(x), tx, MESH)
+    with pytest.raises(ValueError, match=r"^the result of mask.* must be a tree of booleans"):
+        step(make_params(), onebit_jax.init(tx, make_params(), MESH), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31)])
+def test_a_learning_rate_that_is_no_int32_is_refused(value):
+    with pytest.raises(ValueError, match=r"^learning_rate=.* does not fit int32"):
+        onebit_jax.onebit_adam(value, axis_name="data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "birder"])
+@pytest.mark.parametrize("shape", [(2**16, 2**15), (2**16, 2**16)])
+def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(name, shape):
+    make, options = OPTIMIZERS[name]
+    tx = make(1e-2, axis_name="data", **options)
+    params: Any = {"w": jax.ShapeDtypeStruct(shape, "f4")}
+    state = placement.state_shapes(tx, params, MESH)
+    step = onebit_jax.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, MESH)
+    assert step.lower(params, state, jax.ShapeDtypeStruct((8,), "f4")).as_text()

@@ -81,12 +81,6 @@ def test_faults_at_any_step(name):
         check_skips(loop, set(np.flatnonzero(rng.random(STEPS) < 0.4)), seed)
 
 
-@pytest.mark.slow
-def test_faults_on_devices():
-    tx = optax.chain(onebit_jax.compressed_mean(AXIS), optax.adam(1e-2))
-    check_skips(Loop(tx, binding="pmap"), {0, 3, 4, 8})
-
-
 def unknown_to(tx):
     """The optimizer without what a step would tell it."""
 

@@ -152,23 +152,6 @@ def test_1_bit_adam_ends_its_warmup_sooner_with_refreshes(refreshes):
     assert np.all(state.progress.frozen_at == (-1 if refreshes is None else 24))
 
 
-def test_an_uncorrected_variance_is_stable_once_it_is_full():
-    """So an optimizer that does not correct it does not freeze one that is too small."""
-    full = 1 - 0.99**T
-    over, _, _ = dense_updates(onebit_jax.variance_stable(), full)
-    end = first(over)
-    assert end is not None
-    assert 300 < end < 1000
-    assert full[end - 1] > 0.95
-
-
-def test_variance_stable_waits_for_gradients():
-    norms = np.maximum(np.arange(1.0, 65) - 14, 0) > 0
-    over, seen, _ = dense_updates(onebit_jax.variance_stable(), norms)
-    assert not seen["variance_growth"][:31].any()
-    assert first(over) == 48
-
-
 def test_a_number_ends_warmup_unless_the_variance_is_not_finite():
     over, _, coming = dense_updates(4, [1.0, 1.0, np.inf, np.nan, np.inf, 1.0])
     np.testing.assert_array_equal(over, [False] * 5 + [True])

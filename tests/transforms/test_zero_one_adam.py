@@ -1,8 +1,7 @@
-"""0/1 Adam, flat and by nodes: against NumPy, and its replicas."""
+"""0/1 Adam, flat and by nodes: against NumPy, its replicas, and its step sets."""
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, cast
 
 import chex
@@ -14,13 +13,14 @@ import pytest
 from jax import lax
 
 import onebit_jax
+from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.phases import PHASES
 from tests import reference
 from tests.residuals import residuals
-from tests.runs import Sizes, axis_of, mesh_of, trainer
-from tests.workers import AXIS, assert_workers_agree, draw, on_workers, replicate
+from tests.runs import Sizes, axis_of, mesh_of
+from tests.workers import AXIS, assert_workers_agree, draw, on_workers, replicate, train
 
-LOCAL, SYNC = PHASES.index("local"), PHASES.index("sync")
+WARMUP, COMPRESSION, LOCAL, SYNC = range(4)
 zero_one_adam = functools.partial(onebit_jax.zero_one_adam, axis_name=AXIS)
 
 SHAPES = {"matrix": (24, 16), "nested": [(), {"empty": (0,)}, None]}
@@ -34,23 +34,21 @@ def metrics_of(state: Any) -> dict[str, jax.Array]:
     return jax.vmap(lambda own: own.metrics())(state)
 
 
-@functools.cache
-def run(sizes: Sizes) -> Callable[..., tuple[Any, Any]]:
-    """Trains by tables: the learning rates, the number of updates before the freeze, those that
-    refresh the variance, and those that sync.
+def run(sizes: Sizes, params: Any, gradients: Any, *tables: Any) -> tuple[Any, Any]:
+    """Trains by the learning rates, the number of updates before the freeze, those that refresh the
+    variance, and those that sync; the last state, and parameters after each update.
     """
-
-    def make(rates, freeze, refreshed, synced):
-        return onebit_jax.zero_one_adam(
-            lambda count: rates[count],
-            variance_freeze=freeze,
-            variance_steps=lambda count: refreshed[count],
-            sync_steps=lambda count: synced[count],
-            axis_name=axis_of(sizes),
-            **OPTIONS,
-        )
-
-    return trainer(make, sizes)
+    rates, freeze, refreshed, synced = map(jnp.asarray, tables)
+    tx = onebit_jax.zero_one_adam(
+        lambda count: rates[count],
+        variance_freeze=int(freeze),
+        variance_steps=lambda count: refreshed[count],
+        sync_steps=lambda count: synced[count],
+        axis_name=axis_of(sizes),
+        **OPTIONS,
+    )
+    made = train(tx, sizes, params, gradients)
+    return made.state, made.params
 
 
 def data(seed: int, workers: int) -> tuple[Any, Any]:
@@ -88,8 +86,9 @@ def test_agrees_with_numpy(sizes, seed):
     freeze, rates = int(rng.integers(1, 11)), rng.uniform(0.01, 0.1, COUNT).astype(np.float32)
     refreshed, synced = rng.random((2, COUNT)) < 0.5
     refreshed[0] = synced[-1] = True
+    refreshed[freeze:] = False
     params, gradients = data(seed, workers)
-    state, history = run(sizes)(params, gradients, rates, freeze, refreshed, synced)
+    state, history = run(sizes, params, gradients, rates, freeze, refreshed, synced)
     assert_workers_agree((state.inverse_root, state.v_then_y, state.exchange))
     windows = np.split(rates[freeze:-1], np.flatnonzero(synced[freeze:-1]) + 1)
     last_window = windows[-1].sum() + rates[-1]
@@ -128,7 +127,7 @@ def test_on_a_single_node_every_step_a_sync_it_is_adam_with_frozen_v():
     """Nothing is compressed there."""
     rates = np.linspace(0.1, 0.01, COUNT).astype(np.float32)
     params, gradients = data(0, 2)
-    _, history = run((1, 2))(params, gradients, rates, 6, TIMES < 6, TIMES >= 0)
+    _, history = run((1, 2), params, gradients, rates, 6, TIMES < 6, TIMES >= 0)
     for p, g, ours in zip(*map(jax.tree.leaves, (params, gradients, history)), strict=True):
         p, m, v = np.asarray(p), 0.0, 0.0
         for t in TIMES:
@@ -141,7 +140,7 @@ def test_on_a_single_node_every_step_a_sync_it_is_adam_with_frozen_v():
 
 def test_a_window_of_learning_rates_of_zero_leaves_no_momentum():
     rates = np.where(TIMES < 14, np.float32(0.1), 0)
-    state, history = run(5)(*data(0, 5), rates, 2, TIMES < 2, TIMES % 4 == 1)
+    state, history = run(5, *data(0, 5), rates, 2, TIMES < 2, TIMES % 4 == 1)
     assert not any(map(np.any, jax.tree.leaves(state.m)))
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(history))
 
@@ -154,7 +153,7 @@ def test_decay_by_a_schedule_and_a_mask():
     rate: Any = optax.linear_schedule(0.1, 0.0, 8)
     by_rank = functools.partial(cast(Any, jax.tree.map), lambda x: x.ndim == 2)
     tx = zero_one_adam(rate, weight_decay=decay, mask=by_rank, **sets)
-    _, history = trainer(lambda: tx, 2)(params, gradients)
+    history = train(tx, 2, params, gradients).params
     for name, decayed in (("decayed", 1.0), ("plain", 0.0)):
         p, always = np.asarray(params[name]), lambda t: True
         theirs = reference.ZeroOneAdam(
@@ -217,9 +216,9 @@ def test_half_precision_parameters_are_y_rounded():
     unit = float(jnp.finfo(jnp.bfloat16).eps)
     tx = zero_one_adam(unit / 50, b2=0.0, variance_freeze=1, sync_steps=lambda t: t % 5 == 0)
     gradients = jnp.broadcast_to(jnp.array([1, 2], jnp.bfloat16)[:, None, None], (2, 101, 32))
-    state, history = trainer(lambda: tx, 2)(jnp.ones(32, jnp.bfloat16), gradients)
-    y, p = np.asarray(state.v_then_y), np.asarray(history[:, -1], np.float32)
-    assert state.progress.phase[0] == SYNC
+    made = train(tx, 2, jnp.ones(32, jnp.bfloat16), gradients)
+    y, p = np.asarray(made.state.v_then_y), np.asarray(made.params[:, -1], np.float32)
+    assert made.state.progress.phase[0] == SYNC
     assert np.abs(p - y).max() <= unit / 2
     assert np.all(y < 1 - 1.5 * unit)
     assert np.all(p < 1 - unit)
@@ -229,7 +228,7 @@ def test_in_a_window_replaced_parameters_are_mended_and_the_host_may_sync():
     """As after a restore, all workers go on from worker 0's parameters; and before a save."""
     params, gradients = data(0, 5)
     tables = np.full(COUNT, 0.01, np.float32), 3, TIMES < 1, TIMES % 8 == 4
-    state, history = run(5)(params, gradients, *tables)
+    state, history = run(5, params, gradients, *tables)
     [grads, params] = [jax.tree.map(lambda x: x[:, -1], tree) for tree in (gradients, history)]
     tx = zero_one_adam(0.01, variance_freeze=3, **OPTIONS)
     local, sync = (
@@ -247,3 +246,81 @@ def test_in_a_window_replaced_parameters_are_mended_and_the_host_may_sync():
     assert np.all(metrics_of(synced)["residual_ratio"] > 0.1)
     assert np.all(metrics_of(expected)["residual_ratio"] == 0)
     assert_workers_agree((synced.local_steps, synced.m.value, synced.v_then_y))
+
+
+# Its step sets.
+
+
+def published(updates, variance_freeze, var_update_scaler, local_step_scaler, local_step_clipper):
+    """Phases of the published policies, by counting."""
+    gap, next_refresh, refreshes, phases = 1, 0, 0, []
+    for t in range(variance_freeze):
+        phases.append(WARMUP if t == next_refresh else COMPRESSION)
+        if t == next_refresh:
+            refreshes += 1
+            gap *= 1 if refreshes % var_update_scaler else 2
+            next_refresh += gap
+    gap, since = 1, 0
+    for made in range(1, updates - variance_freeze + 1):
+        since += 1
+        doubles = made % local_step_scaler == 0 and 2 * gap <= local_step_clipper
+        phases.append(SYNC if since == gap or doubles else LOCAL)
+        since = 0 if phases[-1] == SYNC else since
+        gap *= 2 if doubles else 1
+    return phases
+
+
+POLICY = ("variance_freeze", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [(300, 3, 32, 4), (100, 16, 40, 16), (41, 1, 7, 6), (1, 16, 5, 1), (2, 2, 2, 16)],
+    ids=str,
+)
+def test_published_policies_on_host_and_device(policy):
+    expected, options = published(600, *policy), dict(zip(POLICY, policy, strict=True))
+    on_host = [onebit_jax.zero_one_adam_phase(t, **cast(Any, options)) for t in range(600)]
+    assert [PHASES.index(phase) for phase in on_host] == expected
+    freeze, kappa, *rest = policy
+    sets = (
+        step_sets.published_variance_steps(kappa),
+        step_sets.published_sync_steps(freeze, *rest),
+    )
+    traced = jax.jit(lambda counts: step_sets.phase_at(counts, freeze, *sets))(jnp.arange(600))
+    assert traced.tolist() == expected
+
+
+def test_the_defaults_are_the_papers():
+    """Refreshes 16 a gap; syncs every step for 32,768 updates, then every second, at most 16."""
+    phase = functools.partial(onebit_jax.zero_one_adam_phase, variance_freeze=1000)
+    gaps = np.diff([t for t in range(1000) if phase(t) == "warmup"])
+    assert gaps[:47].tolist() == [1] * 15 + [2] * 16 + [4] * 16
+    for stage, gap in enumerate([1, 2, 4, 8, 16, 16]):
+        start = 1000 + 32768 * stage
+        synced = [t for t in range(start, start + 64) if phase(t) == "sync"]
+        assert synced == list(range(start + gap - 1, start + 64, gap))
+
+
+def test_step_sets_that_it_cannot_follow_are_named():
+    no_booleans: Any = (lambda t: t % 2, lambda t: t > jnp.arange(3), lambda t: (t > 1, t > 2))
+    for steps in (*no_booleans, lambda t: None):
+        for field in ("variance_steps", "sync_steps"):
+            with pytest.raises(ValueError, match=rf"^{field}=.* where one boolean is expected"):
+                zero_one_adam(0.1, variance_freeze=1, **{field: cast(Any, steps)})
+    make = functools.partial(zero_one_adam, 0.1, variance_freeze=25)
+    with pytest.raises(ValueError, match=r"^variance_steps=.* at update 30, .*variance_freeze=25"):
+        make(variance_steps=lambda t: t % 10 == 0)
+    make(variance_steps=lambda t: (t % 10 == 0) & (t < 25))
+    with pytest.raises(ValueError, match=r"^variance_steps=.* false at update 0.*would move"):
+        make(variance_steps=lambda t: (t > 0) & (t < 25))
+
+    def worker(params):
+        return make(variance_steps=lambda t: t < 26).init(params)
+
+    with pytest.raises(ValueError, match=r"^variance_steps=.* true at update 25"):
+        jax.eval_shape(on_workers(worker, 2, "shard_map"), jnp.zeros((2, 3)))
+    injected = optax.inject_hyperparams(onebit_jax.zero_one_adam)
+    tx = injected(0.1, variance_freeze=2, sync_steps=lambda t: t % 2 == 0, axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"^sync_steps=.*static_args='sync_steps'"):
+        jax.eval_shape(on_workers(tx.init, 2), jnp.zeros((2, 3)))

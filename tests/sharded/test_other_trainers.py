@@ -1,4 +1,7 @@
-"""MaxText, unmodified, by the launcher in `examples`; `ONEBIT_MAXTEXT` is a Python that has it."""
+"""MaxText, unmodified, and Levanter, by `examples`.
+
+`ONEBIT_MAXTEXT` and `ONEBIT_LEVANTER` are Pythons that have them.
+"""
 
 import collections
 import json
@@ -41,37 +44,41 @@ _TOY = {
 }
 
 
-@pytest.fixture(scope="module")
-def python():
-    named = os.environ.get("ONEBIT_MAXTEXT")
-    if not named:
-        pytest.skip("MaxText is not installed here: ONEBIT_MAXTEXT names no Python that has it")
-    return named
+def python(named):
+    """The Python that has a trainer."""
+    if not os.environ.get(named):
+        pytest.skip(f"{named} names no Python that has this trainer, which is not installed here")
+    return os.environ[named]
 
 
-def run(python, out, launcher, *options):
-    config = subprocess.run([python, "-c", _CONFIG], capture_output=True, text=True, check=True)
-    command = [
-        python,
-        str(ROOT / "tests/sharded/maxtext_run.py"),
-        launcher,
-        config.stdout.strip(),
-        *(f"{name}={value}" for name, value in _TOY.items()),
-        f"base_output_directory={out}",
-        *options,
-    ]
+def run(python, out, *arguments):
+    """What a script of this folder prints, and its report."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
         "JAX_PLATFORMS": "cpu",
         "DECOUPLE_GCLOUD": "TRUE",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
     }
+    script, *options = arguments
+    command = [python, str(ROOT / "tests/sharded" / script), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=out)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
-    losses = re.findall(r"completed step: \d+, .*?, loss: ([\d.]+)", output)
     [report] = re.findall(r"^REPORT (.*)$", output, re.MULTILINE)
-    return [float(x) for x in losses], json.loads(report)
+    return output, json.loads(report)
+
+
+# MaxText.
+
+
+def maxtext(out, launcher, *options):
+    own = python("ONEBIT_MAXTEXT")
+    config = subprocess.run([own, "-c", _CONFIG], capture_output=True, text=True, check=True)
+    toy = [f"{name}={value}" for name, value in _TOY.items()]
+    arguments = [launcher, config.stdout.strip(), *toy, f"base_output_directory={out}", *options]
+    output, report = run(own, out, "maxtext_run.py", *arguments)
+    losses = re.findall(r"completed step: \d+, .*?, loss: ([\d.]+)", output)
+    return [float(x) for x in losses], report
 
 
 def added(one_bit, alone):
@@ -82,10 +89,10 @@ def added(one_bit, alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
-def test_bits_alone_cross_between_replicas(python, tmp_path, axis):
+def test_bits_alone_cross_between_replicas(tmp_path, axis):
     split = f"ici_{axis}_parallelism=2"
-    losses, report = run(python, tmp_path, str(ROOT / "examples/maxtext_onebit.py"), split)
-    _, alone = run(python, tmp_path, "none", split)
+    losses, report = maxtext(tmp_path, str(ROOT / "examples/maxtext_onebit.py"), split)
+    _, alone = maxtext(tmp_path, "none", split)
     assert len(losses) == 40
     assert losses[-1] < losses[0] - 0.3
     assert report["replicas_differ_by"] == 0
@@ -100,11 +107,11 @@ def test_bits_alone_cross_between_replicas(python, tmp_path, axis):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["onebit_muon", "local_steps"])
-def test_a_value_of_the_configuration_selects_the_optimizer(python, tmp_path, optimizer):
+def test_a_value_of_the_configuration_selects_the_optimizer(tmp_path, optimizer):
     options = ("ici_fsdp_parallelism=2", "scan_layers=false")
     launcher = str(ROOT / "examples/maxtext_onebit.py")
-    losses, report = run(python, tmp_path, launcher, *options, f"optimizer={optimizer}")
-    _, alone = run(python, tmp_path, "none", *options)
+    losses, report = maxtext(tmp_path, launcher, *options, f"optimizer={optimizer}")
+    _, alone = maxtext(tmp_path, "none", *options)
     assert losses[-1] < losses[0] - 0.3
     more = added(report, alone)
     assert {dtype for _, dtype, place, _ in more if place == "diloco"} == {"u8"}
@@ -114,3 +121,24 @@ def test_a_value_of_the_configuration_selects_the_optimizer(python, tmp_path, op
     # The fortieth step is the last of ten: what replicas share is added to their own, rounded.
     rounding = 0 if optimizer == "onebit_muon" else 1e-6
     assert report["replicas_differ_by"] <= rounding
+
+
+# Levanter.
+
+
+@pytest.mark.slow
+def test_bits_alone_cross_between_replicas_of_levanter(tmp_path):
+    one_bit, dense = (
+        run(python("ONEBIT_LEVANTER"), tmp_path, "levanter_run.py", name, "0.01")[1]
+        for name in ("onebit_adam", "adam")
+    )
+    assert one_bit["losses"][0] == pytest.approx(dense["losses"][0], rel=1e-4)
+    assert one_bit["losses"][-1] < 0.6 * one_bit["losses"][0]
+    assert one_bit["replicas_equal"]
+    between = [x for x in one_bit["sent"] if "replica" in x[2]]
+    # The loss besides.
+    assert {dtype for _, dtype, _, size in between if size > 8} == {"u8"}
+    assert {dtype for _, dtype, axis, size in dense["sent"] if "replica" in axis} == {"f32"}
+    # Two replicas of two devices: each has a quarter of the rows.
+    assert one_bit["state"]
+    assert set(one_bit["state"]) == {0.25}

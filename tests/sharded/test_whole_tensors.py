@@ -1,8 +1,10 @@
-"""One scale for each shard, or one for each tensor, summed over the fast axes."""
+"""What is of whole tensors where these are split: scales, LAMB's ratios, Muon's matrices."""
 
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -11,8 +13,7 @@ from tests import reference
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_whole_tensors, by_on_mesh, draw, split
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from tests.workers import find_state
 
 STEPS, WARMUP, RATE = 50, 5, 1e-2
 PER_TENSOR = onebit_jax.ExchangeOptions(scale_per="tensor")
@@ -96,3 +97,92 @@ def test_scales_that_do_not_exist_are_refused():
         onebit_jax.ExchangeOptions(scale_per="device")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"scale_per='tensor'.*options of one bit"):
         onebit_jax.compressed_mean(SLOW, 4, exchange=PER_TENSOR)
+
+
+# 1-bit LAMB, whose coefficients are of whole tensors.
+
+
+# Every tensor over all four places: each then counts as often in the one scale.
+SPLIT = {
+    "up": P(None, "fsdp"),
+    "down": P("fsdp", None),
+    "square": P(None, "fsdp"),
+    "gain": P("fsdp"),
+    "bias": P("fsdp"),
+}
+
+
+def lamb(**options):
+    return onebit_jax.onebit_lamb(
+        1e-2, b2=0.5, weight_decay=0.01, warmup=5, axis_name=SLOW, **options
+    )
+
+
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_equals_whole_tensors(kind):
+    task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
+    state = assert_as_whole_tensors(task, lamb(), 50, seed=1, rtol=2e-5, atol=2e-6)
+    own = find_state(onebit_jax.ScaleByOnebitLambState, state)
+    for numbers in (own.coefficients, own.ratios, own.momentum_scales):
+        # Every place of every worker has the same.
+        held = np.asarray(numbers)
+        np.testing.assert_array_equal(held, np.broadcast_to(held[:1, :1], held.shape))
+
+
+def test_a_model_trains_beside_tensors_that_are_not_split():
+    task = meshes.task("fsdp, tensor", "Auto")
+    tx = onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW)
+    state, losses = task.trained(*task.begin(task.on_mesh(tx)), 30)
+    assert losses[-1] < 0.9 * losses[0]
+    meshes.assert_replicas_agree(state[0])
+    meshes.assert_places_agree(state)
+
+
+# Muon, of which each place orthogonalizes whole matrices.
+
+
+def muon(**options):
+    return onebit_jax.onebit_muon(0.02, weight_decay=0.01, axis_name=SLOW, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        pytest.param(*case, marks=() if case == ("fsdp, tensor", "Auto") else pytest.mark.slow)
+        for case in meshes.CASES
+    ],
+)
+def test_at_full_precision_shards_are_as_whole_matrices(mesh, kind):
+    tx = muon(bits=32, adam_bits=32, consistent_rms=0.2)
+    assert_as_whole_tensors(meshes.task(mesh, kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_with_one_scale_for_each_matrix_bits_are_as_of_whole_matrices(kind):
+    tx = muon(bits=1, adam_bits=32, exchange=PER_TENSOR)
+    assert_as_whole_tensors(meshes.task("fsdp", kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)
+
+
+def test_each_matrix_is_gathered_once_and_bits_alone_cross_between_workers():
+    task = meshes.task("fsdp", "Auto")
+    mean = optax.chain(onebit_jax.compressed_mean(SLOW), optax.sgd(1e-2))
+    added = task.added(task.on_mesh(muon()), to=task.on_mesh(mean))
+    assert {dtype for _, dtype, axis, _ in added if axis == SLOW} == {"u8"}
+    # A quarter of all three, which lies at each of four places.
+    gathered = [(x, count) for x, count in added.items() if x[2] != SLOW]
+    assert {x[:3] for x, _ in gathered} == {("all-gather", "f32", "fsdp")}
+    assert sum(x[3] * count for x, count in gathered) == 4 * (1024 + 1024 + 256) / 4
+
+
+def test_a_model_trains_and_its_momentum_stays_split():
+    task = meshes.task("fsdp, tensor", "Auto")
+    state, losses = task.trained(*task.begin(task.on_mesh(muon())), 30)
+    assert losses[-1] < 0.7 * losses[0]
+    meshes.assert_replicas_agree(state[0])
+    held = {
+        jax.tree_util.keystr(path[-2:]): x
+        for path, x in jax.tree_util.tree_leaves_with_path(state[1])
+        if ".mu" in jax.tree_util.keystr(path)
+    }
+    for name, x in state[0].items():
+        assert held[f".mu['{name}']"].sharding.is_equivalent_to(x.sharding, x.ndim), name

@@ -1,0 +1,86 @@
+"""What holds for all models: their sizes, and that their matrices alone are decayed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train.bert import model as bert
+from train.dcgan import model as dcgan
+from train.lm import model as lm
+from train.models import decay_mask
+from train.resnet import model as resnet
+
+
+def bert_of(size):
+    return bert.init_params(bert.BertConfig.of_size(size, 30_522), 0)
+
+
+def lm_of(size, vocab_size):
+    return lm.init_params(lm.LMConfig.of_size(size, vocab_size), 0)
+
+
+def resnet_of(size):
+    config = resnet.ResNetConfig.of_size(size)
+    return resnet.init_params(config, 0), resnet.init_statistics(config)
+
+
+def dcgan_of(channels):
+    params = dcgan.init_params(dcgan.DCGANConfig(channels), 0)
+    return params["generator"], params["discriminator"]
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+# Base and large BERT as published: encoder, pooler, MLM head with its tied matrix and bias, and NSP
+# head. ResNet-20 by hand, the others as published, with the batch norms' statistics. DCGAN by hand,
+# of the paper's widths, 128, 256 and 512 channels, and of a small one.
+@pytest.mark.parametrize(
+    ("make", "arguments", "sizes"),
+    [
+        (bert_of, ["tiny"], [4_433_468]),
+        (bert_of, ["mini"], [11_267_900]),
+        (bert_of, ["small"], [29_058_876]),
+        slow(bert_of, ["base"], [110_106_428]),
+        slow(bert_of, ["large"], [336_226_108]),
+        (lm_of, ["nano", 256], pytest.approx([1e6], rel=0.05)),
+        (lm_of, ["micro", 256], pytest.approx([10e6], rel=0.05)),
+        (lm_of, ["small", 50_257], pytest.approx([124e6], rel=0.05)),
+        slow(lm_of, ["medium", 50_257], pytest.approx([350e6], rel=0.05)),
+        (resnet_of, ["20"], [269_722, 2 * 688]),
+        (resnet_of, ["18"], [11_173_962, 2 * 4_800]),
+        slow(resnet_of, ["50"], [23_520_842, 2 * 26_560]),
+        *(
+            (
+                dcgan_of,
+                [n],
+                [
+                    100 * 64 * n + 16 * (8 * n**2 + 2 * n**2 + 3 * n) + 3 + 2 * 7 * n,
+                    16 * (3 * n + 2 * n**2 + 8 * n**2) + n + 2 * 6 * n + 16 * 4 * n + 1,
+                ],
+            )
+            for n in (128, 4)
+        ),
+    ],
+)
+def test_sizes(make, arguments, sizes):
+    trees = jax.eval_shape(lambda: make(*arguments))
+    leaves = [jax.tree.leaves(x) for x in (trees if isinstance(trees, tuple) else [trees])]
+    assert [sum(x.size for x in own) for own in leaves] == sizes
+    assert {x.dtype for own in leaves for x in own} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: bert_of("tiny"),
+        lambda: lm_of("nano", 256),
+        lambda: resnet_of("20")[0],
+        lambda: dcgan_of(4),
+    ],
+    ids=["bert", "lm", "resnet", "dcgan"],
+)
+def test_kernels_and_embeddings_alone_are_decayed(make):
+    params = jax.eval_shape(make)
+    assert decay_mask(params) == jax.tree.map(lambda x: x.ndim > 1, params)
