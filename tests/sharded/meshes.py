@@ -4,6 +4,7 @@ import collections
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
+from onebit_jax.sharded import worker_step
 from tests.workers import make_mesh
 
 SLOW = "data"
@@ -154,6 +156,15 @@ class Task(NamedTuple):
         """What a compiled step sends: how often which operation, dtype, axis and bytes."""
         found = wire.collectives(step, self.mesh)
         return collections.Counter((x.op, x.dtype, x.axis, x.operand_bytes) for x in found)
+
+    def sent_alone(self, tx: optax.GradientTransformation) -> collections.Counter[tuple[Any, ...]]:
+        """What a step sends whose optimizer exchanges nothing: the model's own."""
+        with (
+            jax.set_mesh(self.mesh),
+            # Such a step is refused.
+            mock.patch.object(worker_step, "check_replicas_of_step", return_value=None),
+        ):
+            return self.sent(self.begin(tx)[1])
 
     def added(self, tx: optax.GradientTransformation, to: optax.GradientTransformation) -> Any:
         """What a step sends that it does not with another optimizer."""

@@ -98,5 +98,7 @@ def test_bits_of_shards_are_those_of_the_worker_view(mesh, kind, bits, fragments
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_bits_alone_cross_and_nothing_new_between_shards(kind):
     task = meshes.task("fsdp, tensor", kind)
-    added = task.added(task.on_mesh(diloco(4)), to=optax.adam(1e-2))
+    with jax.set_mesh(task.mesh):
+        _, step = task.begin(task.on_mesh(diloco(4)))
+    added = task.sent(step) - task.sent_alone(optax.adam(1e-2))
     assert {(dtype, axis) for _, dtype, axis, _ in added} == {("u8", SLOW)}
