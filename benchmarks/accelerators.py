@@ -5,8 +5,8 @@
 
 XLA compiles ahead of time for 8 x H100 and for a TPU v5e slice of 2x4: the optimizer step alone on
 one matrix, and README's training step of a tiny BERT. The compiled program says what is sent
-(`onebit_jax.wire`). In compression that must be uint8, one bit per parameter each way, and in a
-training step a few bytes of metrics; in warm-up the dense float32 all-reduce.
+(`onebit_jax.wire`). That must be uint8, one bit per parameter each way, eight in warm-up, and in a
+training step a few bytes of metrics.
 
 For the H100 the optimizer step on the 206 tensors of BERT-Base is compiled too, and the kernels are
 counted that a step launches. In compression there must be no more than 900, and no loop, at which
@@ -47,6 +47,8 @@ METRICS_BYTES = 64
 # What padding and scales may add to one bit per parameter each way, from LEAST_ELEMENTS on.
 OVERHEAD = 1.02
 MOST_KERNELS = 900
+# Bits per parameter that a step sends each way; None is dense Adam.
+BITS: dict[Phase | None, int] = {None: 32, "warmup": 8, "compression": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,8 +241,7 @@ def figures(program: Program, mesh: Mesh) -> dict[str, Any]:
         "parameters": program.parameters,
         "collectives": [collective._asdict() for collective in sent],
         "bytes_sent": wire.bytes_sent(sent),
-        # One bit per parameter each way in compression, four bytes each way else.
-        "wire_floor": bits_each_way * (1 if program.phase == "compression" else 32),
+        "wire_floor": BITS[program.phase] * bits_each_way,
         "temp": sizes.temp_size_in_bytes / program.parameters,
         "peak": peak(sizes) / program.parameters,
         "floor": (arguments + results) / program.parameters,
@@ -268,12 +269,9 @@ def unexpected(
         return has_metrics and small and (collective.op, collective.dtype) == ("all-reduce", "f32")
 
     exchange = [collective for collective in sent if not is_metrics(collective)]
-    if phase == "compression":
-        expected = {("all-to-all", "u8"), ("all-gather", "u8")}
-        floor = bits_each_way
-    else:
-        expected = {("all-reduce", "f32")}
-        floor = 32 * bits_each_way
+    in_bits = {("all-to-all", "u8"), ("all-gather", "u8")}
+    expected = {("all-reduce", "f32")} if phase is None else in_bits
+    floor = BITS[phase] * bits_each_way
     found = {(collective.op, collective.dtype) for collective in exchange}
     wrong = [f"sends {dtype} by {op}" for op, dtype in sorted(found - expected)]
     wrong += [f"has no {op} of {dtype}" for op, dtype in sorted(expected - found)]
