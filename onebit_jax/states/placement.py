@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax.markers import is_key, is_per_worker, named_leaves, nodes_with, on_key_data
 from onebit_jax.programs import replica_check
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
+from onebit_jax.transforms.promotion import usual_promotion
 
 
 @contextlib.contextmanager
@@ -40,8 +41,7 @@ def computing_on(mesh: Mesh, *, concretely: bool = False) -> Iterator[None]:
         )
     with (
         jax.set_mesh(mesh) if concretely else use_abstract_mesh(mesh.abstract_mesh),
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
+        usual_promotion(),
         jax.transfer_guard("allow"),
         jax.debug_nans(False),
         jax.debug_infs(False),

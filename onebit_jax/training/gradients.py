@@ -78,7 +78,7 @@ def loss_and_gradients(
             for name in ("rng", "model_state"):
                 if f"'{name}'" in str(error):
                     error.add_note(
-                        f"loss_fn is called with {name}= if the step is: "
+                        f"loss_fn gets {name}= exactly if the step does: "
                         f"step(params, opt_state, batch, {name}=...)."
                     )
             raise
