@@ -126,7 +126,7 @@ class RunConfig:
         residual_dtype: Type of the residuals.
         local_dtype: Type in which gradients travel within a node.
         bucket_bytes: Size of the buckets that an exchange is cut into; None: one exchange.
-        form: Stages of the compressed exchange; auto: one between two workers or nodes, else two.
+        form: Stages of the compressed exchange; auto: one for up to two workers or nodes, else two.
         seeds: Seeds of all that is random: parameters, batches, dropout; a run for each.
         out: Output folder; without it, one in runs/, named after the model and its size.
         log_every: Steps between two lines of metrics.

@@ -188,7 +188,7 @@ class BoundExchange:
         if how.form != "auto":
             forms = (how.form,)
         elif len(forms) == 2:
-            forms = ("one-stage" if axes.nodes == 2 else "two-stage",)
+            forms = ("one-stage" if axes.nodes <= 2 else "two-stage",)
         self.one_stage = self.compresses and forms == ("one-stage",)
 
     @property

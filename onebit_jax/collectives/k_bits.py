@@ -11,8 +11,8 @@ blocks of 256 values, with :math:`\ell = 2^{k-1} - 1` levels on each side of 0,
 so the rounding error is at most :math:`s / (2 \ell)`, and zeros stay zeros (:math:`s` is at least
 :math:`2^{-117}`, which keeps :math:`\ell / s` finite). Worker :math:`i` sends :math:`Q_k(c_i)`,
 where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its residual, and
-sends :math:`Q_k` of the sum to all. In one stage, the default between two workers or nodes, every
-worker averages all :math:`Q_k(c_i)` itself.
+sends :math:`Q_k` of the sum to all. In one stage, the default for up to two workers or nodes,
+every worker averages all :math:`Q_k(c_i)` itself.
 
 Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
 value, 4.1 in one stage; without error feedback :math:`e_i = E_j = 0`, and there is no state.

@@ -12,7 +12,7 @@ With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i
     \end{aligned}
 
 and the result (EC1) puts the :math:`S_j \, \mathrm{sgn}(a_j)` of all servers side by side, the same
-on every worker, bit for bit. In one stage, the default between two workers or nodes, there are no
+on every worker, bit for bit. In one stage, the default for up to two workers or nodes, there are no
 servers: the result is :math:`\tfrac1n \sum_i s_i \, \mathrm{sgn}(c_i)`, which every worker computes
 (:mod:`~onebit_jax.collectives.exchange`). What one call leaves out is in the residuals and is added
 to later calls: over any number of calls, results and residuals together add up to the exact means.
@@ -84,9 +84,7 @@ def compensate(
     c = z.astype(jnp.float32).reshape(compensated.shape)
     c += residual_decay * residual(compensated, scale)
     c = lax.select(active.reshape(c.shape), c, jnp.zeros_like(c)).astype(compensated.dtype)
-    # Without a barrier c would be computed once for the scale and again for the signs. XLA for CPUs
-    # drops the barrier before it fuses, but writes c, since its sums read arrays.
-    return lax.optimization_barrier(lax.select(when, c, compensated))
+    return lax.select(when, c, compensated)
 
 
 def compensate_mean(
@@ -121,7 +119,7 @@ def compensate_mean(
     # compilers, and not by others.
     total, _ = lax.scan(add, total, (rows, scales / len(rows)), unroll=min(len(rows), 8))
     a = lax.select(active[None], total, jnp.zeros_like(total)).astype(compensated.dtype)
-    return lax.optimization_barrier(lax.select(when, a, compensated))
+    return lax.select(when, a, compensated)
 
 
 def across(scales: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -256,10 +254,12 @@ class OneBit:
         other: Scale = "mean_abs" if kind == "rms" else "rms"
         compensated = self._compensated(layout, values, state, call)
         sums, others, sections = [], [], []
-        for piece, c in zip(layout.pieces, compensated, strict=True):
-            blocks = c[0] if piece.joined else c
-            sums.append(power_sum(blocks, kind))
-            others.append(estimated_sum(blocks, other))
+        # XLA for GPUs computes a sum of values before the barrier in the kernel that writes them.
+        # All else reads what was written: the barrier keeps XLA from computing it again.
+        written = [lax.optimization_barrier(c) for c in compensated]
+        for piece, made, c in zip(layout.pieces, compensated, written, strict=True):
+            sums.append(power_sum(made[0] if piece.joined else made, kind))
+            others.append(estimated_sum(c[0] if piece.joined else c, other))
             packed = pack(piece.chunks_of(c[0] >= 0), 1, 2)
             if piece.is_padded:
                 # Written as planes first: as a part of a row, each byte would need a division to
@@ -274,7 +274,7 @@ class OneBit:
         sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
         kept = jnp.where(call.when, s[None], state.worker.value.scales)
         return sections, state._replace(
-            worker=PerWorker(Compensated(compensated, kept)),
+            worker=PerWorker(Compensated(written, kept)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
 
@@ -309,7 +309,7 @@ class OneBit:
         when = jnp.asarray(call.when)
         served, sums, sections = [], [], []
         for stack, last in zip(layout.stacks, held, strict=True):
-            a = compensate_mean(
+            made = compensate_mean(
                 stack.bytes(rows),
                 stack.scales_of(scales),
                 last,
@@ -318,8 +318,9 @@ class OneBit:
                 call.server_decay,
                 when,
             )
+            a = lax.optimization_barrier(made)
             served.append(a)
-            sums.append(power_sum(a[0], self.scale))
+            sums.append(power_sum(made[0], self.scale))
             sections.append(pack(a[0] >= 0, 1, 1).reshape(-1))
         S = self._scales(jnp.concatenate(sums), active.counts)
         kept = jnp.where(call.when, S[None], last_scales)

@@ -1,4 +1,4 @@
-"""Variants of optimizers: 0/1 Adam by its gaps, LAMB by its parts, and updates that are late."""
+"""Variants of optimizers: 0/1 Adam by its gaps, LAMB and fine-tuning by parts, late updates."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from jax import lax
 
 import onebit_jax
 from benchmarks.delay import IN_TIME, one_step_late, variants
+from benchmarks.finetuning_parts import LAYER_DECAY, layer_rates
+from benchmarks.finetuning_parts import VARIANTS as FINE_TUNING
 from benchmarks.lamb_parts import parts
 from benchmarks.zero_one_parts import VARIANTS
 from onebit_jax.transforms.phases import PHASES
@@ -90,3 +92,36 @@ def test_every_optimizer_is_there_in_time_late_and_corrected():
     assert len({entry.label for entry in rows.values()}) == len(rows)
     assert all(entry.rate_of is None for entry in rows.values())
     assert all(rows[x].make is OPTIMIZERS[x].make for x in IN_TIME)
+
+
+# Fine-tuning by its parts.
+
+
+def test_without_bits_it_is_1bit_adam_with_a_frozen_variance():
+    """On a single node nothing is compressed; an element without gradients in the warm-up stays."""
+    shapes = {"w": (8, 4), "b": (5,)}
+    params, gradients = draw(0, shapes=shapes), draw(1, 2, 9, shapes=shapes)
+    gradients["b"][:, :4, 1] = 0
+    given: dict[str, Any] = {"learning_rate": 0.1, "b2": 0.9, "warmup": 4, "weight_decay": 0.1}
+    given |= {"mask": {"w": True, "b": False}, "axis_name": PAIR}
+    ours = FINE_TUNING["adam_frozen"].make(Setting(**given))
+    theirs = onebit_jax.onebit_adam(**given, warmup_bits=32, variance_refreshes=None)
+    both = [train(tx, (1, 2), params, gradients) for tx in (ours, theirs)]
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-6), *(run.updates for run in both)
+    )
+    assert (both[0].updates["b"][..., 1] == 0).all()
+
+
+def test_learning_rates_fall_from_the_classifier_to_the_embeddings():
+    params = {"embeddings": 1.0, "layers": {0: 1.0, 1: 1.0, 2: 1.0}, "pooler": 1.0, "head": 1.0}
+    layers = {0: LAYER_DECAY**2, 1: LAYER_DECAY, 2: 1.0}
+    expected = {"embeddings": LAYER_DECAY**3, "layers": layers, "pooler": 1.0, "head": 1.0}
+    assert layer_rates(params) == expected
+    tx = FINE_TUNING["adam_by_layer"].make(Setting(1e-2, AXIS, warmup=1))
+
+    def worker(_):
+        return tx.update(params, tx.init(params), params)[0]
+
+    made = on_workers(worker, 1)(np.zeros(1))
+    np.testing.assert_allclose(made["layers"][0] / made["head"], LAYER_DECAY**2, 1e-6)

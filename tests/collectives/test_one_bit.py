@@ -67,7 +67,7 @@ def test_it_agrees_with_numpy(monkeypatch, sizes, binding, compressor, small, fo
     some["a"][:] = False
     exchange.activate(some)
     nodes, per_node = (sizes, 1) if isinstance(sizes, int) else sizes
-    one_stage = form == "one-stage" or (form == "auto" and nodes == 2)
+    one_stage = form == "one-stage" or (form == "auto" and nodes <= 2)
     shapes = [np.shape(x)[1:] for x in leaves(exchange.active) if np.size(x)]
     there = [
         reference.Hierarchy(x.shape[1], nodes, per_node, one_stage, shape)
