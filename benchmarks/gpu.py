@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax import lax
 
 from benchmarks import tasks
 from benchmarks.kinds import AXIS, onebit_adam
@@ -97,8 +98,9 @@ def encode(
     """
     takes_part = unpack_flags(active, axis=1).reshape(value.shape)
     always = jnp.bool(True)
-    c = one_bit.compensate(value, compensated, scale, takes_part, residual_decay=1.0, when=always)
-    [scale] = one_bit.scale(one_bit.power_sum(c, "rms"), jnp.float32(value.size), "rms")
+    made = one_bit.compensate(value, compensated, scale, takes_part, 1.0, always)
+    c = lax.optimization_barrier(made)
+    [scale] = one_bit.scale(one_bit.power_sum(made, "rms"), jnp.float32(value.size), "rms")
     return c, scale, pack(c.reshape(1, 8, *active.shape[1:]) >= 0, 1, axis=1)
 
 

@@ -45,7 +45,7 @@ from benchmarks.kinds import AXIS
 from benchmarks.network.hosts import bits_per_second, network, why_unavailable
 from benchmarks.network.jax_kinds import mesh_of_hosts
 from benchmarks.network.processes import Place, Processes
-from onebit_jax.collectives.buckets import bucket_limit, in_buckets
+from onebit_jax.collectives.stages import bucket_limit, in_buckets
 from train import record
 
 _RATE = 1e-4

@@ -52,10 +52,10 @@ def zero_residuals(size, workers, chunk=None):
 def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
     """Error-compensated one-bit all-reduce of one block; dead elements come back as 0.
 
-    In one stage everybody averages what all workers sent; by default so do two workers.
+    In one stage everybody averages what all workers sent; by default so do up to two workers.
     """
     workers, size = len(z), z[0].size
-    one_stage = workers == 2 if one_stage is None else one_stage
+    one_stage = workers <= 2 if one_stage is None else one_stage
     live = np.ones(size, bool) if live is None else live
     sent, new_e = [], []
     for i in range(workers):

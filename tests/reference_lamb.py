@@ -20,7 +20,9 @@ class OnebitLamb:
         self.fresh, self.live = [], []
         size = sum(p.size for p in self.p)
         self.residuals = zero_residuals(size, workers)
-        self.hierarchy = per_node and Hierarchy(size, workers // per_node, per_node)
+        self.hierarchy = per_node and Hierarchy(
+            size, workers // per_node, per_node, one_stage=False
+        )
         self.coefficients = np.zeros(len(self.p), np.float32)
         self.ratios = np.ones(len(self.p), np.float32)
         self.momentum_scales = np.ones(len(self.p), np.float32)
@@ -74,7 +76,7 @@ class OnebitLamb:
         if self.hierarchy:
             F = self.hierarchy.all_reduce(fused, live, self.kind)
         else:
-            F, self.residuals = ec1(fused, self.residuals, live, self.kind)
+            F, self.residuals = ec1(fused, self.residuals, live, self.kind, one_stage=False)
         ends = np.cumsum([p.size for p in self.p])[:-1]
         for i, F_l in enumerate(np.split(F, ends)):
             m, before = F_l / self.momentum_scales[i], self.m[i]

@@ -44,8 +44,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, Calls
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
-from onebit_jax.collectives.packing import pack, unpack_flags
-from onebit_jax.collectives.pieces import Piece
+from onebit_jax.collectives.packing import Piece, pack, unpack_flags
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.

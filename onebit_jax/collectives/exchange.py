@@ -36,7 +36,6 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
-from onebit_jax.collectives.buckets import bucket_limit
 from onebit_jax.collectives.error_feedback import (
     Active,
     Call,
@@ -52,7 +51,7 @@ from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.packing import join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
-from onebit_jax.collectives.stages import Message, Stages, carry_out
+from onebit_jax.collectives.stages import Message, Stages, bucket_limit, carry_out
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.markers import PerWorker
 
@@ -188,7 +187,9 @@ class BoundExchange:
         if how.form != "auto":
             forms = (how.form,)
         elif len(forms) == 2:
-            forms = ("one-stage" if axes.nodes <= 2 else "two-stage",)
+            # Tensors are cut out of a fused one: a server's scale for each chunk makes that cheap.
+            fused = self.compressor.grouping == "fused"
+            forms = ("one-stage" if axes.nodes <= 2 and not fused else "two-stage",)
         self.one_stage = self.compresses and forms == ("one-stage",)
 
     @property
@@ -410,7 +411,7 @@ class BoundExchange:
 
         # One row at a time: otherwise XLA writes all decoded rows before it sums them.
         total = self.compressor.decompress(self.layout, rows[0])
-        total, _ = lax.scan(add, total, rows[1:], unroll=min(len(rows) - 1, 8))
+        total, _ = lax.scan(add, total, rows[1:], unroll=max(1, min(len(rows) - 1, 8)))
         return [x / len(rows) for x in total]
 
     # Arrays that the optimizer holds, which have another use in another phase.

@@ -33,8 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Shape
-from onebit_jax.collectives.pieces import padded
+from onebit_jax.collectives.packing import Shape, padded
 
 LocalDtype = Literal["float32", "bfloat16"]
 

@@ -33,8 +33,7 @@ from jax import lax
 
 from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Shape, join_sections
-from onebit_jax.collectives.pieces import Piece, Stack, padded, unpadded
+from onebit_jax.collectives.packing import Piece, Shape, Stack, join_sections, padded, unpadded
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
 Grouping = Literal["separate", "fused", "blocks"]

@@ -1,11 +1,15 @@
-"""Numbers of 1, 2, 4 or 8 bits packed into bytes, in an order that needs no gathers.
+"""Tensors as bytes: numbers of 1, 2, 4 or 8 bits, and the arrays that are packed into them.
 
 With ``k = 8 / bits`` numbers to a byte, ``k L`` numbers are viewed as ``k`` *planes* of ``L``, and
 plane ``i`` takes bits ``i * bits`` and up of the ``L`` bytes. Packing then reads ``k`` contiguous
-planes, where packing ``k`` neighbours into a byte would read with a stride of ``k``.
+planes, where packing ``k`` neighbours into a byte would read with a stride of ``k``: no gathers.
+
+A worker holds *pieces*, a server *stacks* of the same tensors: :mod:`~.layout` makes both.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,8 @@ import numpy as np
 from jax import lax
 
 Shape = tuple[int, ...]
+# Places from which arrays are read, hidden from constant folding: see `hide_constants`.
+Places = Mapping[int, jax.Array]
 
 # XLA for TPUs makes a sum of uint32 of an all-gather of uint8 whose rows have other lengths
 # (libtpu of JAX 0.10.2, compiled ahead of time; not reported).
@@ -114,3 +120,151 @@ def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:
     flat = [x.reshape(*leading, x.size // max(int(np.prod(leading)), 1)) for x in sections]
     padding = -sum(x.shape[-1] for x in flat) % ROW_MULTIPLE
     return jnp.concatenate([*flat, jnp.zeros((*leading, padding), jnp.uint8)], -1)
+
+
+class Piece(NamedTuple):
+    """Tensors that a worker compresses as one array: one large tensor, or small ones side by side.
+
+    Attributes:
+      tensors: the places of the tensors among the layout's.
+      shape: the shape of the array that holds them; in the hierarchical form, of one shard.
+      chunks: the number of chunks, one for each server.
+      planes: the number of values per byte.
+      plane: the shape of one tensor's bytes in a chunk.
+      joined: whether the array is ``[tensors, ...]``; else it is that of a single tensor.
+      start: the place of their first byte in a row.
+      first: the place of their first scale, in the last axis of scales.
+      scales: the number of their scales in that axis.
+      at: the layout's places, which it sets once all pieces are made.
+    """
+
+    tensors: tuple[int, ...]
+    shape: Shape
+    chunks: int
+    planes: int
+    plane: Shape
+    joined: bool
+    start: int
+    first: int
+    scales: int
+    at: Places
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the chunks are padded by whole rows."""
+        in_rows = len(self.shape) == len(self.plane) and self.shape[1:] == self.plane[1:]
+        return in_rows and self.shape[0] < self.chunks * self.planes * self.plane[0]
+
+    def scales_of(self, scales: jax.Array) -> jax.Array:
+        """Slices out this piece's scales, along the last axis."""
+        return lax.dynamic_slice_in_dim(scales, self.at[self.first], self.scales, axis=-1)
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Reshapes one scale for each tensor to broadcast with the array."""
+        return scales[:, None] if self.joined else scales[0]
+
+    def chunks_of(self, values: jax.Array) -> jax.Array:
+        """Views an array like the piece's as ``[tensors, chunks, planes, *plane]``."""
+        if self.joined:
+            return values.reshape(len(self.tensors), self.chunks, self.planes, *self.plane)
+        return padded(values, (1, self.chunks, self.planes, *self.plane))
+
+    def pack(self, values: jax.Array, bits: int) -> jax.Array:
+        """Packs an array like the piece's; uint8 ``[chunks, bytes]``."""
+        return self.section(pack(self.chunks_of(values), bits, 2))
+
+    def section(self, packed: jax.Array) -> jax.Array:
+        """Bytes ``[tensors, chunks, *plane]`` as the piece's part of rows ``[chunks, bytes]``."""
+        return packed.swapaxes(0, 1).reshape(self.chunks, -1)
+
+    def array(self, values: jax.Array) -> jax.Array:
+        """Views values ``[..., chunks, tensors, planes, *plane]`` as the piece's array."""
+        axis = values.ndim - 3 - len(self.plane)
+        if self.joined:
+            values = values.swapaxes(axis, axis + 1)
+        return unpadded(values, (*values.shape[:axis], *self.shape))
+
+    def chunk_sums(self, values: jax.Array) -> jax.Array:
+        """The sum of each tensor's chunks, of an array like the piece's; ``[chunks, tensors]``."""
+        size = self.planes * math.prod(self.plane)
+        return jnp.sum(padded(values, (len(self.tensors), self.chunks, size)), -1).T
+
+    def bytes(self, rows: jax.Array) -> jax.Array:
+        """This piece's bytes in rows, ``[..., tensors, *plane]``."""
+        return _part(rows, self.at[self.start], len(self.tensors), self.plane)
+
+    def flags(self, rows: jax.Array) -> jax.Array:
+        """Unpacks one bit per element of rows ``[..., chunks, bytes]`` to booleans in the array."""
+        return self.array(unpack_flags(self.bytes(rows), rows.ndim))
+
+
+class Stack(NamedTuple):
+    """``G`` tensors whose chunks have the same shape, side by side in the rows.
+
+    Attributes:
+      pieces: the same tensors, as workers hold them.
+      count: their number, ``G``.
+      plane: the shape of one tensor's bytes in a chunk.
+      scales: the number of their scales in the last axis of scales.
+    """
+
+    pieces: tuple[Piece, ...]
+    count: int
+    plane: Shape
+    scales: int
+
+    @property
+    def chunk_shape(self) -> Shape:
+        """The shape of a server's array: ``(G, planes, *plane)``."""
+        return (self.count, self.pieces[0].planes, *self.plane)
+
+    def scales_of(self, scales: jax.Array) -> jax.Array:
+        """Slices out this stack's scales, along the last axis."""
+        first = self.pieces[0].first
+        return scales[..., first : first + self.scales]
+
+    def bytes(self, rows: jax.Array) -> jax.Array:
+        """This stack's bytes in rows, ``[..., G, *plane]``."""
+        return _part(rows, self.pieces[0].start, self.count, self.plane)
+
+    def split(self, chunks: jax.Array) -> list[jax.Array]:
+        """Each piece's part of chunks ``[chunks, G, planes, *plane]``."""
+        parts = []
+        for piece in self.pieces:
+            first = piece.first - self.pieces[0].first
+            if self.plane == piece.plane:
+                parts.append(chunks[:, first : first + len(piece.tensors)])
+            else:  # blocks of all pieces, side by side
+                parts.append(chunks[..., first : first + piece.scales, :])
+        return parts
+
+
+def _part(rows: jax.Array, start: jax.Array | int, count: int, plane: Shape) -> jax.Array:
+    """``count`` tensors' bytes in rows, from the byte ``start`` on; ``[..., count, *plane]``."""
+    part = lax.dynamic_slice_in_dim(rows, start, count * math.prod(plane), axis=-1)
+    return part.reshape(*rows.shape[:-1], count, *plane)
+
+
+def padded(x: jax.Array, shape: Shape) -> jax.Array:
+    """Reshapes an array to a shape of as many elements or more, with zeros at its end."""
+    padding = math.prod(shape) - x.size
+    if padding:
+        if not _has_rows_of(x.shape, shape):
+            x = x.reshape(-1)
+        ends = [(0, padding // math.prod(x.shape[1:]))] + [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, ends)
+    return x.reshape(shape)
+
+
+def unpadded(x: jax.Array, shape: Shape) -> jax.Array:
+    """Reshapes an array to a shape of as many elements or fewer, without those at its end."""
+    if x.size > math.prod(shape):
+        if _has_rows_of(shape, x.shape):
+            return x.reshape(-1, *shape[1:])[: shape[0]]
+        x = x.reshape(-1)[: math.prod(shape)]
+    return x.reshape(shape)
+
+
+def _has_rows_of(shape: Shape, longer: Shape) -> bool:
+    """Whether both shapes have the same axes, at least one, after the first."""
+    return len(shape) > 1 and longer[1 - len(shape) :] == shape[1:]

@@ -240,8 +240,8 @@ def test_encode_is_what_an_exchange_does_first():
     [c], [[kept]] = state.worker.value
     np.testing.assert_allclose(compensated, c, rtol=1e-6)
     np.testing.assert_allclose(new_scale, kept, rtol=1e-6)
-    # The one worker's server has no residual, so that it sends the signs on.
-    np.testing.assert_array_equal(packed.reshape(1, -1), received[:, : packed.size])
+    # A single worker receives its own row.
+    np.testing.assert_array_equal(packed.reshape(1, -1), received[0, :, : packed.size])
 
 
 def test_decode_applies_what_was_sent():

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_jax.collectives import buckets
 from onebit_jax.collectives import layout as layout_module
+from onebit_jax.collectives import stages
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.layout import Layout
 from onebit_jax.collectives.packing import unpack
@@ -127,13 +127,13 @@ def test_rows(monkeypatch, sizes, grouping, planes, small):
 
 
 def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
-    assert buckets.bucket_limit("auto") is None
-    assert buckets.bucket_limit(256) == 256
+    assert stages.bucket_limit("auto") is None
+    assert stages.bucket_limit(256) == 256
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert buckets.bucket_limit("auto") == 2**18
-    assert buckets.bucket_limit(None) is None
+    assert stages.bucket_limit("auto") == 2**18
+    assert stages.bucket_limit(None) is None
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert buckets.bucket_limit("auto") is None
+    assert stages.bucket_limit("auto") is None
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rows_travel_in_buckets(limit, order, lengths):
 
     def travel(rows):
         sections = [rows[..., :300], rows[..., 300:340], rows[..., 340:540], rows[..., 540:]]
-        return buckets.in_buckets(collective, sections, limit, order)
+        return stages.in_buckets(collective, sections, limit, order)
 
     rows = np.random.default_rng(0).integers(0, 256, (2, 3, 640), np.uint8)
     received = on_workers(travel, 2)(rows)
