@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import named_leaves
@@ -101,8 +101,9 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
       A tree like ``tree``.
 
     Raises:
-      ValueError: where specs are missing, do not fit the tree, differ from what types state, name
-        an axis that the mesh lacks or a slow one, or where an axis does not divide.
+      ValueError: where specs are missing, do not fit the tree, differ from what types state or
+        from how parameters lie, name an axis that the mesh lacks or a slow one, or where an axis
+        does not divide.
     """
     leaves = named_leaves(tree)
     if specs is None and not axes.explicit.issuperset(axes.fast_names):
@@ -119,7 +120,7 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
 
 def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
     made = specs(tree) if callable(specs) else specs
-    is_spec = lambda x: isinstance(x, (P, jax.sharding.NamedSharding))  # noqa: E731
+    is_spec = lambda x: isinstance(x, (P, NamedSharding))  # noqa: E731
     found = jax.tree.leaves(made, is_leaf=is_spec)
     if is_spec(made):
         found = [made] * count
@@ -131,7 +132,13 @@ def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
             f"theirs, or one for all; where wrappers hide some of them, such as optax.partition, "
             f"give a function of the parameters."
         )
-    return [x.spec if isinstance(x, jax.sharding.NamedSharding) else x for x in found]
+    return [x.spec if isinstance(x, NamedSharding) else x for x in found]
+
+
+def _over_fast_axes(axes: MeshAxes, spec: P, rank: int) -> list[tuple[str, ...]]:
+    """The fast axes that each axis of an array is split over."""
+    entries = *spec, *[None] * (rank - len(spec))
+    return [tuple(x for x in names_in(entry) if x in axes.fast_names) for entry in entries]
 
 
 def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
@@ -170,6 +177,15 @@ def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
             f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "
             f"jax.device_put or jax.reshard."
         )
+    lies = getattr(leaf, "sharding", None)
+    if isinstance(lies, NamedSharding) and lies.mesh == axes.mesh:
+        there = _over_fast_axes(axes, lies.spec, len(shape))
+        if any(there) and there != _over_fast_axes(axes, spec, len(shape)):
+            raise ValueError(
+                f"specs says that parameter {name} is split by {spec}, but on the mesh it lies "
+                f"split by {lies.spec}: every step would move it. Give specs as parameters lie, or "
+                f"put the parameter where specs says, by jax.device_put."
+            )
     for size, entry in zip(shape, spec, strict=True):
         parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
         if size % parts:

@@ -73,6 +73,9 @@ def test_specs_that_are_missing_or_do_not_fit(auto, explicit):
         one_bit(auto, P(None, "fsdp")).init({"b": np.zeros(4, np.float32)})
     with refused("but its type states"):
         one_bit(explicit, P()).init(explicit.params())
+    across = NamedSharding(auto.mesh, P(None, "fsdp"))
+    with refused("but on the mesh it lies split by"):
+        one_bit(auto, P("fsdp")).init({"w": jax.device_put(np.zeros((4, 2)), across)})
 
 
 def test_no_vmap_over_the_workers(auto):
@@ -145,7 +148,8 @@ def test_a_sharding_that_changed_since_init(auto, explicit):
         name = None if task.explicit else SLOW
         return jax.jit(jax.vmap(tx.update, spmd_axis_name=name)).lower(grads, state)
 
-    before = one_bit(auto, auto.specs | {"square": P(None, "fsdp")}).init(auto.params())
+    elsewhere = auto._replace(specs=auto.specs | {"square": P(None, "fsdp")})
+    before = one_bit(elsewhere).init(elsewhere.params())
     other = one_bit(auto, auto.specs | {"up": P()})
     with refused("the parameters' shapes or sharding, or the mesh, changed since init"):
         lowered(auto, before, other)
@@ -183,7 +187,7 @@ def test_optimizers_that_need_whole_tensors(auto):
             one_bit(auto, tx=tx).init(auto.params())
     # Beside a model that is not split they are right.
     lamb = onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)
-    one_bit(auto, P(), tx=lamb).init(auto.params())
+    one_bit(auto, P(), tx=lamb).init(jax.device_get(auto.params()))
 
 
 def test_an_optimizer_that_exchanges_nothing(auto):
