@@ -170,6 +170,7 @@ def kinds() -> dict[str, Kind]:
         "LAMB with pmean": dense(lamb),
         "1-bit LAMB, warm-up": _onebit_lamb(warmup=10**9)._replace(phases=("warmup",)),
         "1-bit LAMB": _onebit_lamb(warmup=1),
+        "1-bit LAMB, one stage": _onebit_lamb(warmup=1, exchange=ExchangeOptions(form="one-stage")),
         "0/1 Adam, sync": _zero_one_adam("sync"),
         "0/1 Adam, local": _zero_one_adam("local"),
         **{label: kind for label, kind in _registered().items() if label not in _OWN_ROWS},

@@ -34,8 +34,8 @@ class ExchangeOptions:
         again, an all-gather. ``"one-stage"``: an all-gather, and every worker averages; with ``n``
         workers or nodes it sends ``n/2`` times the bytes, and its state has no server's residual,
         ``4/n`` bytes per parameter, but ``n/8`` instead of ``1/8`` bytes of received bits.
-        ``"auto"`` is one stage with up to two workers or nodes, where it sends no more, else two;
-        :func:`onebit_jax.onebit_lamb` always has two, which take 15 % less time on CPUs.
+        ``"auto"`` is one stage with up to two workers or nodes, where it sends no more, else two,
+        and for :func:`onebit_jax.onebit_lamb`, which cuts tensors out of one, always two.
 
     Raises:
       ValueError: for an invalid option.
