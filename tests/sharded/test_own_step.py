@@ -180,6 +180,7 @@ def test_a_state_of_other_specs_is_refused():
     step = onebit_jax.train_step(
         task.loss, tx, task.mesh, axis_name=SLOW, param_specs=lambda p: {**task.specs, "up": P()}
     )
+    params["up"] = jax.device_put(params["up"], NamedSharding(task.mesh, P()))
     with pytest.raises(ValueError, match=r"call onebit_jax\.init again"):
         step(params, opt_state, task.batch(0))
 
