@@ -118,7 +118,9 @@ def after_half(entry: Entry) -> Entry:
 
 
 VARIANTS: dict[str, Entry] = {
-    "adam_frozen": dense("Adam, variance frozen", 2e-3, _frozen_adam),
+    "adam_frozen": dense("Adam, variance frozen", 2e-3, _frozen_adam)._replace(
+        freezes_by_number=True
+    ),
     "onebit_adam_live": registry.warming_up(
         "1-bit Adam, variance refreshed in every step",
         2e-3,

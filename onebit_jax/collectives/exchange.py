@@ -187,7 +187,7 @@ class BoundExchange:
         if how.form != "auto":
             forms = (how.form,)
         elif len(forms) == 2:
-            # Tensors are cut out of a fused one: a server's scale for each chunk makes that cheap.
+            # Tensors are cut out of a fused one, which costs less where each chunk has one scale.
             fused = self.compressor.grouping == "fused"
             forms = ("one-stage" if axes.nodes <= 2 and not fused else "two-stage",)
         self.one_stage = self.compresses and forms == ("one-stage",)
