@@ -103,6 +103,12 @@ class Hierarchy:
         return np.concatenate(parts)
 
 
+def bounded(u, b1, b2, rates=1.0):
+    """`u`, no longer than the longest step that Adam makes by any gradients, at such rates."""
+    bound = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2)) if b1**2 < b2 else np.inf
+    return np.clip(u, -bound * abs(rates), bound * abs(rates))
+
+
 class OnebitAdam:
     """1-bit Adam on one tensor, the same parameters on every worker.
 
@@ -158,6 +164,9 @@ class OnebitAdam:
         if self.bias_correction:
             m = m / (1 - self.b1**self.count)
         u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
+        if self.count > self.warmup:
+            correction = 1 if self.bias_correction else 1 - self.b2**self.variance_at
+            u = bounded(u, self.b1, self.b2, correction**-0.5)
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         return self.p
 
@@ -174,12 +183,14 @@ class ZeroOneAdam:
         self.v, self.G = np.zeros_like(self.y), 0.0
         self.residuals = zero_residuals(self.y.size, workers)
         self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
-        self.variance_freeze, self.count = variance_freeze, 0
+        self.variance_freeze, self.count, self.variance_updates = variance_freeze, 0, 0
         self.variance_steps, self.sync_steps = variance_steps, sync_steps
 
-    def divided(self, x):
-        """`x / (sqrt(v) + eps)`: 0 where v is 0."""
-        return np.where(self.v > 0, x / (np.sqrt(self.v) + self.eps), 0).astype(np.float32)
+    def divided(self, x, rates=1.0):
+        """`x / (sqrt(v) + eps)`, bounded: 0 where v is 0."""
+        u = np.where(self.v > 0, x / (np.sqrt(self.v) + self.eps), 0)
+        grown = np.sqrt(1 - self.b2**self.variance_updates)
+        return bounded(u, self.b1, self.b2, rates / grown).astype(np.float32)
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients; every worker's parameters."""
@@ -190,6 +201,7 @@ class ZeroOneAdam:
             if self.variance_steps(t):
                 mean = np.mean(g, axis=0, dtype=np.float32)
                 self.v = self.b2 * self.v + (1 - self.b2) * mean**2
+                self.variance_updates += 1
             else:
                 mean, self.residuals = ec1(g, self.residuals, self.v > 0)
             m = self.b1 * self.m[0] + (1 - self.b1) * mean
@@ -205,10 +217,10 @@ class ZeroOneAdam:
         self.y = self.y - self.lr * self.weight_decay * self.y
         if self.sync_steps(t):
             B, self.residuals = ec1(self.B, self.residuals, self.v > 0)
-            self.y = self.y - self.divided(B)
+            self.y = self.y - self.divided(B, self.G)
             self.m = [B / self.G] * workers
             self.B, self.G = [np.zeros_like(B)] * workers, 0.0
-        self.p = [self.y - self.divided(B) for B in self.B]
+        self.p = [self.y - self.divided(B, self.G) for B in self.B]
         return self.p
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.reference import Hierarchy, ec1, scale, zero_residuals
+from tests.reference import Hierarchy, bounded, ec1, scale, zero_residuals
 
 
 class OnebitLamb:
@@ -84,7 +84,8 @@ class OnebitLamb:
             self.m[i] = m
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
             root = np.sqrt(self.v[i]) + self.eps
-            q = np.where(self.live[i], m / root, 0)
+            grown = np.sqrt(1 - self.b2**self.warmup)
+            q = bounded(np.where(self.live[i], m / root, 0), self.b1, self.b2, 1 / grown)
             u = q + self.weight_decays[i] * self.p[i]
             f = 1.0
             if self.live[i].any():

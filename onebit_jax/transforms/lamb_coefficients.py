@@ -19,10 +19,11 @@ from onebit_jax.collectives.alike import Alike
 from onebit_jax.collectives.axes import least_over_shards, sum_over_shards
 from onebit_jax.transforms.algorithm import at_count
 from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
+from onebit_jax.transforms.step_bound import bounded
 
 
 class Bounds(NamedTuple):
-    """Decay of the running coefficient, and bounds of coefficients and ratios."""
+    """Decay of the running coefficient; bounds of coefficients, ratios and steps."""
 
     coeff_beta: Any
     min_coeff: Any
@@ -30,6 +31,7 @@ class Bounds(NamedTuple):
     min_ratio: Any
     max_ratio: Any
     ratio_threshold: Any
+    step_bound: Any
 
 
 def _reduce(
@@ -160,12 +162,15 @@ def dense_update(
     return decayed(inverse_k * k_m * inverse_root, p, rate)
 
 
-def momentum_over_root(fresh: jax.Array, inverse_root: jax.Array, size: jax.Array) -> jax.Array:
-    """``q = m / (sqrt(v) + eps)``, from ``|m|`` (``size``) and the sign bit of ``fresh``."""
-    return jnp.where(jnp.signbit(fresh), -size, size) * inverse_root
+def momentum_over_root(
+    bound: Any, fresh: jax.Array, inverse_root: jax.Array, size: jax.Array
+) -> jax.Array:
+    """``q = m / (sqrt(v) + eps)``, bounded; from ``|m|`` (``size``) and the sign of ``fresh``."""
+    return bounded(jnp.where(jnp.signbit(fresh), -size, size) * inverse_root, bound)
 
 
 def frozen_update(
+    bound: Any,
     rate: Any,
     inverse_k: jax.Array,
     fresh: jax.Array,
@@ -174,7 +179,7 @@ def frozen_update(
     p: jax.Array,
 ) -> jax.Array:
     """``u = q + lambda p``, with the variance frozen; from ``k |m|`` (``k_size``)."""
-    return decayed(momentum_over_root(fresh, inverse_root, inverse_k * k_size), p, rate)
+    return decayed(momentum_over_root(bound, fresh, inverse_root, inverse_k * k_size), p, rate)
 
 
 def ratios(
@@ -188,20 +193,20 @@ def ratios(
     r"""``r``: the factor by which the fresh variance would change the largest step of a tensor.
 
     Args:
-      bounds: the bounds of the ratio and of its relative change.
+      bounds: the bounds of the ratio, of its relative change, and of steps.
       eps: added to the root of the variance.
       last: the last ratios.
       alike: over the tensors.
       arrays: the last four arguments of :func:`frozen_update`, each one array per tensor.
-      numbers: its first two.
+      numbers: the two before.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:
         _, inverse_k, fresh, inverse_root, k_size, _ = of_tensor
-        q = momentum_over_root(fresh, inverse_root, inverse_k * k_size)
+        q = momentum_over_root(bounds.step_bound, fresh, inverse_root, inverse_k * k_size)
         fresh_root = jnp.sqrt(jnp.abs(fresh)) * inverse_k + eps
         least = jnp.where(inverse_root > 0, inverse_root * fresh_root, math.inf)
-        return q**2, frozen_update(*of_tensor) ** 2, least
+        return q**2, frozen_update(bounds.step_bound, *of_tensor) ** 2, least
 
     squared_q, squared_u, least = _reduce(terms, (SUM, SUM, LEAST), alike, arrays, numbers)
     f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)

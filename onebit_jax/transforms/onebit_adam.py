@@ -27,6 +27,7 @@ from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
+from onebit_jax.transforms.step_bound import StepBound, bound_of, bounded, check_step_bound
 from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
 
@@ -116,6 +117,7 @@ class OnebitAdam(FrozenVariance):
     warmup: Warmup
     bias_correction: bool
     refreshes: StepSet | None
+    step_bound: Any
     exchange: Exchange
     gradient_mean: GradientMean
 
@@ -214,18 +216,24 @@ class OnebitAdam(FrozenVariance):
         return self._with_momentum(exchange, state, m, g, waiting)
 
     def direction(self, state: State, update: Update) -> Arrays:
-        """``m / (sqrt(v) + eps)``, bias-corrected."""
+        """``m / (sqrt(v) + eps)``, bias-corrected; bounded once v is frozen."""
         exchange = self.bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0
         compressed = update.phase in self.after()
         m = moments.whole(exchange, state.momentum, state.progress.phase, update.phase)
+        averaged = None if self.bias_correction else state.variance_at
+        bound = bound_of(self.step_bound, self.b1, self.b2, averaged)
+        if bound is not None and not compressed:
+            dense = state.progress.phase == PHASES.index("warmup")
+            bound = jnp.where(dense, jnp.inf, bound)
 
         def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
             m = m / of_m
+            u = bounded(m * y, bound)
             if compressed:
-                return m * y
-            return jnp.where(frozen, m * y, m / root(y, of_v, self.eps, self.eps_root))
+                return u
+            return jnp.where(frozen, u, m / root(y, of_v, self.eps, self.eps_root))
 
         arrays = map(jax.tree.leaves, (m, state.v_then_inverse_root))
         return exchange.layout.alike().map(over_root, *arrays)
@@ -247,6 +255,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | Literal["auto"] | None = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
+    step_bound: StepBound = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
@@ -267,6 +276,7 @@ def scale_by_onebit_adam(
             warmup,
             bias_correction,
             step_sets.refresh_steps("variance_refreshes", refreshes),
+            check_step_bound(step_bound),
             exchange.one_bit(axis_name),
             GradientMean(axis_name, _unless_auto(warmup_bits, _WARMUP_BITS), exchange),
         )
@@ -287,6 +297,7 @@ def onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | Literal["auto"] | None = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
+    step_bound: StepBound = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
@@ -371,6 +382,10 @@ def onebit_adam(
         made, from 0, that returns a boolean (traced), ``"auto"`` for
         ``onebit_jax.step_sets.published_variance_steps(16)``, whose gaps grow to between 1/32 and
         1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
+      step_bound: the largest :math:`|m / (\sqrt v + \varepsilon)|` of an element once v is frozen:
+        ``"auto"`` for :math:`(1-\beta_1) / \sqrt{(1-\beta_2)(1-\beta_1^2/\beta_2)}`, further than
+        which no gradients move Adam (:mod:`onebit_jax.transforms.step_bound`); None for none, as in
+        the paper.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -405,8 +420,9 @@ def onebit_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step (DeepSpeed's users mask them by hand). :func:`onebit_jax.variance_stable` can end
-      warm-up; the paper has such a rule too, which DeepSpeed never implemented.
+      in one step (DeepSpeed's users mask them by hand). Others move by at most ``step_bound``.
+      :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
+      DeepSpeed never implemented.
     """
     return chain(
         scale_by_onebit_adam(
@@ -419,6 +435,7 @@ def onebit_adam(
             bias_correction=bias_correction,
             warmup_bits=warmup_bits,
             variance_refreshes=variance_refreshes,
+            step_bound=step_bound,
             exchange=exchange,
         ),
         *decay_and_rate(learning_rate, weight_decay, mask),
@@ -439,8 +456,8 @@ def onebit_adam_published(
     """1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
-    the variance never changes after the freeze, and the exchange has two stages for any number of
-    workers. Arguments, result and errors are those of :func:`onebit_adam`.
+    the variance never changes after the freeze, steps have no bound, and the exchange has two
+    stages for any number of workers. Arguments, result and errors are those of :func:`onebit_adam`.
 
     References:
       Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
@@ -461,5 +478,6 @@ def onebit_adam_published(
         bias_correction=False,
         warmup_bits=32,
         variance_refreshes=None,
+        step_bound=None,
         exchange=ExchangeOptions(form="two-stage"),
     )

@@ -25,6 +25,7 @@ from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Progress, keep
+from onebit_jax.transforms.step_bound import StepBound, bound_of, check_step_bound
 from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
 
 
@@ -195,15 +196,20 @@ class OnebitLamb(FrozenVariance):
         fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
         state = state._replace(fresh_variance=fresh)
         arrays, numbers = self._frozen_arguments(state, update.params, state.progress.count)
-        r = lamb.ratios(self.bounds, self.eps, state.ratios, alike, arrays, numbers)
+        r = lamb.ratios(self._bounds(state), self.eps, state.ratios, alike, arrays, numbers)
         r = keep(update.when, r, state.ratios)
         factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
         return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
 
+    def _bounds(self, state: State) -> lamb.Bounds:
+        """The bounds, with that of steps for the variance that froze."""
+        bound, at = self.bounds.step_bound, state.progress.frozen_at
+        return self.bounds._replace(step_bound=bound_of(bound, self.b1, self.b2, at))
+
     def _frozen_arguments(
         self, state: State, params: Arrays, count: jax.Array
     ) -> tuple[tuple[Arrays, ...], tuple[Any, ...]]:
-        """The arrays, and the numbers, of :func:`~.lamb_coefficients.frozen_update`."""
+        """The arrays of :func:`~.lamb_coefficients.frozen_update`, and two numbers before them."""
         exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         fresh = fused.cut(exchange, state.fresh_variance)
         sizes = fused.magnitudes(exchange, state.momentum)
@@ -218,7 +224,8 @@ class OnebitLamb(FrozenVariance):
         alike, u = exchange.layout.alike(), []
         if update.phase != "warmup":
             arrays, numbers = self._frozen_arguments(state, update.params, last)
-            u = [lamb.frozen_update(*x) for x in alike.groups(arrays, numbers)]
+            bound, groups = self._bounds(state).step_bound, alike.groups(arrays, numbers)
+            u = [lamb.frozen_update(bound, *x) for x in groups]
         if update.phase != "compression":
             rates = lamb.decay_rates(self, tree.unflatten(update.params), last)
             k_m = fused.dense(exchange, state.momentum)
@@ -257,6 +264,7 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
+    step_bound: StepBound = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
@@ -288,7 +296,7 @@ def scale_by_onebit_lamb(
             weight_decay,
             mask,
             warmup,
-            lamb.Bounds(*map(validation.float32, bounds)),
+            lamb.Bounds(*map(validation.float32, bounds), step_bound=check_step_bound(step_bound)),
             exchange.one_bit(axis_name, fused=True),
             GradientMean(axis_name, warmup_bits, exchange),
         )
@@ -312,6 +320,7 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
+    step_bound: StepBound = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
@@ -381,6 +390,9 @@ def onebit_lamb(
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
       warmup_bits: bits per value of gradients in warm-up: 32 by default, 16, 8 or 4; see
         :func:`onebit_jax.onebit_adam`.
+      step_bound: the largest :math:`|q|` of an element once v is frozen, if v were corrected for
+        beginning at 0: ``"auto"`` for the bound of Adam's own steps, None for none, as in the
+        paper; see :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -420,6 +432,7 @@ def onebit_lamb(
       Inactive elements do not move, :math:`\sigma` is computed over the others, and a tensor whose
       momentum is 0 has :math:`k = 1` and is left out of the mean: the paper's formulas would divide
       by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
+      :math:`|q|` is at most ``step_bound``.
       :func:`onebit_jax.variance_stable` can end warm-up.
     """
     validation.check_learning_rate(learning_rate)
@@ -439,6 +452,7 @@ def onebit_lamb(
             max_ratio=max_ratio,
             ratio_threshold=ratio_threshold,
             warmup_bits=warmup_bits,
+            step_bound=step_bound,
             exchange=exchange,
         ),
         optax.scale_by_learning_rate(learning_rate),

@@ -1,6 +1,7 @@
 """0/1 Adam: one bit per parameter from the start, and later only every few steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from onebit_jax.transforms.algorithm import (
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
+from onebit_jax.transforms.step_bound import StepBound, bound_of, bounded, check_step_bound
 from onebit_jax.transforms.step_sets import StepSet
 
 
@@ -35,6 +37,7 @@ class ZeroOneAdamState(NamedTuple):
 
     Attributes:
       progress: updates made, and the phase.
+      variance_updates: number of updates in ``T_v``, over which ``v`` averages; int32 ``[]``.
       local_steps: number of updates since the last sync; int32 ``[]``.
       learning_rate_sum: ``G``, the sum of the learning rates of those updates; float32 ``[]``.
       m: the worker's momentum ``m_i``; if ``local_steps`` is 0, equal on all workers, bit for bit;
@@ -52,6 +55,7 @@ class ZeroOneAdamState(NamedTuple):
     """
 
     progress: Progress
+    variance_updates: jax.Array
     local_steps: jax.Array
     learning_rate_sum: jax.Array
     m: PerWorker
@@ -121,6 +125,7 @@ class ZeroOneAdam(PhasedAlgorithm):
     variance_freeze: Any
     variance_steps: StepSet
     sync_steps: StepSet
+    step_bound: Any
     exchange: Exchange
     gradient_mean: GradientMean
     needs_params = "0/1 Adam computes what they become and must know what they are"
@@ -149,6 +154,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
         return ZeroOneAdamState(
             progress=phases.begin(),
+            variance_updates=jnp.zeros([], jnp.int32),
             local_steps=jnp.zeros([], jnp.int32),
             learning_rate_sum=jnp.zeros([], jnp.float32),
             m=PerWorker(zeros(1)),
@@ -173,6 +179,11 @@ class ZeroOneAdam(PhasedAlgorithm):
     def _bound(self, state: State) -> BoundExchange:
         return self.exchange.over(state.inverse_root, state.exchange)
 
+    def over_root(self, state: State, x: jax.Array, inverse_root: jax.Array, rates: Any) -> Any:
+        """``x / (sqrt(v) + eps)``, bounded for learning rates of such a sum."""
+        bound = bound_of(self.step_bound, self.b1, self.b2, state.variance_updates)
+        return bounded(x * inverse_root, None if bound is None else bound * jnp.abs(rates))
+
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
         decay = at_count(self.weight_decay, count)
@@ -186,7 +197,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
         shared = [lax.squeeze(m, (0,)) for m in equal_on_all_workers(jax.tree.leaves(state.m))]
         alike, roots = self._bound(state).layout.alike(), jax.tree.leaves(state.inverse_root)
-        u = alike.map(lambda m, root: -lr * (m * root), shared, roots)
+        u = alike.map(lambda m, root: -lr * self.over_root(state, m, root, 1.0), shared, roots)
         return self.decayed(_like(state, u), _like(state, p), count)
 
     def dense_step(self, state: State, update: Update) -> State:
@@ -199,6 +210,7 @@ class ZeroOneAdam(PhasedAlgorithm):
         new_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in new_v]
         v, roots = alike.unstack(new_v), alike.unstack(new_roots)
         new = state._replace(
+            variance_updates=state.variance_updates + 1,
             m=momentum(self.b1, state.m, _like(state, g)),
             inverse_root=_like(state, roots),
             v_then_y=_like(state, v),
@@ -255,7 +267,8 @@ class ZeroOneAdam(PhasedAlgorithm):
         values = exchange.pieces(jax.tree.map(lambda x: x[0], B_i))
         received, exchanged = exchange.all_reduce(values, state.exchange, Call(update.when))
         B, y = exchange.mean(received, exchanged), self._decayed_y(state)
-        y = jax.tree.map(lambda x, b, root: x - b * root, y, B, state.inverse_root)
+        moved = functools.partial(self.over_root, state, rates=G)
+        y = jax.tree.map(lambda x, b, root: x - moved(b, root), y, B, state.inverse_root)
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
         new = state._replace(
             local_steps=jnp.zeros_like(state.local_steps),
@@ -272,11 +285,13 @@ class ZeroOneAdam(PhasedAlgorithm):
             u = self.adam_update(state, update.params, state.progress.count - 1)
             before = jax.tree.leaves(u)
         if update.phase not in ("warmup", "compression"):
-            begun, trees = state.local_steps > 0, (state.v_then_y, state.inverse_root)
+            begun, rates = state.local_steps > 0, state.learning_rate_sum
+            trees = state.v_then_y, state.inverse_root
             B = [lax.squeeze(x, (0,)) for x in jax.tree.leaves(state.accumulated)]
 
             def moved(y: jax.Array, root: jax.Array, B: jax.Array, p: jax.Array) -> jax.Array:
-                return (y - jnp.where(begun, B, 0.0) * root) - p.astype(jnp.float32)
+                B = jnp.where(begun, B, 0.0)
+                return (y - self.over_root(state, B, root, rates)) - p.astype(jnp.float32)
 
             alike = self._bound(state).layout.alike()
             after = alike.map(moved, *map(jax.tree.leaves, trees), B, update.params)
@@ -327,6 +342,7 @@ def zero_one_adam(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
     warmup_bits: int | None = None,
+    step_bound: StepBound = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, except in a few dense updates.
@@ -418,6 +434,10 @@ def zero_one_adam(
       local_step_clipper: the paper's :math:`H`.
       warmup_bits: bits per value of gradients in refreshes: 32 by default, 16, 8 or 4; see
         :func:`onebit_jax.onebit_adam`.
+      step_bound: the largest step of an element, in learning rates, weight decay aside, if v were
+        corrected for beginning at 0: ``"auto"`` for the bound of Adam's own, None for none, as in
+        the paper; see :func:`onebit_jax.onebit_adam`. A sync's step is bounded by as much of
+        :math:`G`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -459,10 +479,10 @@ def zero_one_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step. Weight decay is not part of :math:`B`, and y is stored; DeepSpeed lets decay leak
-      into the momentum it rebuilds, and undoes local steps in floating point, so its replicas drift
-      apart. DeepSpeed also refreshes and synchronises at multiples of its gaps, so a gap that
-      follows a doubling can be too short.
+      in one step. Others move by at most ``step_bound``. Weight decay is not part of :math:`B`, and
+      y is stored; DeepSpeed lets decay leak into the momentum it rebuilds, and undoes local steps
+      in floating point, so its replicas drift apart. DeepSpeed also refreshes and synchronises at
+      multiples of its gaps, so a gap that follows a doubling can be too short.
     """
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
@@ -493,5 +513,6 @@ def zero_one_adam(
             ),
             exchange=exchange.one_bit(axis_name),
             gradient_mean=GradientMean(axis_name, warmup_bits, exchange),
+            step_bound=check_step_bound(step_bound),
         )
     )

@@ -101,7 +101,12 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     warmup = options["freeze_step"] - 1
     own = {name: options[name] for name in ("min_coeff", "max_coeff")} | {"warmup": warmup}
     tx = optimizer(
-        onebit_jax.onebit_lamb, recording, axis_name=axis_of(sizes), exchange=EXCHANGE, **own
+        onebit_jax.onebit_lamb,
+        recording,
+        axis_name=axis_of(sizes),
+        step_bound=None,
+        exchange=EXCHANGE,
+        **own,
     )
     # Leaves in the file's order, which numbers of tensors are in.
     initial = [recording.initial[name] for name in names]
@@ -159,6 +164,7 @@ def test_zero_one_adam_at_every_call(shared_dir):
         variance_steps=lambda count: jnp.any(count == VARIANCE_STEPS),
         sync_steps=lambda count: jnp.any(count == SYNC_STEPS),
         axis_name=AXIS,
+        step_bound=None,
         exchange=EXCHANGE,
     )
     recorded = {kind: recording.tree(kind) for kind in ("p", "m", "v", "u")}
