@@ -103,10 +103,10 @@ class Hierarchy:
         return np.concatenate(parts)
 
 
-def bounded(u, b1, b2, rates=1.0):
-    """`u`, no longer than the longest step that Adam makes by any gradients, at such rates."""
-    bound = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2)) if b1**2 < b2 else np.inf
-    return np.clip(u, -bound * abs(rates), bound * abs(rates))
+def bounded(u, bound, updates=None, b2=0.0):
+    """`u`, no longer than the bound, which grows as an uncorrected `v` falls short."""
+    grown = 1 if updates is None else np.sqrt(1 - b2**updates)
+    return np.clip(u, -bound / grown, bound / grown)
 
 
 class OnebitAdam:
@@ -165,8 +165,7 @@ class OnebitAdam:
             m = m / (1 - self.b1**self.count)
         u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
         if self.count > self.warmup:
-            correction = 1 if self.bias_correction else 1 - self.b2**self.variance_at
-            u = bounded(u, self.b1, self.b2, correction**-0.5)
+            u = bounded(u, 3, None if self.bias_correction else self.variance_at, self.b2)
         self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
         return self.p
 
@@ -189,8 +188,7 @@ class ZeroOneAdam:
     def divided(self, x, rates=1.0):
         """`x / (sqrt(v) + eps)`, bounded: 0 where v is 0."""
         u = np.where(self.v > 0, x / (np.sqrt(self.v) + self.eps), 0)
-        grown = np.sqrt(1 - self.b2**self.variance_updates)
-        return bounded(u, self.b1, self.b2, rates / grown).astype(np.float32)
+        return bounded(u, rates, self.variance_updates, self.b2).astype(np.float32)
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients; every worker's parameters."""

@@ -27,7 +27,7 @@ from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
-from onebit_jax.transforms.step_bound import StepBound, bound_of, bounded, check_step_bound
+from onebit_jax.transforms.step_bound import bounded, check_step_bound, for_uncorrected
 from onebit_jax.transforms.step_sets import StepSet
 from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
 
@@ -222,8 +222,9 @@ class OnebitAdam(FrozenVariance):
         frozen = state.progress.frozen_at >= 0
         compressed = update.phase in self.after()
         m = moments.whole(exchange, state.momentum, state.progress.phase, update.phase)
-        averaged = None if self.bias_correction else state.variance_at
-        bound = bound_of(self.step_bound, self.b1, self.b2, averaged)
+        bound = self.step_bound
+        if not self.bias_correction:
+            bound = for_uncorrected(bound, self.b2, state.variance_at)
         if bound is not None and not compressed:
             dense = state.progress.phase == PHASES.index("warmup")
             bound = jnp.where(dense, jnp.inf, bound)
@@ -255,7 +256,7 @@ def scale_by_onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | Literal["auto"] | None = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: StepBound = "auto",
+    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
@@ -297,7 +298,7 @@ def onebit_adam(
     bias_correction: bool = True,
     warmup_bits: int | Literal["auto"] | None = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: StepBound = "auto",
+    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
@@ -382,10 +383,10 @@ def onebit_adam(
         made, from 0, that returns a boolean (traced), ``"auto"`` for
         ``onebit_jax.step_sets.published_variance_steps(16)``, whose gaps grow to between 1/32 and
         1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
-      step_bound: the largest :math:`|m / (\sqrt v + \varepsilon)|` of an element once v is frozen:
-        ``"auto"`` for :math:`(1-\beta_1) / \sqrt{(1-\beta_2)(1-\beta_1^2/\beta_2)}`, further than
-        which no gradients move Adam (:mod:`onebit_jax.transforms.step_bound`); None for none, as in
-        the paper.
+      step_bound: the largest step of an element once v is frozen, in learning rates, weight decay
+        aside: :math:`|m / (\sqrt v + \varepsilon)|` is at most this. Adam's own steps hardly exceed
+        3 (:mod:`onebit_jax.transforms.step_bound`); without a bound, None, as in the paper, rare
+        tokens may drift until the loss is not finite.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of

@@ -25,7 +25,7 @@ from onebit_jax.transforms.frozen_variance import FrozenVariance
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Progress, keep
-from onebit_jax.transforms.step_bound import StepBound, bound_of, check_step_bound
+from onebit_jax.transforms.step_bound import check_step_bound, for_uncorrected
 from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
 
 
@@ -204,7 +204,7 @@ class OnebitLamb(FrozenVariance):
     def _bounds(self, state: State) -> lamb.Bounds:
         """The bounds, with that of steps for the variance that froze."""
         bound, at = self.bounds.step_bound, state.progress.frozen_at
-        return self.bounds._replace(step_bound=bound_of(bound, self.b1, self.b2, at))
+        return self.bounds._replace(step_bound=for_uncorrected(bound, self.b2, at))
 
     def _frozen_arguments(
         self, state: State, params: Arrays, count: jax.Array
@@ -264,7 +264,7 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    step_bound: StepBound = "auto",
+    step_bound: jax.typing.ArrayLike | None = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
@@ -320,7 +320,7 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    step_bound: StepBound = "auto",
+    step_bound: jax.typing.ArrayLike | None = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
@@ -391,8 +391,7 @@ def onebit_lamb(
       warmup_bits: bits per value of gradients in warm-up: 32 by default, 16, 8 or 4; see
         :func:`onebit_jax.onebit_adam`.
       step_bound: the largest :math:`|q|` of an element once v is frozen, if v were corrected for
-        beginning at 0: ``"auto"`` for the bound of Adam's own steps, None for none, as in the
-        paper; see :func:`onebit_jax.onebit_adam`.
+        beginning at 0; None for none, as in the paper. See :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:

@@ -28,7 +28,7 @@ from onebit_jax.transforms.algorithm import (
 )
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
-from onebit_jax.transforms.step_bound import StepBound, bound_of, bounded, check_step_bound
+from onebit_jax.transforms.step_bound import bounded, check_step_bound, for_uncorrected
 from onebit_jax.transforms.step_sets import StepSet
 
 
@@ -181,7 +181,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def over_root(self, state: State, x: jax.Array, inverse_root: jax.Array, rates: Any) -> Any:
         """``x / (sqrt(v) + eps)``, bounded for learning rates of such a sum."""
-        bound = bound_of(self.step_bound, self.b1, self.b2, state.variance_updates)
+        bound = for_uncorrected(self.step_bound, self.b2, state.variance_updates)
         return bounded(x * inverse_root, None if bound is None else bound * jnp.abs(rates))
 
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
@@ -342,7 +342,7 @@ def zero_one_adam(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
     warmup_bits: int | None = None,
-    step_bound: StepBound = "auto",
+    step_bound: jax.typing.ArrayLike | None = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, except in a few dense updates.
@@ -435,9 +435,8 @@ def zero_one_adam(
       warmup_bits: bits per value of gradients in refreshes: 32 by default, 16, 8 or 4; see
         :func:`onebit_jax.onebit_adam`.
       step_bound: the largest step of an element, in learning rates, weight decay aside, if v were
-        corrected for beginning at 0: ``"auto"`` for the bound of Adam's own, None for none, as in
-        the paper; see :func:`onebit_jax.onebit_adam`. A sync's step is bounded by as much of
-        :math:`G`.
+        corrected for beginning at 0; a sync's is as much of :math:`G`. None for none, as in the
+        paper. See :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:

@@ -43,7 +43,10 @@ COMMON: dict[str, tuple[Any, ...]] = {
 OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.onebit_adam: (
         ONEBIT,
-        {"variance_refreshes": (0, 2.5, True, "often", lambda count: count)},
+        {
+            "variance_refreshes": (0, 2.5, True, "often", lambda count: count),
+            "step_bound": (0, -1.0, NAN, INF, "auto", True),
+        },
     ),
     onebit_jax.onebit_lamb: (
         ONEBIT,
@@ -53,6 +56,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "min_ratio": (0, 1.1, NAN),
             "max_ratio": (0.9, INF),
             "ratio_threshold": (0, 1, NAN),
+            "step_bound": (0.0, INF),
         },
     ),
     onebit_jax.zero_one_adam: (
@@ -63,6 +67,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "local_step_clipper": (0, None),
             "variance_steps": (3, [0, 1], True),
             "sync_steps": (3, [0, 1]),
+            "step_bound": (0.0, "none"),
         },
     ),
     onebit_jax.birder: (
