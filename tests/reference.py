@@ -188,7 +188,7 @@ class ZeroOneAdam:
     def divided(self, x, rates=1.0):
         """`x / (sqrt(v) + eps)`, bounded: 0 where v is 0."""
         u = np.where(self.v > 0, x / (np.sqrt(self.v) + self.eps), 0)
-        return bounded(u, rates, self.variance_updates, self.b2).astype(np.float32)
+        return bounded(u, 3 * rates, self.variance_updates, self.b2).astype(np.float32)
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients; every worker's parameters."""

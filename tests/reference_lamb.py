@@ -84,7 +84,7 @@ class OnebitLamb:
             self.m[i] = m
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
             root = np.sqrt(self.v[i]) + self.eps
-            q = bounded(np.where(self.live[i], m / root, 0), 1, self.warmup, self.b2)
+            q = bounded(np.where(self.live[i], m / root, 0), 3, self.warmup, self.b2)
             u = q + self.weight_decays[i] * self.p[i]
             f = 1.0
             if self.live[i].any():

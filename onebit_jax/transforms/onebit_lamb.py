@@ -264,7 +264,7 @@ def scale_by_onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    step_bound: jax.typing.ArrayLike | None = 1.0,
+    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
@@ -320,7 +320,7 @@ def onebit_lamb(
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
     warmup_bits: int | None = None,
-    step_bound: jax.typing.ArrayLike | None = 1.0,
+    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.

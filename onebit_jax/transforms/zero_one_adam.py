@@ -342,7 +342,7 @@ def zero_one_adam(
     local_step_scaler: int = 32768,
     local_step_clipper: int = 16,
     warmup_bits: int | None = None,
-    step_bound: jax.typing.ArrayLike | None = 1.0,
+    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""0/1 Adam: sends one bit per parameter or nothing at all, except in a few dense updates.

@@ -22,7 +22,7 @@ from tests.workers import AXIS, on_workers
 WORKERS, STEPS, WORDS, WIDTH, BATCH = 4, 1500, 64, 8, 8
 # The rarest word is in one batch of all workers in 200.
 FREQUENCIES = 1 / np.arange(1, WORDS + 1) ** 2
-RATE = optax.cosine_decay_schedule(0.03, STEPS, 0.05)
+RATE = optax.cosine_decay_schedule(0.01, STEPS, 0.05)
 
 FORMS: dict[str, Callable[..., Any]] = {
     "onebit_adam": functools.partial(onebit_jax.onebit_adam, RATE),

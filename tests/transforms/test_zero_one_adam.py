@@ -134,7 +134,7 @@ def test_on_a_single_node_every_step_a_sync_it_is_adam_with_frozen_v():
             mean_g = np.asarray(g[:, t]).mean(0)
             m = 0.8 * m + 0.2 * mean_g
             v = 0.95 * v + 0.05 * mean_g**2 if t < 6 else v
-            u = reference.bounded(m / (np.sqrt(v) + 0.01), 1, min(t + 1, 6), 0.95)
+            u = reference.bounded(m / (np.sqrt(v) + 0.01), 3, min(t + 1, 6), 0.95)
             p = p - rates[t] * (u + 0.1 * p)
             np.testing.assert_allclose(ours[0, t], p, rtol=1e-5, atol=1e-5)
 
