@@ -8,6 +8,7 @@ that are rare in the text seldom have a gradient. Workers are simulated by `vmap
 
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -72,8 +73,8 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
                 rate, variance_freeze=2 * options.warmup, axis_name=AXIS, **own
             ),
         ),
-        "LAMB": (1e-2, lambda rate: optax.chain(dense, optax.lamb(rate))),
-        "1-bit LAMB": (1e-2, lambda rate, **own: onebit_jax.onebit_lamb(rate, **ends, **own)),
+        "LAMB": (4e-3, lambda rate: optax.chain(dense, optax.lamb(rate))),
+        "1-bit LAMB": (4e-3, lambda rate, **own: onebit_jax.onebit_lamb(rate, **ends, **own)),
     }
 
 
@@ -98,8 +99,11 @@ def loss_fn(params: Any, text: jax.Array, starts: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, window[:, BEFORE]).mean()
 
 
-def train(tx: Any, options: Options, seed: int, texts: Any) -> dict[str, float]:
-    """A training: its last losses, the held-out loss, and the embedding's largest number."""
+def train(tx: Any, options: Options, seed: int, texts: Any) -> dict[str, float | None]:
+    """A training: its last losses, the held-out loss, and the embedding's largest number.
+
+    None is for what is not finite.
+    """
     text, heldout = map(jnp.asarray, (texts.train, texts.heldout))
     first, batches = jax.random.split(jax.random.key(seed))
 
@@ -130,30 +134,40 @@ def train(tx: Any, options: Options, seed: int, texts: Any) -> dict[str, float]:
         params, state, loss = steps(params, state, jax.random.fold_in(batches, chunk))
     own = jax.tree.map(lambda x: x[0], params)
     starts = jax.random.randint(jax.random.key(0), (JUDGED_ON,), 0, len(heldout) - BEFORE)
-    return {
+    found = {
         "loss": float(loss),
         "heldout": float(jax.jit(loss_fn)(own, heldout, starts)),
         "largest": float(jnp.abs(own["embedding"]).max()),
     }
+    return {name: x if math.isfinite(x) else None for name, x in found.items()}
 
 
-def measure(options: Options) -> list[dict[str, Any]]:
-    """The figures of all trainings.
+def median(runs: list[dict[str, float | None]], name: str) -> float | None:
+    """The median of the runs; None if one of them is not finite."""
+    values = [run[name] for run in runs]
+    finite = [x for x in values if x is not None]
+    return statistics.median(finite) if len(finite) == len(values) else None
+
+
+def measure(options: Options) -> dict[str, dict[str, Any]]:
+    """The figures of all trainings by label: medians over seeds, and each.
 
     Raises:
       ValueError: for steps that are no multiple of 1,000, and for a corpus that is unfit.
     """
     if options.steps < CHUNK or options.steps % CHUNK:
         raise ValueError(f"steps={options.steps} must be a multiple of {CHUNK}, such as 15000.")
-    texts, figures = load(options.corpus, None), []
+    texts, figures = load(options.corpus, None), {}
     for name, (peak, make) in optimizers(options).items():
         rate = optax.warmup_cosine_decay_schedule(0, peak, 500, options.steps, peak / 20)
-        forms = {name: {}, f"{name}, no bound": {"step_bound": None}}
-        for label, own in forms.items() if name not in ("Adam", "LAMB") else [(name, {})]:
+        forms: dict[str, dict[str, Any]] = {name: {}}
+        if name not in ("Adam", "LAMB"):
+            forms[f"{name}, no bound"] = {"step_bound": None}
+        for label, own in forms.items():
             runs = [train(make(rate, **own), options, seed, texts) for seed in options.seeds]
-            medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            figures.append({"label": label, "learning_rate": peak, **medians, "runs": runs})
-            print(json.dumps(figures[-1]), flush=True)
+            medians = {figure: median(runs, figure) for figure in runs[0]}
+            figures[label] = {"learning_rate": peak, **medians, "runs": runs}
+            print(json.dumps({label: figures[label]}), flush=True)
     return figures
 
 
