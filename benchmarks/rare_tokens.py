@@ -55,6 +55,10 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
     of_itself = onebit_jax.variance_stable(min_steps=options.warmup // 2)
     return {
         "Adam": (2e-3, lambda rate: optax.chain(dense, optax.adam(rate))),
+        "Adam, averages at 8 bits": (
+            2e-3,
+            lambda rate: onebit_jax.onebit_adam(rate, warmup=options.steps + 1, axis_name=AXIS),
+        ),
         "1-bit Adam": (
             2e-3,
             lambda rate, **own: onebit_jax.onebit_adam(
@@ -161,7 +165,7 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
     for name, (peak, make) in optimizers(options).items():
         rate = optax.warmup_cosine_decay_schedule(0, peak, 500, options.steps, peak / 20)
         forms: dict[str, dict[str, Any]] = {name: {}}
-        if name not in ("Adam", "LAMB"):
+        if "1" in name:
             forms[f"{name}, no bound"] = {"step_bound": None}
         for label, own in forms.items():
             runs = [train(make(rate, **own), options, seed, texts) for seed in options.seeds]

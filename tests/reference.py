@@ -399,7 +399,7 @@ def quantized_layout(shapes, workers, bits, large=2**16):
     ]
 
 
-def quantized_means(values, bits, layout=None, residual_decay=1.0):
+def quantized_means(values, bits, layout=None, residual_decay=1.0, roots=False):
     """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
 
     Args:
@@ -407,6 +407,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
       bits: per value.
       layout: from :func:`quantized_layout`; by default of one tensor.
       residual_decay: what residuals are multiplied with.
+      roots: whether levels are spaced as squares, as without error feedback.
 
     Returns:
       The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
@@ -419,6 +420,9 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0):
 
     def compress(c):
         s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
+        if roots:
+            r = np.sign(c) * np.round(levels * np.sqrt(np.abs(c) / s))
+            return r * np.abs(r) * (s / levels**2)
         return np.round(c * (levels / s)) * (s / levels)
 
     e = [np.zeros((workers, *part.shape), np.float32) for part in layout]

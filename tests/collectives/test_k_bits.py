@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.k_bits import KBits, block_scales, dequantize, quantize
 from onebit_jax.collectives.layout import BLOCK
 from tests import reference
 from tests.collectives.exchanging import Exchanging, flat, leaves
-from tests.workers import BINDINGS, assert_workers_agree
+from tests.workers import AXIS, BINDINGS, assert_workers_agree, on_workers
 
 BITS = [2, 4, 8]
 # Two pieces for up to four workers: "large" alone, which has to be padded, and the others.
@@ -77,3 +78,17 @@ def test_a_state_of_zeros_has_no_residuals():
     exchange.state = jax.tree.map(np.zeros_like, exchange.fresh)
     jax.tree.map(np.testing.assert_array_equal, exchange(values), expected)
     assert not exchange.state.diagnostics()
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_without_feedback_small_values_keep_their_size(workers):
+    """Of the largest of their block a five-hundredth, which even levels would round to 0."""
+    values = np.full((workers, 1024), 2e-3, np.float32) * np.where(np.arange(1024) % 3, 1, -1)
+    values[:, ::256] = 1.0
+
+    def mean(x: jax.Array) -> jax.Array:
+        exchange = Exchange(AXIS, KBits(8, keeps_residuals=False)).over([x])
+        return exchange.average([x], ())[0][0]
+
+    got = np.asarray(on_workers(mean, workers)(values))
+    np.testing.assert_allclose(got, values, rtol=0.2)

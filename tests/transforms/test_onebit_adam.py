@@ -112,7 +112,11 @@ def exact_means(case: Case, gradients: Any) -> list[Any]:
     ends, shapes = np.cumsum([g.shape[-1] for g in flat])[:-1], [g.shape[2:] for g in leaves]
     layout = reference.quantized_layout(shapes, len(leaves[0]), case.bits)
     means, *_ = reference.quantized_means(
-        np.concatenate(flat, -1), case.bits, layout, residual_decay=float(case.bits == 4)
+        np.concatenate(flat, -1),
+        case.bits,
+        layout,
+        residual_decay=float(case.bits == 4),
+        roots=case.bits == 8,
     )
     return [
         map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)
