@@ -385,8 +385,8 @@ def onebit_adam(
         1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
       step_bound: the largest step of an element once v is frozen, in learning rates, weight decay
         aside: :math:`|m / (\sqrt v + \varepsilon)|` is at most this. Adam's own steps hardly exceed
-        3 (:mod:`onebit_jax.transforms.step_bound`); without a bound, None, as in the paper, rare
-        tokens may drift until the loss is not finite.
+        3; without a bound, None, as in the paper, rare tokens may drift until the loss is not
+        finite (docs/pretraining.md).
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
