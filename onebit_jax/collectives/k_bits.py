@@ -98,8 +98,13 @@ def quantize_roots(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     return jnp.sign(c) * jnp.round(levels(bits) * jnp.sqrt(share))
 
 
+def dequantize_roots(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """``s r |r| / levels^2``: decodes levels from :func:`quantize_roots`; float32."""
+    return dequantize(r * jnp.abs(r) / levels(bits), scales, bits)
+
+
 def residual(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``c - Q_k(c)``."""
+    """``c - Q_k(c)``, with error feedback."""
     return c - dequantize(quantize(c, scales, bits), scales, bits)
 
 
@@ -270,10 +275,9 @@ class KBits:
 
     def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
         """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
-        q = unpack(in_bytes, self.bits, in_bytes.ndim - 2).astype(jnp.float32) - levels(self.bits)
-        if not self.keeps_residuals:
-            q = q * jnp.abs(q) / levels(self.bits)
-        return dequantize(q, scales, self.bits)
+        unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
+        decoded = dequantize if self.keeps_residuals else dequantize_roots
+        return decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales, self.bits)
 
 
 def _sampled_rows(rows: int, size: int) -> tuple[slice, float]:

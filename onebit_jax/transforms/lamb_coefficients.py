@@ -198,7 +198,7 @@ def ratios(
       last: the last ratios.
       alike: over the tensors.
       arrays: the last four arguments of :func:`frozen_update`, each one array per tensor.
-      numbers: the two before.
+      numbers: its ``rate`` and ``inverse_k``.
     """
 
     def terms(*of_tensor: Any) -> tuple[jax.Array, ...]:

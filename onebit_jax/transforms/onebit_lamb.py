@@ -209,7 +209,7 @@ class OnebitLamb(FrozenVariance):
     def _frozen_arguments(
         self, state: State, params: Arrays, count: jax.Array
     ) -> tuple[tuple[Arrays, ...], tuple[Any, ...]]:
-        """The arrays of :func:`~.lamb_coefficients.frozen_update`, and two numbers before them."""
+        """The arrays and the numbers that :func:`~.lamb_coefficients.frozen_update` takes."""
         exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
         fresh = fused.cut(exchange, state.fresh_variance)
         sizes = fused.magnitudes(exchange, state.momentum)
