@@ -37,7 +37,7 @@ from benchmarks import accelerators, tasks
 from benchmarks.accelerators import HARDWARE, Target
 from onebit_jax import wire
 from onebit_jax.programs import hlo
-from onebit_jax.training.sharded_model import ShardedModel
+from onebit_jax.states.sharded_model import ShardedModel
 from onebit_jax.transforms.phases import Phase
 from train import record
 from train.lm.model import LMConfig, init_params, next_token_loss

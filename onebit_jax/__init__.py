@@ -6,15 +6,15 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.largest_values import LargestValues
 from onebit_jax.collectives.majority_vote import MajorityVote
 from onebit_jax.markers import PerWorker
-from onebit_jax.processes.member import ProcessGroup
-from onebit_jax.processes.process_group import process_group
 from onebit_jax.programs import wire
-from onebit_jax.sharded.on_mesh import on_mesh
-from onebit_jax.sharded.worker_step import worker_copies, worker_copy, worker_step
 from onebit_jax.states.adam_conversion import from_adam, to_adam
+from onebit_jax.states.on_mesh import on_mesh
 from onebit_jax.states.placement import state_specs
 from onebit_jax.states.resizing import resize
-from onebit_jax.training.sharded_model import init
+from onebit_jax.states.sharded_model import init
+from onebit_jax.states.worker_step import worker_copies, worker_copy, worker_step
+from onebit_jax.training.process_group import process_group
+from onebit_jax.training.process_member import ProcessGroup
 from onebit_jax.training.train_step import TrainStep, train_step
 from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder

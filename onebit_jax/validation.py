@@ -10,7 +10,6 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from onebit_jax.collectives.packing import ROW_MULTIPLE
 from onebit_jax.markers import named_leaves
 
 
@@ -223,19 +222,6 @@ def check_residual_dtype(residual_dtype: Any) -> None:
             f"residual_dtype={residual_dtype!r} must be 'float32' or 'bfloat16': in float16 small "
             f"residuals would underflow."
         )
-
-
-def check_bucket_bytes(bucket_bytes: Any) -> None:
-    """Raises ``ValueError`` unless ``bucket_bytes`` is None, "auto" or whole units of a row."""
-    if bucket_bytes is None or (isinstance(bucket_bytes, str) and bucket_bytes == "auto"):
-        return
-    mend = (
-        f"It must be a multiple of {ROW_MULTIPLE} bytes, such as {2**17}, None for one collective, "
-        f"or 'auto' for what suits the machine."
-    )
-    check_step_count("bucket_bytes", bucket_bytes, 1, mend)
-    if bucket_bytes % ROW_MULTIPLE:
-        raise ValueError(f"bucket_bytes={bucket_bytes}. {mend}")
 
 
 def check_form(form: Any) -> None:

@@ -10,8 +10,8 @@ import signal
 import sys
 import threading
 
-from onebit_jax.processes.member import Member
-from onebit_jax.processes.process_group import exit_status
+from onebit_jax.training.process_group import exit_status
+from onebit_jax.training.process_member import Member
 
 
 def main(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import onebit_jax
-from onebit_jax.processes.messages import differing
+from onebit_jax.training.process_messages import differing
 from tests.train.together import ended, free_address, started
 
 WORKER = "tests.group_worker"

@@ -17,7 +17,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
 import onebit_jax
-from onebit_jax.sharded.specs import MeshAxes, parameter_specs
+from onebit_jax.states.specs import MeshAxes, parameter_specs
 from train.cluster import check_shared, joined, of_options
 from train.config import RunConfig, check_folder, write_config
 from train.lock import locked

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from onebit_jax.markers import is_per_worker, nodes, outermost
-from onebit_jax.sharded.specs import names_in
+from onebit_jax.states.specs import names_in
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.

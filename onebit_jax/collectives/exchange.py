@@ -49,7 +49,7 @@ from onebit_jax.collectives.error_feedback import (
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.one_bit import OneBit
-from onebit_jax.collectives.packing import join_sections
+from onebit_jax.collectives.packing import check_bucket_bytes, join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.collectives.stages import Message, Stages, bucket_limit, carry_out
 from onebit_jax.collectives.xla_workarounds import materialize
@@ -152,7 +152,7 @@ class Exchange:
 
     def __post_init__(self):
         validation.check_local_dtype(self.local_dtype, self.axis_name)
-        validation.check_bucket_bytes(self.bucket_bytes)
+        check_bucket_bytes(self.bucket_bytes)
 
     def over(self, tree: Any, state: Any = None) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.

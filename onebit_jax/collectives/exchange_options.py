@@ -8,6 +8,7 @@ from onebit_jax.collectives.exchange import Compressor, Exchange, Form
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale, ScalePer
+from onebit_jax.collectives.packing import check_bucket_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ExchangeOptions:
 
     def __post_init__(self):
         self._compressor()
-        validation.check_bucket_bytes(self.bucket_bytes)
+        check_bucket_bytes(self.bucket_bytes)
         validation.check_form(self.form)
 
     def _compressor(self, *, fused: bool = False) -> OneBit:

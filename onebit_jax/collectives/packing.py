@@ -9,12 +9,14 @@ A worker holds *pieces*, a server *stacks* of the same tensors: :mod:`~.layout` 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from onebit_jax import validation
 
 Shape = tuple[int, ...]
 # Places from which arrays are read, hidden from constant folding: see `hide_constants`.
@@ -120,6 +122,19 @@ def join_sections(sections: Sequence[jax.Array], leading: Shape) -> jax.Array:
     flat = [x.reshape(*leading, x.size // max(int(np.prod(leading)), 1)) for x in sections]
     padding = -sum(x.shape[-1] for x in flat) % ROW_MULTIPLE
     return jnp.concatenate([*flat, jnp.zeros((*leading, padding), jnp.uint8)], -1)
+
+
+def check_bucket_bytes(bucket_bytes: Any) -> None:
+    """Raises ``ValueError`` unless ``bucket_bytes`` is None, "auto" or whole units of a row."""
+    if bucket_bytes is None or (isinstance(bucket_bytes, str) and bucket_bytes == "auto"):
+        return
+    mend = (
+        f"It must be a multiple of {ROW_MULTIPLE} bytes, such as {2**17}, None for one collective, "
+        f"or 'auto' for what suits the machine."
+    )
+    validation.check_step_count("bucket_bytes", bucket_bytes, 1, mend)
+    if bucket_bytes % ROW_MULTIPLE:
+        raise ValueError(f"bucket_bytes={bucket_bytes}. {mend}")
 
 
 class Piece(NamedTuple):

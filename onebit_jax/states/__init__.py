@@ -1,1 +1,1 @@
-"""Optimizer states: placing, resizing and converting them."""
+"""How parameters and optimizer states lie on a mesh: placing, splitting, resizing, converting."""

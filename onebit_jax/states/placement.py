@@ -122,6 +122,14 @@ def strong(x: Any) -> Any:
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
 
+def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """The parameters that a worker trains: those in the state if it has such, else ``params``."""
+    for node in nodes_with("worker_parameters", opt_state):
+        if jax.tree.structure(node.own.value) == jax.tree.structure(params):
+            return node.worker_parameters(params)
+    return params
+
+
 def is_placed(x: Any, sharding: NamedSharding) -> bool:
     """Whether an array lies where it belongs."""
     return getattr(x, "sharding", None) == sharding

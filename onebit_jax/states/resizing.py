@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import is_key, is_per_worker, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import Axes, abstract_mesh
-from onebit_jax.sharded.specs import MeshAxes, Specs
-from onebit_jax.sharded.state_layout import by_place, from_places, map_placed
-from onebit_jax.sharded.worker_step import row_of
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
-from onebit_jax.training.sharded_model import ShardedModel, sharded_model
+from onebit_jax.states.sharded_model import ShardedModel, sharded_model
+from onebit_jax.states.specs import MeshAxes, Specs
+from onebit_jax.states.state_layout import by_place, from_places, map_placed
+from onebit_jax.states.worker_step import row_of
 from onebit_jax.transforms.algorithm import has_progress
 
 StateT = TypeVar("StateT")

@@ -2,7 +2,7 @@
 
 A worker of a split model is several devices, one at each *place* along the fast axes, each with its
 shards. On the host a state is *by place*: behind the axis of workers, where there is one, a leaf
-has an axis for each fast axis (:func:`onebit_jax.sharded.state_layout.by_place`). A whole model has
+has an axis for each fast axis (:func:`onebit_jax.states.state_layout.by_place`). A whole model has
 none of these, and a state by place is that in the mesh view.
 """
 

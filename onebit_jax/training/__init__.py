@@ -1,1 +1,1 @@
-"""The training step on a mesh."""
+"""The training step on a mesh, and the processes that train and end together."""

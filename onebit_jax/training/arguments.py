@@ -12,9 +12,9 @@ from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.programs.replica_check import check_replicas
 from onebit_jax.states import placement
+from onebit_jax.states.sharded_model import ShardedModel
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.model_state import check_random_keys
-from onebit_jax.training.sharded_model import ShardedModel
 from onebit_jax.transforms.nonfinite import Skips, no_skips
 
 

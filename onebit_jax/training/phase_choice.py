@@ -10,7 +10,8 @@ import optax
 
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.markers import nodes_with, outermost
+from onebit_jax.markers import outermost
+from onebit_jax.states.placement import worker_parameters
 from onebit_jax.transforms.algorithm import has_progress
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
@@ -39,14 +40,6 @@ def _replace_phase(opt_state: optax.OptState, replace: Any) -> optax.OptState:
         opt_state,
         is_leaf=_is_progress,
     )
-
-
-def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The parameters that a worker trains: those in the state if it has such, else ``params``."""
-    for node in nodes_with("worker_parameters", opt_state):
-        if jax.tree.structure(node.own.value) == jax.tree.structure(params):
-            return node.worker_parameters(params)
-    return params
 
 
 # Parameters, optimizer state, and whether the update looked finite.

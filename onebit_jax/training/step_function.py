@@ -11,11 +11,12 @@ from jax import lax
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.states import placement
+from onebit_jax.states.sharded_model import ShardedModel
 from onebit_jax.training import model_state as model_states
 from onebit_jax.training import phase_choice
 from onebit_jax.training.arguments import Arguments, Setup
 from onebit_jax.training.gradients import LossAndGradients, loss_and_gradients
-from onebit_jax.training.sharded_model import ShardedModel
 from onebit_jax.transforms.clip_by_common_norm import clipped
 from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, squared_norms
 from onebit_jax.transforms.phases import Phase, keep
@@ -44,7 +45,7 @@ def worker_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
       The state's old arrays that new ones are written beside, None for the others; parameters,
       the optimizer's state and the model's; metrics; the upcoming phases; the account.
     """
-    own = phase_choice.worker_parameters(given.opt_state, given.params)
+    own = placement.worker_parameters(given.opt_state, given.params)
     computed = _gradients(setup, given._replace(params=own), lax.axis_index(setup.axes))
     beside = Beside([], one_message=setup.on_cpus)
     updated = _update(setup, given, computed, phase, beside)

@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.programs.collective_check import check_collectives
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
-from onebit_jax.sharded.specs import Specs
 from onebit_jax.states import placement
+from onebit_jax.states.sharded_model import sharded_model
+from onebit_jax.states.specs import Specs
 from onebit_jax.training.agreement import check_agreement
 from onebit_jax.training.arguments import Arguments, Options, Placements, Setup, check_batch
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.model_state import check_shared_model_state
 from onebit_jax.training.run import Run
-from onebit_jax.training.sharded_model import sharded_model
 from onebit_jax.training.step_function import Results, sharded_step, worker_step
 from onebit_jax.transforms.nonfinite import Skips
 from onebit_jax.transforms.phases import Phase

@@ -16,10 +16,10 @@ from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
-from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
-from onebit_jax.sharded.state_layout import without_places
-from onebit_jax.sharded.worker_step import are_copies, mesh_view
 from onebit_jax.states import placement
+from onebit_jax.states.specs import MeshAxes, names_in, names_of
+from onebit_jax.states.state_layout import without_places
+from onebit_jax.states.worker_step import are_copies, mesh_view
 from onebit_jax.watching import healthy_ranges, metrics
 from onebit_jax.watching.replica_checksums import (
     ReplicaDivergenceError,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from onebit_jax.markers import is_key
-from onebit_jax.sharded.specs import names_of
+from onebit_jax.states.specs import names_of
 
 # Of a tensor: which devices, by their place in the mesh, hold the same of it, and their checksums.
 Held = Sequence[tuple[np.ndarray, np.ndarray]]

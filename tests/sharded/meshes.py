@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import wire
-from onebit_jax.sharded import worker_step
+from onebit_jax.states import worker_step
 from tests.workers import make_mesh
 
 SLOW = "data"

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
-from onebit_jax.sharded.specs import MeshAxes
-from onebit_jax.sharded.state_layout import Placed, by_place, from_places
+from onebit_jax.states.specs import MeshAxes
+from onebit_jax.states.state_layout import Placed, by_place, from_places
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import make_mesh

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax.sharded.specs import MeshAxes
-from onebit_jax.sharded.worker_step import mesh_view
+from onebit_jax.states.specs import MeshAxes
+from onebit_jax.states.worker_step import mesh_view
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import PAIR, make_mesh

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax.sharded.specs import MeshAxes
-from onebit_jax.sharded.state_layout import place_leaves
+from onebit_jax.states.specs import MeshAxes
+from onebit_jax.states.state_layout import place_leaves
 from tests.optimizers import OPTIMIZERS
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW

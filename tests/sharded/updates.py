@@ -9,7 +9,7 @@ from jax import lax
 
 import onebit_jax
 from onebit_jax.collectives.axes import tensors_split_along
-from onebit_jax.sharded.specs import names_in
+from onebit_jax.states.specs import names_in
 from tests.sharded.meshes import SLOW, assert_places_agree
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tensorstore
 
-from onebit_jax.processes.connections import Line
+from onebit_jax.training.process_connections import Line
 from tests.test_process_group import WORKER
 from tests.train.together import ended, free_address, started
 from train.bert.tokenizer import train_tokenizer

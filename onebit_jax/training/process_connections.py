@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from onebit_jax.processes.messages import is_message
+from onebit_jax.training.process_messages import is_message
 
 RETRY_SECONDS = 0.2
 _LONGEST = 2**20

@@ -20,9 +20,9 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
 from onebit_jax.programs.over_workers import abstract_mesh, over_workers
-from onebit_jax.sharded import state_layout
-from onebit_jax.sharded.flax_variables import with_shardings
-from onebit_jax.sharded.refusals import (
+from onebit_jax.states import placement, state_layout
+from onebit_jax.states.flax_variables import with_shardings
+from onebit_jax.states.on_mesh_checks import (
     check_elementwise,
     check_gradients,
     check_local_steps,
@@ -32,9 +32,8 @@ from onebit_jax.sharded.refusals import (
     check_workers,
     split_parameter,
 )
-from onebit_jax.sharded.replicas import update_of_one_worker
-from onebit_jax.sharded.specs import MeshAxes, Specs, parameter_specs, spec_in_type
-from onebit_jax.states import placement
+from onebit_jax.states.specs import MeshAxes, Specs, parameter_specs, spec_in_type
+from onebit_jax.states.worker_step_check import update_of_one_worker
 
 
 def _with_and_without_arrays(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.sharded.specs import names_of
+from onebit_jax.states.specs import names_of
 
 
 def with_shardings(params: Any, state: Any, specs: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from onebit_jax import validation
-from onebit_jax.processes.member import FAILED, Member, ProcessGroup
+from onebit_jax.training.process_member import FAILED, Member, ProcessGroup
 
 _LONGEST_ADDRESS = 300
 # A process that fails first waits for news of others, for 3 s.

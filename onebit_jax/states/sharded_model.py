@@ -18,12 +18,11 @@ from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.markers import named_leaves, nodes_with
 from onebit_jax.programs.over_workers import over_workers
-from onebit_jax.sharded.on_mesh import OnMesh
-from onebit_jax.sharded.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
-from onebit_jax.sharded.state_layout import Placed, map_placed
-from onebit_jax.sharded.worker_step import worker_shares
 from onebit_jax.states import placement
-from onebit_jax.training.phase_choice import worker_parameters
+from onebit_jax.states.on_mesh import OnMesh
+from onebit_jax.states.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
+from onebit_jax.states.state_layout import Placed, map_placed
+from onebit_jax.states.worker_step import worker_shares
 
 
 class ShardedModel:
@@ -142,7 +141,7 @@ class ShardedModel:
         axes, specs, placed = self.axes, self.specs(params), self.placed(params)
 
         def row(params: Any, opt_state: Any) -> Any:
-            own = worker_parameters(_to_worker_view(placed, opt_state), params)
+            own = placement.worker_parameters(_to_worker_view(placed, opt_state), params)
             return jax.tree.map(lambda x: x[None], own)
 
         in_specs = specs, self.state_specs(params)

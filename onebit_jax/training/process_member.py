@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from onebit_jax.processes.connections import Line, connect, listen
-from onebit_jax.processes.hub import GONE, LATE_SECONDS, Hub
-from onebit_jax.processes.messages import FAILED
+from onebit_jax.training.process_connections import Line, connect, listen
+from onebit_jax.training.process_hub import GONE, LATE_SECONDS, Hub
+from onebit_jax.training.process_messages import FAILED
 
 # What a process fails with may follow from the end of another one, of which it hears within this.
 _NEWS_SECONDS = 3.0

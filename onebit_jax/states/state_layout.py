@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import is_key, is_per_worker
-from onebit_jax.sharded.specs import MeshAxes, names_in, names_of
+from onebit_jax.states.specs import MeshAxes, names_in, names_of
 
 
 class Placed(NamedTuple):

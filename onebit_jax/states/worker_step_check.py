@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from onebit_jax.markers import nodes_with
 from onebit_jax.programs.collective_check import Axes, Program, axes_of_results, programs_in
-from onebit_jax.sharded.state_layout import is_placed
+from onebit_jax.states.state_layout import is_placed
 
 _NO_VMAP = (
     "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import named_leaves
 from onebit_jax.programs.collective_check import Program, programs_in
-from onebit_jax.sharded.specs import MeshAxes, explicit_part, names_of, spec_in_type
-from onebit_jax.sharded.state_layout import Placed, is_placed
+from onebit_jax.states.specs import MeshAxes, explicit_part, names_of, spec_in_type
+from onebit_jax.states.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
 

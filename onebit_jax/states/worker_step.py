@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import over_workers
-from onebit_jax.sharded.replicas import check_replicas_of_step
-from onebit_jax.sharded.specs import MeshAxes, names_in, names_of, spec_in_type
 from onebit_jax.states.placement import state_specs
+from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
+from onebit_jax.states.worker_step_check import check_replicas_of_step
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any
 
-from onebit_jax.processes.connections import RETRY_SECONDS, Line
-from onebit_jax.processes.messages import FAILED, by_value, differing, named
+from onebit_jax.training.process_connections import RETRY_SECONDS, Line
+from onebit_jax.training.process_messages import FAILED, by_value, differing, named
 
 GONE = "it ended without a word; see what it printed itself"
 # In addition to the time in which all processes must have come: for those that come too late, and

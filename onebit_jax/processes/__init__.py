@@ -1,1 +1,0 @@
-"""Processes that train together and end together: one that fails ends all, with the reason."""

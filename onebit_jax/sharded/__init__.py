@@ -1,1 +1,0 @@
-"""Optimizers beside a sharded model, in training loops of others."""
