@@ -202,7 +202,8 @@ def check_format(manifest: Any, where: str) -> None:
         raise ValueError(
             f"{where} has the format {known}, this version of onebit_jax reads {FORMAT}: it was "
             f"written by onebit_jax and others of the versions {manifest.get('versions')}. Install "
-            f"those, or begin in another folder."
+            f"those, an earlier commit of onebit_jax if its version is the same here, or begin in "
+            f"another folder."
         )
     match manifest:
         case {
