@@ -38,7 +38,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import pack, unpack
-from onebit_jax.collectives.xla_workarounds import separate
+from onebit_jax.collectives.xla_workarounds import rounded_product, separate
 from onebit_jax.markers import PerWorker
 
 # 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
@@ -212,12 +212,13 @@ class KBits:
         [stack] = layout.stacks
 
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return total + self._numbers(*row)[None], None
+            return total + rounded_product(self._numbers(*row))[None], None
 
-        # One row at a time: otherwise XLA writes all decoded rows before it sums them.
+        # One row at a time: otherwise XLA writes all decoded rows before it sums them. A last bit
+        # of the sum may decide a level, and must not depend on the program: on how buckets are cut.
         received = stack.bytes(rows), layout.scales(rows)[:, None] / len(rows)
         first, others = (jax.tree.map(lambda x, i=i: x[i], received) for i in (0, slice(1, None)))
-        total = residual + self._numbers(*first)[None]
+        total = residual + rounded_product(self._numbers(*first))[None]
         return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
 
     def _answer(self, a: jax.Array, S: jax.Array) -> list[jax.Array]:
