@@ -1,4 +1,4 @@
-"""Arrays written in place: the same values, and no copy."""
+"""Arrays written in place: the same values, and no copy; products rounded before their sum."""
 
 import functools
 import math
@@ -15,6 +15,7 @@ from onebit_jax.collectives.xla_workarounds import (
     materialize,
     overwrite_if,
     overwrite_one,
+    rounded_product,
 )
 from tests.workers import AXIS, BINDINGS, on_workers
 
@@ -124,3 +125,10 @@ def test_a_program_has_a_computation_for_each_shape():
 
     program = on_workers(roots, 2, "shard_map").lower(drawn([(8,)] * 50))
     assert program.as_text().count("stablehlo.sqrt") == 1
+
+
+def test_a_product_is_rounded_before_its_sum():
+    """Without `rounded_product` XLA for CPUs rounds once, where the CPU can."""
+    a, b, c = np.random.default_rng(0).standard_normal((3, 4096), np.float32)
+    ours = jax.jit(lambda a, b, c: rounded_product(a * b) + c)(a, b, c)
+    np.testing.assert_array_equal(ours, a * b + c)
