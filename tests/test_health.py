@@ -1,6 +1,7 @@
 """What `train_step` does where one worker's gradient is not fit: all leave the step out."""
 
 import functools
+import re
 from typing import Any, cast
 
 import jax
@@ -131,3 +132,11 @@ def test_norms_of_tensors_that_the_compiler_splits_gather_nothing():
     g = np.random.default_rng(0).standard_normal((64, 64), np.float32)
     assert "all-gather" not in str(norm.lower(g).compile().as_text())
     np.testing.assert_allclose(norm(jax.device_put(g, columns)), [np.sum(g**2)], rtol=1e-6)
+
+
+def test_the_sum_of_norms_stays_one_reduction():
+    # As a chain of additions it took a third of the time of compiling a large model's step.
+    grads = [jnp.ones((3, 5 + i)) for i in range(40)]
+    program = jax.jit(lambda grads: jnp.sum(squared_norms(grads))).lower(grads).compile().as_text()
+    computations = re.split(r"\n(?=\S)", str(program))
+    assert max(lines.count(" add(") for lines in computations) == 1
