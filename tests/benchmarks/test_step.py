@@ -111,15 +111,16 @@ def test_scaling_counts_what_is_sent():
 @pytest.mark.slow
 def test_compilation_is_timed_beside_the_dense_one_of_the_same_loop(monkeypatch, capsys):
     names = list(compilation.programs())
-    assert names[0] == "AdamW with pmean"
+    assert names[0] == "AdamW with pmean, train_step"
     assert "1-bit Adam, all phases" in names
-    assert "1-bit Adam, compression, train_step" in names
+    assert "1-bit Adam, all phases, train_step" not in names
     made = {name: {"process": [4.0], "wall": [2.0]} for name in names}
     made["AdamW with pmean"]["process"] = [2.0]
     compilation.print_table(made)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split()[-3:] == ["4.00", "2.00", "2.00"]
-    assert lines[-1].split()[-3:] == ["4.00", "2.00", "1.00"]
+    ratios = dict(zip(names, (line.split()[-1] for line in lines[1:]), strict=True))
+    assert ratios["1-bit Adam, compression, train_step"] == "1.00"
+    assert ratios["1-bit Adam, compression"] == "2.00"
 
     first = {names[0]: compilation.programs()[names[0]]}
     monkeypatch.setattr(compilation, "programs", lambda: first)
