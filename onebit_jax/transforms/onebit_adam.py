@@ -196,14 +196,14 @@ class OnebitAdam(FrozenVariance):
         _, correction = self.corrections(t)
         share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
         old, tree = jax.tree.flatten(state.v_then_inverse_root)
-        new = [
-            jnp.where(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
-            for y, g in zip(old, mean, strict=True)
-        ]
+
+        def renewed(y: jax.Array, g: jax.Array) -> jax.Array:
+            return jnp.where(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
+
+        new = exchange.layout.alike().map(renewed, old, mean)
         # The momentum received for an inactive element is undefined.
-        active = exchange.pieces(tree.unflatten([(y > 0).astype(jnp.float32) for y in old]))
-        last = moments.last(exchange, state.momentum)
-        m = [x * y for x, y in zip(last, active, strict=True)]
+        was, last = exchange.pieces(tree.unflatten(old)), moments.last(exchange, state.momentum)
+        m = [jnp.where(y > 0, x, 0.0) for x, y in zip(last, was, strict=True)]
         inverse_root = tree.unflatten(new)
         state = state._replace(
             variance_at=jnp.where(update.when, t, state.variance_at),
