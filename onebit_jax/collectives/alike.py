@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from onebit_jax.collectives.packing import Shape
+from onebit_jax.collectives.packing import Shape, row_at
 from onebit_jax.collectives.xla_workarounds import materialize
 
 # Tensors of up to this many elements are treated together, which costs one more pass over each.
@@ -75,11 +74,7 @@ class Alike:
         tensors: dict[int, jax.Array] = {}
         for group, x in zip(self._groups, stacked, strict=True):
             for place, i in enumerate(group):
-                tensors[i] = (
-                    x
-                    if len(group) == 1
-                    else lax.dynamic_index_in_dim(x, self._at[place], keepdims=False)
-                )
+                tensors[i] = x if len(group) == 1 else row_at(x, self._at[place])
         return [tensors[i] for i in range(len(self._shapes))]
 
     def groups(
@@ -128,7 +123,7 @@ class Alike:
         for group in self._groups:
             if len(group) == 1:  # these come first, so that few places have to be hidden
                 at = self._at[start]
-                numbers.append(lax.dynamic_index_in_dim(ordered, at, keepdims=False))
+                numbers.append(row_at(ordered, at))
             else:
                 several = ordered[start : start + len(group)]
                 numbers.append(several.reshape(-1, *[1] * len(self._shapes[group[0]])))

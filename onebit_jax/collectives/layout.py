@@ -33,7 +33,15 @@ from jax import lax
 
 from onebit_jax.collectives.alike import SMALL, Alike, places_in
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import Piece, Shape, Stack, join_sections, padded, unpadded
+from onebit_jax.collectives.packing import (
+    Piece,
+    Shape,
+    Stack,
+    join_sections,
+    padded,
+    row_at,
+    unpadded,
+)
 from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 
 Grouping = Literal["separate", "fused", "blocks"]
@@ -267,7 +275,7 @@ class Layout:
                 group = self.tensors[i]
                 one = value
                 if piece.joined:
-                    one = lax.dynamic_index_in_dim(value, at[place], axis, keepdims=False)
+                    one = row_at(value, at[place], axis)
                 if len(group) == 1:
                     leaves[group[0]] = unpadded(one, self.shapes[group[0]])
                     continue

@@ -46,10 +46,11 @@ def pack(numbers: jax.Array, bits: int, axis: int) -> jax.Array:
     if bits == 8:
         return lax.squeeze(numbers, (axis,))
     trailing = numbers.ndim - axis - 1
-    if not numbers.size:  # jnp.where forgets along which axes empty arrays vary
+    if not numbers.size:  # a reduction forgets along which axes empty arrays vary
         return jnp.any(numbers, axis).astype(jnp.uint8)
     if numbers.dtype == jnp.bool:
-        shifted = jnp.where(numbers, np.uint8(1) << _shifts(bits, trailing), np.uint8(0))
+        masks = _masks(numbers.shape, axis)
+        shifted = lax.select(numbers, masks, lax.full_like(masks, 0))
     else:
         shifted = numbers << _shifts(bits, trailing)
     return lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (axis,))
@@ -77,10 +78,27 @@ def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
     # Broadcast masks, not a stack of eight planes: XLA fuses a broadcast into the loop that reads
     # it, and writes a stack to memory.
     shape = (*packed.shape[:axis], 8, *packed.shape[axis:])
-    masks = lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
+    masks = _masks(shape, axis)
     # Operations of lax, here and wherever each tensor is decoded: a third of jnp's instructions.
     planes = [i for i in range(len(shape)) if i != axis]
     return (lax.broadcast_in_dim(packed, shape, planes) & masks) == masks
+
+
+def _masks(shape: Shape, axis: int) -> jax.Array:
+    """The bit of each plane, of eight along an axis; uint8 of this shape."""
+    return lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
+
+
+def row_at(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
+    """The part of an array at an index of an axis, without that axis.
+
+    It is ``lax.dynamic_index_in_dim`` without the function that JAX calls for each: programs of
+    hundreds of tensors have hundreds of them.
+
+    >>> row_at(jnp.array([[1, 2], [3, 4]]), jnp.uint32(1))
+    Array([3, 4], dtype=int32)
+    """
+    return lax.squeeze(lax.dynamic_slice_in_dim(x, index, 1, axis), (axis,))
 
 
 def _shifts(bits: int, trailing: int) -> np.ndarray:

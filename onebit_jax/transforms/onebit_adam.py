@@ -98,7 +98,7 @@ def refreshed(
 ) -> jax.Array:
     """``v <- (1 - share) v + share g^2``, or ``g^2`` where v was 0; as ``1 / (sqrt(v) + eps)``."""
     was = inverse_root > 0
-    v = jnp.square(1 / jnp.where(was, inverse_root, 1.0) - eps) - eps_root
+    v = jnp.square(1 / inverse_root - eps) - eps_root
     v = jnp.where(was, (1 - share) * jnp.maximum(v, 0.0) + share * g**2, g**2)
     return jnp.where(was | (g != 0), 1 / root(v, 1.0, eps, eps_root), 0.0)
 
@@ -198,7 +198,7 @@ class OnebitAdam(FrozenVariance):
         old, tree = jax.tree.flatten(state.v_then_inverse_root)
 
         def renewed(y: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.where(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
+            return phases.keep(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
 
         new = exchange.layout.alike().map(renewed, old, mean)
         # The momentum received for an inactive element is undefined.

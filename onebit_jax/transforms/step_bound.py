@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from onebit_jax import validation
 
@@ -46,4 +47,4 @@ def for_uncorrected(bound: Any, b2: Any, updates: jax.Array) -> Any:
 
 def bounded(u: jax.Array, bound: Any) -> jax.Array:
     """``u``, of at most this magnitude."""
-    return u if bound is None else jnp.clip(u, -bound, bound)
+    return u if bound is None else lax.clamp(-bound, u, bound)
