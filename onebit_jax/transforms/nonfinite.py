@@ -49,7 +49,7 @@ def squared_norms(grads: optax.Updates, copies: Sequence[int] | None = None) -> 
     sums = jnp.stack(leaves) if leaves else jnp.zeros((0,), jnp.float32)
     # XLA (JAX 0.10.2, not reported) makes a chain of additions of a sum over a concatenation, and
     # then moves the reshapes of its terms one by one, each by a pass over the whole program: with
-    # BERT-Base's 206 tensors that took a third of the time of compiling.
+    # BERT-Base's 206 tensors that took a fifth of the time of compiling AdamW's step.
     sums = lax.optimization_barrier(sums)
     return sums if copies is None else sums / np.asarray(copies, np.float32)
 
