@@ -47,4 +47,7 @@ def for_uncorrected(bound: Any, b2: Any, updates: jax.Array) -> Any:
 
 def bounded(u: jax.Array, bound: Any) -> jax.Array:
     """``u``, of at most this magnitude."""
-    return u if bound is None else lax.clamp(-bound, u, bound)
+    if bound is None:
+        return u
+    bound = jnp.asarray(bound, u.dtype)
+    return lax.clamp(-bound, u, bound)
