@@ -92,8 +92,8 @@ def _masks(shape: Shape, axis: int) -> jax.Array:
 def row_at(x: jax.Array, index: jax.Array, axis: int = 0) -> jax.Array:
     """The part of an array at an index of an axis, without that axis.
 
-    It is ``lax.dynamic_index_in_dim`` without the function that JAX calls for each: programs of
-    hundreds of tensors have hundreds of them.
+    Unlike ``lax.dynamic_index_in_dim`` it has no ``jit`` of its own, hundreds of which make a
+    program slow to compile.
 
     >>> row_at(jnp.array([[1, 2], [3, 4]]), jnp.uint32(1))
     Array([3, 4], dtype=int32)
