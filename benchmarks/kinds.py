@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import optax
+import optax.contrib
 
 import onebit_jax
 from onebit_jax import ExchangeOptions
@@ -133,7 +134,12 @@ def every_optimizer() -> dict[str, Kind]:
         "0/1 Adam": (_zero_one_adam("sync"), (*_COMPRESSING, "local", "sync")),
         "Birder": (_birder(), _COMPRESSING),
     }
-    alone = {"LAMB with pmean": dense(optax.lamb(1e-4, weight_decay=_WEIGHT_DECAY)).alone()}
+    muon = REGISTRY["onebit_muon"]
+    alone = {
+        "LAMB with pmean": dense(optax.lamb(1e-4, weight_decay=_WEIGHT_DECAY)).alone(),
+        "Muon with pmean": dense(optax.contrib.muon(1e-4)).alone(),
+        muon.label: Kind(functools.partial(muon.make, Setting(1e-4, AXIS, warmup=1))).alone(),
+    }
     for name, (kind, phases) in phased.items():
         for phase in phases:
             words = phase.replace("warmup", "warm-up")
