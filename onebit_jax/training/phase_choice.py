@@ -110,8 +110,10 @@ def update(
         return new_params, state, finite
 
     old = params, marked, jnp.bool(True)
-    if when is not None and in_loop and _selects(make, old, grads):
-        new_params, new_state, finite = overwrite_if(when.made, make, old, grads)
+    # Traced once for both: with hundreds of tensors that takes a second.
+    always = jax.jit(make, inline=True)
+    if when is not None and in_loop and _selects(opt_state) and _carries(always, old, grads):
+        new_params, new_state, finite = overwrite_if(when.made, always, old, grads)
     else:
         new_params, new_state, finite = make(old, grads, when)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
@@ -152,19 +154,20 @@ def _looks_finite(updates: optax.Updates) -> jax.Array:
     return jnp.stack(looked_at).all() if looked_at else jnp.bool(True)
 
 
-def _selects(make: Any, old: _Made, grads: Any) -> bool:
-    """Whether skipping an update selects arrays of a state; False if a loop cannot carry it."""
-    selected = []
+def _selects(opt_state: optax.OptState) -> bool:
+    """Whether skipping an update selects arrays of a state: those of no optimizer of this library.
 
-    def tried(old: _Made, grads: Any) -> _Made:
-        when = When(jnp.bool(True))
-        new = make(old, grads, when)
-        selected.append(when.selects(new[1]))
-        return new
+    Tracing the update would tell as well, but for hundreds of tensors takes a second.
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=has_progress)
+    return any(jnp.ndim(leaf) for leaf in leaves if not has_progress(leaf))
 
-    before, after = jax.eval_shape(lambda x: x, old), jax.eval_shape(tried, old, grads)
-    fits = jax.tree.structure(before) == jax.tree.structure(after)
-    return selected[0] and fits and jax.tree.leaves(before) == jax.tree.leaves(after)
+
+def _carries(make: Any, old: _Made, grads: Any) -> bool:
+    """Whether a loop can carry what an update makes: arrays like the old ones."""
+    before, after = jax.eval_shape(lambda x: x, old), jax.eval_shape(make, old, grads)
+    same_structure = jax.tree.structure(before) == jax.tree.structure(after)
+    return same_structure and jax.tree.leaves(before) == jax.tree.leaves(after)
 
 
 def _first(upcoming: Any) -> int:

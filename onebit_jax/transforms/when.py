@@ -52,11 +52,6 @@ class When:
             is_leaf=self._is_kept,
         )
 
-    def selects(self, new: Any) -> bool:
-        """Whether :meth:`select` would select arrays, not scalars alone."""
-        nodes = jax.tree.leaves(new, is_leaf=self._is_kept)
-        return any(jnp.ndim(node) for node in nodes if not self._is_kept(node))
-
     def _is_kept(self, node: Any) -> bool:
         return any(node is state for state in self._kept)
 
