@@ -75,13 +75,23 @@ def adamw() -> optax.GradientTransformation:
     return optax.adamw(1e-4, weight_decay=_WEIGHT_DECAY)
 
 
-def onebit_adam(*, forever_dense: bool = False, **options: Any) -> Kind:
+def onebit_adam(
+    make: Callable[..., Any] = onebit_jax.onebit_adam,
+    *,
+    forever_dense: bool = False,
+    **options: Any,
+) -> Kind:
     """1-bit Adam in compression, where no refresh is due, or in a warm-up that does not end."""
     warmup = 10**9 if forever_dense else 1
     options = {"warmup": warmup, "weight_decay": _WEIGHT_DECAY, "axis_name": AXIS} | options
     options = {"variance_refreshes": lambda count: count < 0} | options
     phases: tuple[Phase, ...] = ("warmup",) if forever_dense else _COMPRESSING
-    return Kind(lambda: onebit_jax.onebit_adam(1e-4, **options), phases)
+    return Kind(lambda: make(1e-4, **options), phases)
+
+
+def _onebit_lamb(**options: Any) -> Kind:
+    """1-bit LAMB in the phases of :func:`onebit_adam`."""
+    return onebit_adam(onebit_jax.onebit_lamb, **options)._replace(dense="LAMB with pmean")
 
 
 def _zero_one_adam(phase: Phase) -> Kind:
@@ -96,13 +106,6 @@ def _zero_one_adam(phase: Phase) -> Kind:
 def _birder(**options: Any) -> Kind:
     # Its first update counts as warm-up: inactive elements are found then.
     return Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS, **options), _COMPRESSING)
-
-
-def _onebit_lamb(**options: Any) -> Kind:
-    options = {"weight_decay": _WEIGHT_DECAY, "axis_name": AXIS} | options
-    return Kind(
-        lambda: onebit_jax.onebit_lamb(1e-4, **options), _COMPRESSING, dense="LAMB with pmean"
-    )
 
 
 def _registered() -> dict[str, Kind]:
@@ -130,7 +133,7 @@ def every_optimizer() -> dict[str, Kind]:
     """The optimizers that :func:`for_compilers` leaves out, alone, a program for each phase."""
     phased: dict[str, tuple[Kind, tuple[Phase, ...]]] = {
         "1-bit Adam": (onebit_adam(), ("refresh",)),
-        "1-bit LAMB": (_onebit_lamb(warmup=1), _COMPRESSING),
+        "1-bit LAMB": (_onebit_lamb(), (*_COMPRESSING, "refresh")),
         "0/1 Adam": (_zero_one_adam("sync"), (*_COMPRESSING, "local", "sync")),
         "Birder": (_birder(), _COMPRESSING),
     }
@@ -174,9 +177,8 @@ def kinds() -> dict[str, Kind]:
         ),
         "1-bit Adam, nodes of two": onebit_adam(axis_name=PAIR)._replace(nodes_of_two=True),
         "LAMB with pmean": dense(lamb),
-        "1-bit LAMB, warm-up": _onebit_lamb(warmup=10**9)._replace(phases=("warmup",)),
-        "1-bit LAMB": _onebit_lamb(warmup=1),
-        "1-bit LAMB, one stage": _onebit_lamb(warmup=1, exchange=ExchangeOptions(form="one-stage")),
+        "1-bit LAMB, warm-up": _onebit_lamb(forever_dense=True, warmup_bits=32),
+        "1-bit LAMB": _onebit_lamb(),
         "0/1 Adam, sync": _zero_one_adam("sync"),
         "0/1 Adam, local": _zero_one_adam("local"),
         **{label: kind for label, kind in _registered().items() if label not in _OWN_ROWS},

@@ -128,8 +128,13 @@ VARIANTS: dict[str, Entry] = {
     "lamb_v_c": _variant("both frozen", True, "frozen"),
     "lamb_v_c_r": _variant("both frozen, exact ratios", True, "frozen times ratios"),
     "onebit_lamb_no_ratios": made_by(
-        "1-bit LAMB, no ratios", 2e-2, onebit_jax.onebit_lamb, min_ratio=1.0, max_ratio=1.0
+        "1-bit LAMB, no ratios",
+        2e-2,
+        onebit_jax.onebit_lamb_published,
+        min_ratio=1.0,
+        max_ratio=1.0,
     )._replace(rate_of="lamb", warms_up=True),
+    "onebit_lamb_published": OPTIMIZERS["onebit_lamb_published"]._replace(rate_of="lamb"),
     "onebit_lamb": OPTIMIZERS["onebit_lamb"]._replace(rate_of="lamb"),
 }
 

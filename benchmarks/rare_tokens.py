@@ -79,7 +79,10 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
             ),
         ),
         "LAMB": (4e-3, lambda rate: optax.chain(dense, optax.lamb(rate))),
-        "1-bit LAMB": (4e-3, lambda rate, **own: onebit_jax.onebit_lamb(rate, **ends, **own)),
+        "1-bit LAMB": (
+            4e-3,
+            lambda rate, **own: onebit_jax.onebit_lamb_published(rate, **ends, **own),
+        ),
     }
 
 

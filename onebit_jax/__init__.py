@@ -43,6 +43,11 @@ from onebit_jax.transforms.onebit_lamb import (
     onebit_lamb,
     scale_by_onebit_lamb,
 )
+from onebit_jax.transforms.onebit_lamb_published import (
+    ScaleByOnebitLambPublishedState,
+    onebit_lamb_published,
+    scale_by_onebit_lamb_published,
+)
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.per_worker import per_worker
 from onebit_jax.transforms.signum import signum
@@ -74,6 +79,7 @@ __all__ = [
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
     "ScaleByOnebitAdamState",
+    "ScaleByOnebitLambPublishedState",
     "ScaleByOnebitLambState",
     "SkipNonfiniteState",
     "TrainStep",
@@ -96,6 +102,7 @@ __all__ = [
     "onebit_adam",
     "onebit_adam_published",
     "onebit_lamb",
+    "onebit_lamb_published",
     "onebit_muon",
     "per_worker",
     "plan",
@@ -105,6 +112,7 @@ __all__ = [
     "scale_by_distributed_lion",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
+    "scale_by_onebit_lamb_published",
     "signum",
     "skip_nonfinite",
     "state_specs",

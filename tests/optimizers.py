@@ -89,7 +89,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "onebit_adam, refreshed": Optimizer(
         _made_by(onebit_jax.onebit_adam, warmup=WARMUP, variance_refreshes=3), has_warmup=True
     ),
-    "onebit_lamb": Optimizer(_made_by(onebit_jax.onebit_lamb, warmup=WARMUP), has_warmup=True),
+    "onebit_lamb": Optimizer(
+        _made_by(onebit_jax.onebit_lamb_published, warmup=WARMUP), has_warmup=True
+    ),
     "zero_one_adam": Optimizer(
         _made_by(
             onebit_jax.zero_one_adam,

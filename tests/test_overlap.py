@@ -64,7 +64,7 @@ def _make(name: str, exchange: ExchangeOptions) -> optax.GradientTransformation:
             1e-2, warmup=2, axis_name=AXIS, variance_refreshes=5, exchange=exchange
         )
     if name == "onebit_lamb":
-        return onebit_jax.onebit_lamb(1e-2, warmup=2, axis_name=AXIS, exchange=exchange)
+        return onebit_jax.onebit_lamb_published(1e-2, warmup=2, axis_name=AXIS, exchange=exchange)
     bits = int(name)
     mean = onebit_jax.compressed_mean(AXIS, bits, exchange=exchange)
     return optax.chain(mean, optax.sgd(1e-2, momentum=0.9))

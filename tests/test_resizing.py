@@ -121,7 +121,7 @@ def onebit_adam(axis_name, **options):
 
 
 def onebit_lamb(axis_name):
-    return onebit_jax.scale_by_onebit_lamb(warmup=3, axis_name=axis_name)
+    return onebit_jax.scale_by_onebit_lamb_published(warmup=3, axis_name=axis_name)
 
 
 def total(state, sizes, fused=False, b1=0.9):

@@ -36,7 +36,7 @@ class ExchangeOptions:
         workers or nodes it sends ``n/2`` times the bytes, and its state has no server's residual,
         ``4/n`` bytes per parameter, but ``n/8`` instead of ``1/8`` bytes of received bits.
         ``"auto"`` is one stage with up to two workers or nodes, where it sends no more, else two,
-        and for :func:`onebit_jax.onebit_lamb`, which cuts tensors out of one, always two.
+        and for :func:`onebit_jax.onebit_lamb_published`, which cuts tensors out of one, always two.
 
     Raises:
       ValueError: for an invalid option.

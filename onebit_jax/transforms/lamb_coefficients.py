@@ -22,8 +22,16 @@ from onebit_jax.transforms.fused_reduce import LEAST, SUM, fused_reduce
 from onebit_jax.transforms.step_bound import bounded
 
 
+class CoefficientBounds(NamedTuple):
+    """Decay of the running coefficient; bounds of coefficients."""
+
+    coeff_beta: Any
+    min_coeff: Any
+    max_coeff: Any
+
+
 class Bounds(NamedTuple):
-    """Decay of the running coefficient; bounds of coefficients, ratios and steps."""
+    """Those of :class:`CoefficientBounds`; bounds of ratios and steps."""
 
     coeff_beta: Any
     min_coeff: Any
@@ -87,8 +95,8 @@ def decayed(q: jax.Array, p: jax.Array, rate: Any) -> jax.Array:
 
 
 def lamb_coefficients(
-    bounds: Bounds,
-    eps: Any,
+    bounds: CoefficientBounds | Bounds,
+    over_root: Callable[[jax.Array, jax.Array], jax.Array],
     alike: Alike,
     rates: Any,
     m: Sequence[jax.Array],
@@ -99,7 +107,7 @@ def lamb_coefficients(
 
     Args:
       bounds: the bounds of ``c``.
-      eps: added to the root of the variance.
+      over_root: ``q`` of a tensor's ``m`` and ``v``.
       alike: over the tensors.
       rates: from :func:`decay_rates`.
       m: the momentum of each tensor.
@@ -108,7 +116,7 @@ def lamb_coefficients(
     """
 
     def terms(rate: Any, m: jax.Array, v: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
-        u = decayed(m / (jnp.sqrt(v) + eps), p, rate)
+        u = decayed(over_root(m, v), p, rate)
         return p.astype(jnp.float32) ** 2, u**2, v
 
     squared_p, squared_u, v_sums = _reduce(terms, (SUM, SUM, SUM), alike, (m, v, p), (rates,))
@@ -118,10 +126,22 @@ def lamb_coefficients(
     return c, v_sums
 
 
-def running_coefficients(bounds: Bounds, running: jax.Array, c: jax.Array) -> jax.Array:
+def running_coefficients(
+    bounds: CoefficientBounds | Bounds, running: jax.Array, c: jax.Array
+) -> jax.Array:
     """``c~ <- b3 c~ + (1 - b3) c``; unchanged where ``c`` is 1."""
     new = bounds.coeff_beta * running + (1 - bounds.coeff_beta) * c
     return jnp.where(c == 1, running, new)
+
+
+def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
+    """Minimum, mean and maximum over the tensors that have elements, as metrics."""
+    sizes = [x.size for x in jax.tree.leaves(tensors)]
+    filled = [i for i, size in enumerate(sizes) if size]
+    if not (values.size and filled):
+        return {}
+    of_tensors = values[jnp.array(filled)]
+    return {f"{name}_{f.__name__}": f(of_tensors) for f in (jnp.min, jnp.mean, jnp.max)}
 
 
 def momentum_scales(

@@ -217,6 +217,13 @@ class OnebitAdam(FrozenVariance):
 
     def direction(self, state: State, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected; bounded once v is frozen."""
+        over_root, arrays = self.momentum_over_root(state, update)
+        return self.bound(state).layout.alike().map(over_root, *arrays)
+
+    def momentum_over_root(
+        self, state: State, update: Update
+    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[Arrays, Arrays]]:
+        """The direction as a function of one tensor's arrays, and the arrays of all tensors."""
         exchange = self.bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0
@@ -236,13 +243,49 @@ class OnebitAdam(FrozenVariance):
                 return u
             return jnp.where(frozen, u, m / root(y, of_v, self.eps, self.eps_root))
 
-        arrays = map(jax.tree.leaves, (m, state.v_then_inverse_root))
-        return exchange.layout.alike().map(over_root, *arrays)
+        return over_root, (jax.tree.leaves(m), jax.tree.leaves(state.v_then_inverse_root))
 
 
 def _unless_auto(value: Any, default: Any) -> Any:
     # Defaults are strings, since optax.inject_hyperparams would trace numbers and call functions.
     return default if isinstance(value, str) and value == "auto" else value
+
+
+def algorithm_of(
+    b1: jax.typing.ArrayLike,
+    b2: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    eps_root: jax.typing.ArrayLike,
+    *,
+    axis_name: str | tuple[str, str],
+    warmup: Warmup,
+    bias_correction: bool,
+    warmup_bits: int | Literal["auto"] | None,
+    variance_refreshes: int | StepSet | Literal["auto"] | None,
+    step_bound: jax.typing.ArrayLike | None,
+    exchange: ExchangeOptions,
+) -> OnebitAdam:
+    """The algorithm with these arguments of :func:`onebit_adam`, checked."""
+    validation.check_decay("b1", b1)
+    validation.check_decay("b2", b2)
+    validation.check_positive("eps", eps, usual=1e-8)
+    validation.check_not_negative("eps_root", eps_root)
+    check_options(exchange)
+    b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
+    refreshes = _unless_auto(variance_refreshes, _REFRESHES)
+    warmup = warmup_end.check_warmup(warmup, refreshed=refreshes is not None)
+    return OnebitAdam(
+        b1,
+        b2,
+        eps,
+        eps_root,
+        warmup,
+        bias_correction,
+        step_sets.refresh_steps("variance_refreshes", refreshes),
+        check_step_bound(step_bound),
+        exchange.one_bit(axis_name),
+        GradientMean(axis_name, _unless_auto(warmup_bits, _WARMUP_BITS), exchange),
+    )
 
 
 def scale_by_onebit_adam(
@@ -260,26 +303,19 @@ def scale_by_onebit_adam(
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps, usual=1e-8)
-    validation.check_not_negative("eps_root", eps_root)
-    check_options(exchange)
-    b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
-    refreshes = _unless_auto(variance_refreshes, _REFRESHES)
-    warmup = warmup_end.check_warmup(warmup, refreshed=refreshes is not None)
     return transformation(
-        OnebitAdam(
+        algorithm_of(
             b1,
             b2,
             eps,
             eps_root,
-            warmup,
-            bias_correction,
-            step_sets.refresh_steps("variance_refreshes", refreshes),
-            check_step_bound(step_bound),
-            exchange.one_bit(axis_name),
-            GradientMean(axis_name, _unless_auto(warmup_bits, _WARMUP_BITS), exchange),
+            axis_name=axis_name,
+            warmup=warmup,
+            bias_correction=bias_correction,
+            warmup_bits=warmup_bits,
+            variance_refreshes=variance_refreshes,
+            step_bound=step_bound,
+            exchange=exchange,
         )
     )
 

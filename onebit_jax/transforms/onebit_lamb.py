@@ -1,269 +1,148 @@
-"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter.
-
-:mod:`~onebit_jax.transforms.lamb_coefficients` has the computations for each tensor.
-"""
+"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter."""
 
 import dataclasses
-import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.transforms import fused_momentum as fused
+from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
-from onebit_jax.transforms.frozen_variance import FrozenVariance
-from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
+from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, algorithm_of, root
 from onebit_jax.transforms.phases import PHASES, Progress, keep
-from onebit_jax.transforms.step_bound import check_step_bound, for_uncorrected
-from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
+from onebit_jax.transforms.step_sets import StepSet
+from onebit_jax.transforms.warmup import VarianceRecord, Warmup
 
 
 class ScaleByOnebitLambState(NamedTuple):
-    """State of 1-bit LAMB for ``P`` parameter tensors; equal on all workers but for residuals.
-
-    The exchange sends all tensors concatenated and padded to ``[n, 8, B]`` (chunk, bit, byte). Two
-    arrays hold other quantities after the freeze, since neither phase needs all four.
+    """State of 1-bit LAMB: that of 1-bit Adam, and two numbers for each of ``P`` tensors.
 
     Attributes:
-      progress: updates made, and the phase.
+      progress: updates made, and the phase; equal on all workers, as are all fields but
+        ``momentum`` and ``gradients``.
       momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
       variance_record: the changes of the variance, from which the end of warm-up is decided.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
-        with 0 for inactive elements; float32, a tree like the parameters.
-      fresh_variance: 0 in warm-up; ``k_l m_l`` when v freezes; then ``k_l^2 v~_l``, with the sign
-        of the momentum: loops over one tensor read the sign here, since the momentum's packed bits
-        ignore tensor boundaries. Undefined for inactive elements; float32 ``[n, 8, B]``.
-      momentum: ``m_l`` in warm-up, then ``k_l m_l``, and the state of its exchange.
+      variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
+        int32 ``[]``.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
+        for inactive elements; float32, a tree like the parameters.
+      momentum: ``m``, and the state of its exchange.
       gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
-      coefficients: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
-      ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
-      momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
-      factors: the factor of ``u_l`` in the last update; float32 ``[P]``.
+      coefficients: ``c_l`` of the last dense update; float32 ``[P]``.
+      running: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
     """
 
     progress: Progress
     momentum_decay: jax.Array
     variance_record: VarianceRecord
+    variance_at: jax.Array
     v_then_inverse_root: Any
-    fresh_variance: jax.Array
     momentum: Momentum
     gradients: Any
     coefficients: jax.Array
-    ratios: jax.Array
-    momentum_scales: jax.Array
-    factors: jax.Array
+    running: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
         """Scalars to log, as one worker sees them.
 
         Returns:
           The metrics of :func:`onebit_jax.onebit_adam`, and minimum, mean and maximum over tensors
-          of the running coefficient (``coefficient_min``, ...) and of the last ratio
-          (``ratio_min``, ...). A ratio that stays at its bound shows that the variance has moved
-          far from its frozen value.
+          of the running coefficient (``coefficient_min``, ...).
         """
         parts = (self.progress, self.variance_record, self.momentum.exchange)
         metrics = {name: value for part in parts for name, value in part.metrics().items()}
-        sizes = [x.size for x in jax.tree.leaves(self.v_then_inverse_root)]
-        if self.ratios.size and (filled := [i for i, size in enumerate(sizes) if size]):
-            for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
-                of_tensors = values[jnp.array(filled)]
-                for f in (jnp.min, jnp.mean, jnp.max):
-                    metrics[f"{name}_{f.__name__}"] = f(of_tensors)
-        return metrics
+        return metrics | lamb.summary("coefficient", self.running, self.v_then_inverse_root)
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """``dead_share``, the share of elements whose ``v`` is 0: a scalar."""
-        return {"dead_share": warmup_end.zero_share(self.v_then_inverse_root)}
+        """Those of :func:`onebit_jax.onebit_adam`."""
+        return {
+            "dead_share": warmup_end.zero_share(self.v_then_inverse_root),
+            "variance_at": self.variance_at,
+            **self.momentum.exchange.diagnostics(),
+        }
 
 
 State = ScaleByOnebitLambState
 
 
 @dataclasses.dataclass(frozen=True)
-class OnebitLamb(FrozenVariance):
+class OnebitLamb(OnebitAdam):
     """The algorithm; :func:`onebit_lamb` documents its fields."""
 
-    b1: Any
-    b2: Any
-    eps: Any
     weight_decay: Any
     mask: Any
-    warmup: Warmup
-    bounds: lamb.Bounds
-    exchange: Exchange
-    gradient_mean: GradientMean
+    bounds: lamb.CoefficientBounds
     needs_params = "LAMB's coefficients are ratios to their norms"
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> Any:
         """``m = v = c~ = 0``."""
-        exchange, count = self.exchange.over(params), len(jax.tree.leaves(params))
-        return ScaleByOnebitLambState(
-            fresh_variance=jnp.zeros(fused.shape(exchange), jnp.float32),
-            coefficients=jnp.zeros((count,), jnp.float32),
-            ratios=jnp.ones((count,), jnp.float32),
-            momentum_scales=jnp.ones((count,), jnp.float32),
-            factors=jnp.ones((count,), jnp.float32),
-            **self.begin(params),
-        )
+        count = len(jax.tree.leaves(params))
+        ones, zeros = jnp.ones((count,), jnp.float32), jnp.zeros((count,), jnp.float32)
+        of_adam = super().init(params)._asdict()
+        return ScaleByOnebitLambState(**of_adam, coefficients=ones, running=zeros)
 
-    def dense_step(self, state: State, update: Update) -> State:
-        """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
-        exchange = self.bound(state)
-        state = self.with_dense_moments(exchange, state, update)
+    def dense_step(self, state: Any, update: Update) -> Any:
+        """LAMB: Adam's ``m`` and ``v``, and of these the coefficients ``c`` and ``c~``."""
+        state = super().dense_step(state, update)
+        alike = self.bound(state).layout.alike()
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
+        m = moments.whole(self.bound(state), state.momentum, state.progress.phase, "warmup")
+        of_m, of_v = self.corrections(state.progress.count + 1)
+
+        def over_root(m: jax.Array, v: jax.Array) -> jax.Array:
+            return m / of_m / root(v, of_v, self.eps, self.eps_root)
+
         rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
-        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
-        c, v_norms = lamb.lamb_coefficients(
-            self.bounds, self.eps, alike, rates, m, v, update.params
-        )
-        running = lamb.running_coefficients(self.bounds, state.coefficients, c)
-        # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
-        norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
+        m = jax.tree.leaves(m)
+        c, _ = lamb.lamb_coefficients(self.bounds, over_root, alike, rates, m, v, update.params)
+        # The first one counts in full: a short warm-up would leave a sum from 0 too small.
+        begun = jnp.where((state.running > 0) | (c == 1), state.running, c)
+        running = lamb.running_coefficients(self.bounds, begun, c)
         return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
-            coefficients=keep(update.when, running, state.coefficients),
-            factors=keep(update.when, c, state.factors),
+            coefficients=keep(update.when, c, state.coefficients),
+            running=keep(update.when, running, state.running),
         )
 
-    def freeze(self, state: State, params: Any) -> State:
-        """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
-        del params
-        exchange, (v, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
+    def direction(self, state: Any, update: Update) -> Arrays:
+        """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
+        over_root, arrays = self.momentum_over_root(state, update)
+        frozen = jnp.where(state.running > 0, state.running, 1.0)
+        dense = state.progress.phase == PHASES.index("warmup")
+        factors = frozen
+        if update.phase not in self.after():
+            factors = jnp.where(dense, state.coefficients, frozen)
+        params = jax.tree.structure(state.v_then_inverse_root).unflatten(update.params)
+        rates = lamb.decay_rates(self, params, state.progress.count - 1)
 
-        def inverse(v: jax.Array) -> jax.Array:
-            return jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0)
+        def scaled(factor: Any, rate: Any, m: jax.Array, y: jax.Array, p: jax.Array) -> jax.Array:
+            return factor * lamb.decayed(over_root(m, y), p, rate)
 
-        roots = alike.map(inverse, v)
-        k = lamb.momentum_scales(alike, m, roots)
-        inverse_root, scaled = tree.unflatten(roots), alike.map(operator.mul, m, numbers=(k,))
-        k_m = fused.join(exchange, scaled, onto=state.fresh_variance)
-        held = state.momentum.m_then_compensated.value
-        arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
-        return state._replace(
-            v_then_inverse_root=inverse_root,
-            fresh_variance=k_m,
-            momentum=moments.activate(exchange, state.momentum, arrays, inverse_root),
-            momentum_scales=k,
-        )
-
-    def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
-        """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
-        exchange, roots = self.bound(state), jax.tree.leaves(state.v_then_inverse_root)
-
-        def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
-            return jnp.where(root > 0, k * (1 / root - self.eps), 0.0) ** 2
-
-        v = exchange.layout.alike().map(v_of, roots, numbers=(state.momentum_scales,))
-        F = fused.compressed(exchange, state.momentum)
-        return lamb.fresh_variance(self.b1, self.b2, fused.join(exchange, v), F, k_m)
-
-    def compressed_step(self, state: State, update: Update) -> State:
-        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
-        exchange, first = self.bound(state), state.progress.count == state.progress.frozen_at
-        alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
-        k_g = alike.map(operator.mul, grads, numbers=(state.momentum_scales,))
-        g = exchange.node_mean(k_g)
-        m = moments.last(exchange, state.momentum)
-        last_F = fused.compressed(exchange, state.momentum)
-        m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
-        # All gradients are compressed as one tensor, so that no bucket could leave early.
-        waiting = update._replace(beside=None)
-        state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, waiting)
-        )
-        fresh = overwrite_if(
-            first & update.when,
-            self._first_fresh_variance,
-            state.fresh_variance,
-            state._replace(fresh_variance=()),
-            axis_names=exchange.axes.names,
-        )
-        F = fused.compressed(exchange, state.momentum)
-        later = lamb.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
-        fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
-        state = state._replace(fresh_variance=fresh)
-        arrays, numbers = self._frozen_arguments(state, update.params, state.progress.count)
-        r = lamb.ratios(self._bounds(state), self.eps, state.ratios, alike, arrays, numbers)
-        r = keep(update.when, r, state.ratios)
-        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
-        return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
-
-    def _bounds(self, state: State) -> lamb.Bounds:
-        """The bounds, with that of steps for the variance that froze."""
-        bound, at = self.bounds.step_bound, state.progress.frozen_at
-        return self.bounds._replace(step_bound=for_uncorrected(bound, self.b2, at))
-
-    def _frozen_arguments(
-        self, state: State, params: Arrays, count: jax.Array
-    ) -> tuple[tuple[Arrays, ...], tuple[Any, ...]]:
-        """The arrays and the numbers that :func:`~.lamb_coefficients.frozen_update` takes."""
-        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        fresh = fused.cut(exchange, state.fresh_variance)
-        sizes = fused.magnitudes(exchange, state.momentum)
-        rates = lamb.decay_rates(self, tree.unflatten(params), count)
-        return (fresh, y, sizes, params), (rates, 1 / state.momentum_scales)
-
-    def direction(self, state: State, update: Update) -> Arrays:
-        """``c u`` in warm-up, ``c~ r u`` in compression."""
-        last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
-        compressed = state.progress.phase == PHASES.index("compression")
-        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        alike, u = exchange.layout.alike(), []
-        if update.phase != "warmup":
-            arrays, numbers = self._frozen_arguments(state, update.params, last)
-            bound, groups = self._bounds(state).step_bound, alike.groups(arrays, numbers)
-            u = [lamb.frozen_update(bound, *x) for x in groups]
-        if update.phase != "compression":
-            rates = lamb.decay_rates(self, tree.unflatten(update.params), last)
-            k_m = fused.dense(exchange, state.momentum)
-            numbers = rates, 1 / state.momentum_scales
-            groups = alike.groups((k_m, y, update.params), numbers)
-            dense = [lamb.dense_update(self.eps, frozen, *x) for x in groups]
-            both = zip(u, dense, strict=True)
-            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
-        factors = alike.numbers(state.factors)
-        return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
-
-    def carry(self, state: State, like: Any) -> tuple[Any, ...]:
-        """Momentum, residuals and the fresh variance of each tensor."""
-        fresh = fused.cut(self.exchange.over(like), state.fresh_variance)
-        return *super().carry(state, like), fresh
-
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """Momentum, residuals and the fresh variance of each tensor."""
-        fresh = fused.join(self.exchange.over(like), carried[2])
-        return {**super().resume(state, carried, like), "fresh_variance": fresh}
+        alike = self.bound(state).layout.alike()
+        return alike.map(scaled, *arrays, update.params, numbers=(factors, rates))
 
 
 def scale_by_onebit_lamb(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-8,
+    eps: jax.typing.ArrayLike = 1e-6,
+    eps_root: jax.typing.ArrayLike = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    warmup: Warmup,
     axis_name: str | tuple[str, str],
+    warmup: Warmup = WARMUP,
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    min_ratio: jax.typing.ArrayLike = 0.5,
-    max_ratio: jax.typing.ArrayLike = 4.0,
-    ratio_threshold: jax.typing.ArrayLike = 0.1,
-    warmup_bits: int | None = None,
+    warmup_bits: int | Literal["auto"] | None = "auto",
+    variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -273,32 +152,32 @@ def scale_by_onebit_lamb(
 
     Example:
       >>> import optax, onebit_jax
-      >>> scaled = onebit_jax.scale_by_onebit_lamb(warmup=1000, axis_name="data")
+      >>> scaled = onebit_jax.scale_by_onebit_lamb(axis_name="data")
       >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
     """
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps, usual=1e-8)
+    of_adam = algorithm_of(
+        b1,
+        b2,
+        eps,
+        eps_root,
+        axis_name=axis_name,
+        warmup=warmup,
+        bias_correction=True,
+        warmup_bits=warmup_bits,
+        variance_refreshes=variance_refreshes,
+        step_bound=step_bound,
+        exchange=exchange,
+    )
     validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
-    warmup = warmup_end.check_warmup(warmup)
     validation.check_decay("coeff_beta", coeff_beta)
     validation.check_coefficient_bounds(min_coeff, max_coeff)
-    validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
-    check_options(exchange)
-    bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
-    b1, b2, eps = map(validation.float32, (b1, b2, eps))
+    bounds = map(validation.float32, (coeff_beta, min_coeff, max_coeff))
     return transformation(
         OnebitLamb(
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            mask,
-            warmup,
-            lamb.Bounds(*map(validation.float32, bounds), step_bound=check_step_bound(step_bound)),
-            exchange.one_bit(axis_name, fused=True),
-            GradientMean(axis_name, warmup_bits, exchange),
+            **vars(of_adam),
+            weight_decay=weight_decay,
+            mask=validation.checked_mask(mask),
+            bounds=lamb.CoefficientBounds(*bounds),
         )
     )
 
@@ -307,91 +186,70 @@ def onebit_lamb(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-8,
+    eps: jax.typing.ArrayLike = 1e-6,
+    eps_root: jax.typing.ArrayLike = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    warmup: int | VarianceStable,
     axis_name: str | tuple[str, str],
+    warmup: Warmup = WARMUP,
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    min_ratio: jax.typing.ArrayLike = 0.5,
-    max_ratio: jax.typing.ArrayLike = 4.0,
-    ratio_threshold: jax.typing.ArrayLike = 0.1,
-    warmup_bits: int | None = None,
+    warmup_bits: int | Literal["auto"] | None = "auto",
+    variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
 
-    Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
-    parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:
+    It is :func:`onebit_jax.onebit_adam`, warm-up, exchange and refreshes of the variance included,
+    whose steps are scaled for each parameter tensor as LAMB's are. In warm-up an update is that of
+    :func:`optax.lamb` on the mean gradient; with :math:`\hat m` and :math:`\hat v` Adam's
+    bias-corrected averages and :math:`\tilde c = 0` at first,
 
     .. math::
 
         \begin{aligned}
-          g &= \tfrac1n \textstyle\sum_i g_i, \quad
-          m \leftarrow \beta_1 m + (1-\beta_1) g, \quad
-          v \leftarrow \beta_2 v + (1-\beta_2) g^2 \\
-          u &= m / (\sqrt v + \varepsilon) + \lambda p, \quad
+          u &= \hat m / (\sqrt{\hat v} + \varepsilon) + \lambda p, \quad
           c = \mathrm{clip}(\|p\| / \|u\|, c_{\min}, c_{\max}) \\
           \tilde c &\leftarrow \beta_3 \tilde c + (1-\beta_3) c, \quad
           p \leftarrow p - \alpha_t \, c \, u
         \end{aligned}
 
-    where :math:`c` is 1 if either norm is 0, and :math:`\tilde c` stays if :math:`c` is 1. Then
-    :math:`v` and :math:`\tilde c` freeze, and a fresh variance starts, :math:`\tilde v = v`. The
-    error-compensated one-bit all-reduce (:mod:`onebit_jax.collectives.one_bit`) averages the
-    workers' momenta, with one scale for the whole model. Factors :math:`k_l` bring the last dense
-    momenta of all tensors, of root mean square :math:`\sigma_l`, to the same root mean square:
+    where :math:`c` is 1 if either norm is 0, :math:`\tilde c` stays if :math:`c` is 1, and the
+    first other :math:`c` counts in full. Then :math:`\tilde c` freezes. The momentum is exchanged,
+    and the variance refreshed, as in 1-bit Adam, and
 
     .. math::
 
-        \begin{aligned}
-          k_l &= \mathrm{mean}_{l'}(\sigma_{l'}) / \sigma_l, \quad
-          F = \mathrm{EC1}_i(k_l (\beta_1 m_l + (1-\beta_1) g_{i,l})), \quad
-          m_l' = F_l / k_l \\
-          \hat g &= (m' - \beta_1 m) / (1-\beta_1), \quad
-          \tilde v \leftarrow \beta_2 \tilde v + (1-\beta_2) \hat g^2, \quad m \leftarrow m' \\
-          q &= m / (\sqrt v + \varepsilon), \quad u = q + \lambda p, \quad
-          w = \min(1, \|q\| / \|u\|) \\
-          f &= w \max \frac{\sqrt v + \varepsilon}{\sqrt{\tilde v} + \varepsilon} + 1 - w, \quad
-          r \leftarrow \mathrm{clip}(\mathrm{clip}(f, r_{\min}, r_{\max}),
-            r (1-\delta), r (1+\delta)) \\
-          p &\leftarrow p - \alpha_t \, \tilde c \, r \, u
-        \end{aligned}
+        p \leftarrow p - \alpha_t \, \tilde c \, u
 
-    An element whose :math:`v` is exactly 0 when it freezes is *inactive*, as in
-    :func:`onebit_jax.onebit_adam`: it no longer moves, except by weight decay, and :math:`\sigma`
-    and the maximum leave it out. That function also says where ``init`` and ``update`` run, and
-    explains the extra argument ``phase``. ``update`` needs the parameters.
+    Fresh coefficients would need no exchange, but of a compressed momentum :math:`\|u\|` is too
+    large, and steps too small: a loss 5 % higher (docs/pretraining.md).
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       b1: decay of the momentum, in [0, 1).
-      b2: decay of both variances, in [0, 1).
+      b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.
+      eps_root: added to the variance within the root, at least 0.
       weight_decay: decay :math:`\lambda`, of at least 0, or a schedule of the number of updates
         made. The coefficient is computed from updates that include it, as in :func:`optax.lamb`.
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
         parameters that returns one: which tensors are decayed. All by default.
-      warmup: the number of dense updates (an int, at least 1), or
-        :func:`onebit_jax.variance_stable`. The coefficients must settle too: ``coeff_beta=0.9``
-        averages over about ten updates.
       axis_name: the axis that the workers run along; or, for the hierarchical form, the pair
         ``(node_axis, local_axis)``, as for :func:`onebit_jax.onebit_adam`. On a single node nothing
         is compressed: momenta are averaged at full precision.
+      warmup: when it ends, as for :func:`onebit_jax.onebit_adam`. The coefficients must settle too:
+        ``coeff_beta=0.9`` averages over about ten updates.
       coeff_beta: decay :math:`\beta_3` of the running coefficient, in [0, 1).
       min_coeff: least coefficient, above 0.
       max_coeff: greatest coefficient. The paper uses 0.3 for BERT.
-      min_ratio: least ratio, at most 1.
-      max_ratio: greatest ratio, at least 1.
-      ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      warmup_bits: bits per value of gradients in warm-up: 32 by default, 16, 8 or 4; see
+      warmup_bits: as for :func:`onebit_jax.onebit_adam`.
+      variance_refreshes: as for :func:`onebit_jax.onebit_adam`.
+      step_bound: the largest :math:`|u|` of an element once v is frozen, weight decay aside, as for
         :func:`onebit_jax.onebit_adam`.
-      step_bound: the largest :math:`|q|` of an element once v is frozen, if v were corrected for
-        beginning at 0; None for none, as in the paper. See :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -428,11 +286,10 @@ def onebit_lamb(
       Convergence Speed <https://arxiv.org/abs/2104.06069>`_, HiPC 2022.
 
     Differences from the paper:
-      Inactive elements do not move, :math:`\sigma` is computed over the others, and a tensor whose
-      momentum is 0 has :math:`k = 1` and is left out of the mean: the paper's formulas would divide
-      by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
-      :math:`|q|` is at most ``step_bound``.
-      :func:`onebit_jax.variance_stable` can end warm-up.
+      In the paper v never changes after the freeze, all tensors are exchanged as one, and a ratio
+      estimated from the compressed momenta adapts each tensor's steps. Here refreshes renew v, so
+      that no ratios are needed, each tensor has a scale of its own as in 1-bit Adam, and averages
+      are bias-corrected. :func:`onebit_jax.onebit_lamb_published` has the paper's form.
     """
     validation.check_learning_rate(learning_rate)
     return chain(
@@ -440,17 +297,16 @@ def onebit_lamb(
             b1,
             b2,
             eps,
+            eps_root,
             weight_decay,
             mask,
-            warmup=warmup,
             axis_name=axis_name,
+            warmup=warmup,
             coeff_beta=coeff_beta,
             min_coeff=min_coeff,
             max_coeff=max_coeff,
-            min_ratio=min_ratio,
-            max_ratio=max_ratio,
-            ratio_threshold=ratio_threshold,
             warmup_bits=warmup_bits,
+            variance_refreshes=variance_refreshes,
             step_bound=step_bound,
             exchange=exchange,
         ),

@@ -27,6 +27,7 @@ from onebit_jax.transforms.fetch_sgd import fetch_sgd
 from onebit_jax.transforms.local_steps import local_steps
 from onebit_jax.transforms.onebit_adam import onebit_adam
 from onebit_jax.transforms.onebit_lamb import onebit_lamb
+from onebit_jax.transforms.onebit_lamb_published import onebit_lamb_published
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.signum import signum
@@ -257,9 +258,12 @@ REGISTRY: dict[str, Entry] = {
     "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(
         refreshed=True, advised=True
     ),
+    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(refreshed=True),
     # It also concatenates the gradients (8) and makes two passes over the fresh variance, the
     # reciprocal root and the parameters (8 + 4 + 4 + 4).
-    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(encoding_bytes=41),
+    "onebit_lamb_published": warming_up(
+        "1-bit LAMB, published", 1e-2, onebit_lamb_published
+    )._replace(encoding_bytes=41, planned=False),
     # Its variance begins at 0 without bias correction, so steps are larger than Adam's at the same
     # learning rate, and larger still with fewer refreshes. The published step sets exchange in this
     # share of the paper's 152,000 updates, of which 12,500 come before the freeze. A sync reads and

@@ -62,7 +62,10 @@ def test_with_everything_frozen_it_is_1bit_lamb_on_a_single_node():
     given: dict[str, Any] = {"learning_rate": 0.1, "b2": 0.9, "warmup": 4, "weight_decay": 0.1}
     given |= {"mask": {"w": True, "b": False}, "axis_name": PAIR}
     ours = parts(frozen_variance=True, coefficients="frozen times ratios")(Setting(**given))
-    both = [train(tx, (1, 2), params, gradients) for tx in (ours, onebit_jax.onebit_lamb(**given))]
+    both = [
+        train(tx, (1, 2), params, gradients)
+        for tx in (ours, onebit_jax.onebit_lamb_published(**given))
+    ]
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-6), *(run.updates for run in both)
     )

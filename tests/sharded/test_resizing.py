@@ -132,7 +132,7 @@ def test_a_run_goes_on(name, kind, tmp_path):
     tensor = onebit_jax.ExchangeOptions(scale_per="tensor")
     tx = {
         "4 bits": lambda: optax.chain(onebit_jax.compressed_mean(SLOW, bits=4), optax.adam(1e-2)),
-        "onebit_lamb": lambda: onebit_jax.onebit_lamb(1e-2, warmup=3, axis_name=SLOW),
+        "onebit_lamb": lambda: onebit_jax.onebit_lamb_published(1e-2, warmup=3, axis_name=SLOW),
         "scale per tensor": lambda: onebit_jax.onebit_adam(
             1e-2, warmup=3, axis_name=SLOW, exchange=tensor
         ),

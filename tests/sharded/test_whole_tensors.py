@@ -113,7 +113,7 @@ SPLIT = {
 
 
 def lamb(**options):
-    return onebit_jax.onebit_lamb(
+    return onebit_jax.onebit_lamb_published(
         1e-2, b2=0.5, weight_decay=0.01, warmup=5, axis_name=SLOW, **options
     )
 
@@ -124,7 +124,7 @@ def test_equals_whole_tensors(kind):
     # In two stages a server's scale would be of a chunk of the shards, not of the whole tensors.
     tx = lamb(exchange=onebit_jax.ExchangeOptions(form="one-stage"))
     state = assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)
-    own = find_state(onebit_jax.ScaleByOnebitLambState, state)
+    own = find_state(onebit_jax.ScaleByOnebitLambPublishedState, state)
     for numbers in (own.coefficients, own.ratios, own.momentum_scales):
         # Every place of every worker has the same.
         held = np.asarray(numbers)
@@ -133,7 +133,7 @@ def test_equals_whole_tensors(kind):
 
 def test_a_model_trains_beside_tensors_that_are_not_split():
     task = meshes.task("fsdp, tensor", "Auto")
-    tx = onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW)
+    tx = onebit_jax.onebit_lamb_published(1e-2, warmup=8, axis_name=SLOW)
     state, losses = task.trained(*task.begin(task.on_mesh(tx)), 30)
     assert losses[-1] < 0.9 * losses[0]
     meshes.assert_replicas_agree(state[0])

@@ -103,7 +103,7 @@ def test_extra_arguments_reach_the_step():
 
 
 def test_an_unknown_phase_and_missing_parameters_are_named():
-    tx = phased(onebit_jax.onebit_lamb)
+    tx = phased(onebit_jax.onebit_lamb_published)
     state = begun(tx)
     with pytest.raises(ValueError, match=r"^phase='sync' must be one of 'warmup', 'compression'"):
         updated(tx, grads_of(0), state, phase="sync")

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Sizes, dict[str, Any], Any, dict[str, Any], Callable[...,
 }
 
 
-lamb_state = functools.partial(find_state, onebit_jax.ScaleByOnebitLambState)
+lamb_state = functools.partial(find_state, onebit_jax.ScaleByOnebitLambPublishedState)
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def trained(name: str) -> tuple[Any, Any, reference_lamb.OnebitLamb, list[Any]]:
         params[0], params[3] = np.full_like(params[0], 9.0), np.zeros_like(params[3])
         gradients[0][:, WARMUP - 1] = 0
     make = functools.partial(
-        onebit_jax.onebit_lamb,
+        onebit_jax.onebit_lamb_published,
         0.03,
         axis_name=axis_of(sizes),
         exchange=onebit_jax.ExchangeOptions(scale=scale),
@@ -131,7 +131,7 @@ def test_warmup_ends_by_itself_and_ratios_follow_gradients_that_shrink():
     """Ablation 5: gradients scaled by 0.1 after the freeze raise every tensor's ratio."""
     shapes = [(16, 24), (30,)]
     options: Any = {"warmup": onebit_jax.variance_stable(min_steps=40), "axis_name": AXIS}
-    tx = onebit_jax.onebit_lamb(1e-3, b2=0.97, weight_decay=0.01, **options)
+    tx = onebit_jax.onebit_lamb_published(1e-3, b2=0.97, weight_decay=0.01, **options)
     gradients, ratios = draw(3, 4, 220, shapes=shapes), []
     for factor in (1.0, 0.1):
         given = [np.concatenate([g[:, :60], factor * g[:, 60:]], 1) for g in gradients]

@@ -101,7 +101,7 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     warmup = options["freeze_step"] - 1
     own = {name: options[name] for name in ("min_coeff", "max_coeff")} | {"warmup": warmup}
     tx = optimizer(
-        onebit_jax.onebit_lamb,
+        onebit_jax.onebit_lamb_published,
         recording,
         axis_name=axis_of(sizes),
         step_bound=None,

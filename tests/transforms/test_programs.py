@@ -44,7 +44,7 @@ MAKE: dict[str, Any] = {
     "onebit_adam": functools.partial(
         onebit_jax.onebit_adam, 0.1, warmup=3, warmup_bits=32, variance_refreshes=None
     ),
-    "onebit_lamb": functools.partial(onebit_jax.onebit_lamb, 0.1, warmup=3),
+    "onebit_lamb": functools.partial(onebit_jax.onebit_lamb_published, 0.1, warmup=3),
     "zero_one_adam": functools.partial(onebit_jax.zero_one_adam, 0.1, variance_freeze=4),
     "birder": functools.partial(onebit_jax.birder, 0.1, seed=0),
     "signum": functools.partial(onebit_jax.signum, 0.1),

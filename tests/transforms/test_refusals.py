@@ -48,7 +48,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "step_bound": (0, -1.0, NAN, INF, "auto", True),
         },
     ),
-    onebit_jax.onebit_lamb: (
+    onebit_jax.onebit_lamb_published: (
         ONEBIT,
         {
             "min_coeff": (0, NAN, 11.0),
@@ -253,7 +253,7 @@ def test_masks_of_booleans_stay_as_they_are():
 
 OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": (onebit_jax.onebit_adam, {}),
-    "onebit_lamb": (onebit_jax.onebit_lamb, {"warmup": 3}),
+    "onebit_lamb": (onebit_jax.onebit_lamb_published, {"warmup": 3}),
     "onebit_muon": (onebit_jax.onebit_muon, {}),
     "zero_one_adam": (onebit_jax.zero_one_adam, {"variance_freeze": 3}),
     "birder": (onebit_jax.birder, {"seed": 0}),
