@@ -90,6 +90,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _made_by(onebit_jax.onebit_adam, warmup=WARMUP, variance_refreshes=3), has_warmup=True
     ),
     "onebit_lamb": Optimizer(
+        _made_by(onebit_jax.onebit_lamb, warmup=WARMUP, variance_refreshes=4), has_warmup=True
+    ),
+    "onebit_lamb_published": Optimizer(
         _made_by(onebit_jax.onebit_lamb_published, warmup=WARMUP), has_warmup=True
     ),
     "zero_one_adam": Optimizer(

@@ -166,8 +166,12 @@ class OnebitAdam:
         u = np.where(v > 0, m / (np.sqrt(v) + self.eps), 0)
         if self.count > self.warmup:
             u = bounded(u, 3, None if self.bias_correction else self.variance_at, self.b2)
-        self.p = (self.p - self.lr * (u + self.weight_decay * self.p)).astype(np.float32)
+        self.p = (self.p - self.step(u)).astype(np.float32)
         return self.p
+
+    def step(self, u):
+        """What the parameters move by, once the update is counted."""
+        return self.lr * (u + self.weight_decay * self.p)
 
 
 class ZeroOneAdam:

@@ -1,12 +1,35 @@
-"""1-bit LAMB in plain NumPy, as the paper writes it: see `tests/reference.py`."""
+"""1-bit LAMB in plain NumPy, ours and the paper's: see `tests/reference.py`."""
 
 import numpy as np
 
-from tests.reference import Hierarchy, bounded, ec1, scale, zero_residuals
+from tests.reference import Hierarchy, OnebitAdam, bounded, ec1, scale, zero_residuals
 
 
-class OnebitLamb:
-    """1-bit LAMB on a list of tensors, the same parameters on every worker.
+class OnebitLamb(OnebitAdam):
+    """1-bit LAMB on one tensor: 1-bit Adam whose steps are as long as LAMB's.
+
+    `weight_decay` may be set before any update.
+    """
+
+    def __init__(self, p, workers, *, coeff_beta, min_coeff, max_coeff, **options):
+        super().__init__(p, workers, weight_decay=0.0, bias_correction=True, **options)
+        self.coeff_beta, self.bounds, self.running = coeff_beta, (min_coeff, max_coeff), 0.0
+
+    def step(self, u):
+        """LAMB's step in warm-up; after it one with the running coefficient."""
+        u = u + self.weight_decay * self.p
+        c = self.running or 1.0
+        if self.count <= self.warmup:
+            defined = norm(self.p) > 0 and norm(u) > 0
+            c = np.clip(norm(self.p) / norm(u), *self.bounds) if defined else 1.0
+            if c != 1:
+                last = self.running or c
+                self.running = self.coeff_beta * last + (1 - self.coeff_beta) * c
+        return self.lr * c * u
+
+
+class OnebitLambPublished:
+    """The paper's 1-bit LAMB on a list of tensors, the same parameters on every worker.
 
     `weight_decays`, one for each tensor, may be set before any update.
     """

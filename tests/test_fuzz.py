@@ -28,6 +28,8 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.onebit_adam: RATE | WARMUP,
     onebit_jax.onebit_adam_published: RATE | WARMUP,
     onebit_jax.scale_by_onebit_adam: WARMUP,
+    onebit_jax.onebit_lamb: RATE | WARMUP,
+    onebit_jax.scale_by_onebit_lamb: WARMUP,
     onebit_jax.onebit_lamb_published: RATE | WARMUP,
     onebit_jax.scale_by_onebit_lamb_published: WARMUP,
     onebit_jax.zero_one_adam: RATE | AXIS | {"variance_freeze": 10},

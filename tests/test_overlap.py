@@ -63,7 +63,7 @@ def _make(name: str, exchange: ExchangeOptions) -> optax.GradientTransformation:
         return onebit_jax.onebit_adam(
             1e-2, warmup=2, axis_name=AXIS, variance_refreshes=5, exchange=exchange
         )
-    if name == "onebit_lamb":
+    if name == "onebit_lamb_published":
         return onebit_jax.onebit_lamb_published(1e-2, warmup=2, axis_name=AXIS, exchange=exchange)
     bits = int(name)
     mean = onebit_jax.compressed_mean(AXIS, bits, exchange=exchange)
@@ -89,7 +89,7 @@ def _trajectory(name: str, workers: int, bucket_bytes: int | None) -> list[Any]:
 # Slow since `make test` compiles by emitters of XLA that round a sum as the program around it lets.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "1", "4"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb_published", "1", "4"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_steps_are_those_of_one_message(name, workers):
     """Two of them are left out, for a NaN and for a gradient that is too large, and change nothing.

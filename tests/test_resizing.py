@@ -120,7 +120,7 @@ def onebit_adam(axis_name, **options):
     return onebit_jax.scale_by_onebit_adam(warmup=3, axis_name=axis_name, **options)
 
 
-def onebit_lamb(axis_name):
+def onebit_lamb_published(axis_name):
     return onebit_jax.scale_by_onebit_lamb_published(warmup=3, axis_name=axis_name)
 
 
@@ -144,7 +144,7 @@ def compressed(how, kept, sizes):
 
 @pytest.mark.slow
 @names([(8, 4), (4, 3), ((2, 4), (4, 2))])
-@pytest.mark.parametrize(("make", "fused"), [(onebit_adam, False), (onebit_lamb, True)])
+@pytest.mark.parametrize(("make", "fused"), [(onebit_adam, False), (onebit_lamb_published, True)])
 def test_it_goes_on_with_the_same_momentum(make, fused, before, after):
     """And once it has gone on, the sums of updates and of what is left are those of gradients."""
     start = draw(5, shapes=SHAPES)

@@ -18,7 +18,7 @@ from onebit_jax.states.specs import names_in
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
-FORMAT = 8
+FORMAT = 9
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
 

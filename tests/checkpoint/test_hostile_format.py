@@ -29,7 +29,10 @@ def optimizers(axis_name):
         "onebit_adam, 4 bits": onebit_jax.onebit_adam(
             1e-2, warmup=3, warmup_bits=4, variance_refreshes=3, axis_name=axis_name
         ),
-        "onebit_lamb": onebit_jax.onebit_lamb_published(1e-2, warmup=3, axis_name=axis_name),
+        "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=3, axis_name=axis_name),
+        "onebit_lamb_published": onebit_jax.onebit_lamb_published(
+            1e-2, warmup=3, axis_name=axis_name
+        ),
         "zero_one_adam": onebit_jax.zero_one_adam(1e-2, variance_freeze=3, axis_name=axis_name),
         "onebit_muon": onebit_jax.onebit_muon(1e-2, bits=1, axis_name=axis_name),
         "ef_signsgd": onebit_jax.ef_signsgd(1e-2, axis_name=axis_name),
@@ -51,7 +54,7 @@ def layouts():
 
 
 # Where the checksum is another, `manifest.FORMAT` must be, too: raise it, and record both here.
-FORMAT, LAYOUTS = 8, 900899128
+FORMAT, LAYOUTS = 9, 3201472481
 
 
 def test_the_format_changes_with_the_layout_of_states():

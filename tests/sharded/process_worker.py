@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, Any] = {
     "onebit_adam, a scale per tensor": onebit_jax.onebit_adam(
         1e-2, warmup=4, axis_name=SLOW, exchange=onebit_jax.ExchangeOptions(scale_per="tensor")
     ),
-    "onebit_lamb": onebit_jax.onebit_lamb_published(1e-2, warmup=4, axis_name=SLOW),
+    "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW),
+    "onebit_lamb_published": onebit_jax.onebit_lamb_published(1e-2, warmup=4, axis_name=SLOW),
     "onebit_muon": onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
     "local_steps": onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4

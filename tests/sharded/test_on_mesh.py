@@ -16,6 +16,7 @@ ELEMENTWISE = (
     "birder, votes",
     "zero_one_adam",
     "onebit_lamb",
+    "onebit_lamb_published",
 )
 STEPS = 32
 

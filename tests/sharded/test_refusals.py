@@ -186,7 +186,7 @@ def test_optimizers_that_need_whole_tensors(auto):
         with refused(f"{optimizer} computes reduce_sum"):
             one_bit(auto, tx=tx).init(auto.params())
     # Beside a model that is not split they are right.
-    lamb = onebit_jax.onebit_lamb_published(1e-2, warmup=4, axis_name=SLOW)
+    lamb = onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)
     one_bit(auto, P(), tx=lamb).init(jax.device_get(auto.params()))
 
 

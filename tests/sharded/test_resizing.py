@@ -125,14 +125,16 @@ def test_at_each_place_it_is_the_state_of_shards_that_is_resized(name, workers, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["onebit_lamb", "scale per tensor", "4 bits"])
+@pytest.mark.parametrize("name", ["onebit_lamb_published", "scale per tensor", "4 bits"])
 @pytest.mark.parametrize("kind", meshes.TYPES)
 def test_a_run_goes_on(name, kind, tmp_path):
     """Optimizers whose numbers are of whole tensors, from a checkpoint of another number."""
     tensor = onebit_jax.ExchangeOptions(scale_per="tensor")
     tx = {
         "4 bits": lambda: optax.chain(onebit_jax.compressed_mean(SLOW, bits=4), optax.adam(1e-2)),
-        "onebit_lamb": lambda: onebit_jax.onebit_lamb_published(1e-2, warmup=3, axis_name=SLOW),
+        "onebit_lamb_published": lambda: onebit_jax.onebit_lamb_published(
+            1e-2, warmup=3, axis_name=SLOW
+        ),
         "scale per tensor": lambda: onebit_jax.onebit_adam(
             1e-2, warmup=3, axis_name=SLOW, exchange=tensor
         ),

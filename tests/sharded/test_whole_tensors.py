@@ -112,20 +112,33 @@ SPLIT = {
 }
 
 
-def lamb(**options):
-    return onebit_jax.onebit_lamb_published(
-        1e-2, b2=0.5, weight_decay=0.01, warmup=5, axis_name=SLOW, **options
-    )
+LAMBS = {
+    "onebit_lamb": (
+        onebit_jax.onebit_lamb,
+        onebit_jax.ScaleByOnebitLambState,
+        ("coefficients", "running"),
+    ),
+    "onebit_lamb_published": (
+        onebit_jax.onebit_lamb_published,
+        onebit_jax.ScaleByOnebitLambPublishedState,
+        ("coefficients", "ratios", "momentum_scales"),
+    ),
+}
 
 
+@pytest.mark.parametrize("name", LAMBS)
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-def test_equals_whole_tensors(kind):
+def test_equals_whole_tensors(name, kind):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
+    make, of_lamb, fields = LAMBS[name]
     # In two stages a server's scale would be of a chunk of the shards, not of the whole tensors.
-    tx = lamb(exchange=onebit_jax.ExchangeOptions(form="one-stage"))
+    exchange = onebit_jax.ExchangeOptions(form="one-stage", scale_per="tensor")
+    # Blocks of 8 bits, too, would be other ones.
+    options: Any = {"warmup": 5, "warmup_bits": 32, "axis_name": SLOW, "exchange": exchange}
+    tx = make(1e-2, b2=0.5, weight_decay=0.01, **options)
     state = assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)
-    own = find_state(onebit_jax.ScaleByOnebitLambPublishedState, state)
-    for numbers in (own.coefficients, own.ratios, own.momentum_scales):
+    own = find_state(of_lamb, state)
+    for numbers in (getattr(own, field) for field in fields):
         # Every place of every worker has the same.
         held = np.asarray(numbers)
         np.testing.assert_array_equal(held, np.broadcast_to(held[:1, :1], held.shape))

@@ -48,6 +48,15 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "step_bound": (0, -1.0, NAN, INF, "auto", True),
         },
     ),
+    onebit_jax.onebit_lamb: (
+        ONEBIT,
+        {
+            "min_coeff": (0, NAN, 11.0),
+            "max_coeff": (0, INF),
+            "variance_refreshes": (0, 2.5),
+            "step_bound": (0.0, INF),
+        },
+    ),
     onebit_jax.onebit_lamb_published: (
         ONEBIT,
         {
@@ -253,7 +262,7 @@ def test_masks_of_booleans_stay_as_they_are():
 
 OPTIMIZERS: dict[str, Any] = {
     "onebit_adam": (onebit_jax.onebit_adam, {}),
-    "onebit_lamb": (onebit_jax.onebit_lamb_published, {"warmup": 3}),
+    "onebit_lamb_published": (onebit_jax.onebit_lamb_published, {"warmup": 3}),
     "onebit_muon": (onebit_jax.onebit_muon, {}),
     "zero_one_adam": (onebit_jax.zero_one_adam, {"variance_freeze": 3}),
     "birder": (onebit_jax.birder, {"seed": 0}),
@@ -286,7 +295,7 @@ def test_a_learning_rate_that_is_no_int32_is_refused(value):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "birder"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb_published", "birder"])
 @pytest.mark.parametrize("shape", [(2**16, 2**15), (2**16, 2**16)])
 def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(name, shape):
     make, options = OPTIMIZERS[name]

@@ -24,7 +24,8 @@ WORKERS, STEPS, WORDS, WIDTH, BATCH = 4, 1500, 64, 8, 8
 FREQUENCIES = 1 / np.arange(1, WORDS + 1) ** 2
 FORMS: dict[str, Callable[..., Any]] = {
     "onebit_adam": onebit_jax.onebit_adam,
-    "onebit_lamb": functools.partial(onebit_jax.onebit_lamb_published, warmup=300),
+    "onebit_lamb": onebit_jax.onebit_lamb,
+    "onebit_lamb_published": functools.partial(onebit_jax.onebit_lamb_published, warmup=300),
     "zero_one_adam": functools.partial(onebit_jax.zero_one_adam, variance_freeze=300),
 }
 

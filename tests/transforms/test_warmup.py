@@ -224,7 +224,8 @@ def test_adam_freezes_where_the_rule_says_and_foretells_its_phases(corrected):
 
 OPTIMIZERS: dict[str, Any] = {
     "1-bit Adam": functools.partial(onebit_jax.onebit_adam, 0.01, b2=0.5, warmup=3),
-    "1-bit LAMB": functools.partial(onebit_jax.onebit_lamb_published, 0.01, warmup=3),
+    "1-bit LAMB": functools.partial(onebit_jax.onebit_lamb, 0.01, warmup=3),
+    "1-bit LAMB, published": functools.partial(onebit_jax.onebit_lamb_published, 0.01, warmup=3),
     "0/1 Adam": functools.partial(
         onebit_jax.zero_one_adam, 0.01, variance_freeze=3, var_update_scaler=3
     ),
