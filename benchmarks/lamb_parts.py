@@ -3,10 +3,12 @@
     python -m benchmarks.lamb_parts --corpus TEXTS --workers 4 --steps 800 --out runs/lamb-parts
     python -m train.compare --help                                       # has the other options
 
-All but the last two send float32. After the warm-up the variance freezes, or the coefficients, or
-both; with both, the ratios that 1-bit LAMB has in place of fresh coefficients are left out or taken
-from the variance itself, which an exchange of one bit can only estimate. The last two are 1-bit
-LAMB without ratios, and as it is. All have the learning rate that suits LAMB best.
+All but the last four send float32. After the warm-up the variance freezes, or the coefficients, or
+both; with both, the ratios that the paper has in place of fresh coefficients are left out or taken
+from the variance itself, which an exchange of one bit can only estimate. Then come the paper's
+1-bit LAMB without ratios, and as it is; 1-bit LAMB with fresh coefficients, of the compressed
+momentum, beside its refreshed variance, and as it is. All have the learning rate that suits LAMB
+best.
 """
 
 import sys
@@ -121,6 +123,16 @@ def _variant(label: str, frozen_variance: bool, coefficients: Coefficients) -> E
     return Entry(label, 2e-2, make, rate_of="lamb", freezes_by_number=True)
 
 
+def _fresh(setting: Setting) -> optax.GradientTransformation:
+    """1-bit Adam's direction in LAMB's place of Adam's."""
+    return optax.chain(
+        setting.call(onebit_jax.scale_by_onebit_adam),
+        optax.add_decayed_weights(setting.weight_decay, setting.mask),
+        optax.scale_by_trust_ratio(),
+        optax.scale_by_learning_rate(setting.learning_rate),
+    )
+
+
 VARIANTS: dict[str, Entry] = {
     "lamb_bounded": _variant("LAMB, no bias correction", False, "fresh"),
     "lamb_c": _variant("coefficients frozen", False, "frozen"),
@@ -128,13 +140,22 @@ VARIANTS: dict[str, Entry] = {
     "lamb_v_c": _variant("both frozen", True, "frozen"),
     "lamb_v_c_r": _variant("both frozen, exact ratios", True, "frozen times ratios"),
     "onebit_lamb_no_ratios": made_by(
-        "1-bit LAMB, no ratios",
+        "1-bit LAMB, published, no ratios",
         2e-2,
         onebit_jax.onebit_lamb_published,
         min_ratio=1.0,
         max_ratio=1.0,
     )._replace(rate_of="lamb", warms_up=True),
     "onebit_lamb_published": OPTIMIZERS["onebit_lamb_published"]._replace(rate_of="lamb"),
+    "onebit_lamb_fresh": Entry(
+        "1-bit LAMB, fresh coefficients",
+        2e-2,
+        _fresh,
+        exchange=onebit_jax.scale_by_onebit_adam,
+        warms_up=True,
+        refreshed=True,
+        rate_of="lamb",
+    ),
     "onebit_lamb": OPTIMIZERS["onebit_lamb"]._replace(rate_of="lamb"),
 }
 
