@@ -43,7 +43,7 @@ class Options:
     steps: int = 15_000
     """Steps of a training, a multiple of 1,000."""
     warmup: int = 1000
-    """Dense steps of those that begin with such; 1-bit Adam's end by themselves."""
+    """Dense steps of those that begin with such and do not end them by themselves."""
     seeds: tuple[int, ...] = (0, 1)
     """A training for each."""
     json: pathlib.Path = pathlib.Path("runs/benchmarks/rare_tokens.json")
@@ -80,6 +80,12 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
         ),
         "LAMB": (4e-3, lambda rate: optax.chain(dense, optax.lamb(rate))),
         "1-bit LAMB": (
+            4e-3,
+            lambda rate, **own: onebit_jax.onebit_lamb(
+                rate, warmup=of_itself, axis_name=AXIS, **own
+            ),
+        ),
+        "1-bit LAMB, published": (
             4e-3,
             lambda rate, **own: onebit_jax.onebit_lamb_published(rate, **ends, **own),
         ),
