@@ -124,7 +124,7 @@ def _variant(label: str, frozen_variance: bool, coefficients: Coefficients) -> E
 
 
 def _fresh(setting: Setting) -> optax.GradientTransformation:
-    """1-bit Adam's direction in LAMB's place of Adam's."""
+    """LAMB on the direction of 1-bit Adam in place of Adam's, with a new coefficient every time."""
     return optax.chain(
         setting.call(onebit_jax.scale_by_onebit_adam),
         optax.add_decayed_weights(setting.weight_decay, setting.mask),

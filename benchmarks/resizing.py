@@ -37,9 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "onebit_adam_frozen": lambda axes: onebit_jax.onebit_adam(
         _RATE, warmup=_WARMUP, warmup_bits=32, variance_refreshes=None, axis_name=axes
     ),
-    "onebit_lamb": lambda axes: onebit_jax.onebit_lamb_published(
-        _RATE, warmup=_WARMUP, axis_name=axes
-    ),
+    "onebit_lamb": lambda axes: onebit_jax.onebit_lamb(_RATE, warmup=_WARMUP, axis_name=axes),
     "birder": lambda axes: onebit_jax.birder(_RATE, seed=0, axis_name=axes),
     "onebit_muon": lambda axes: onebit_jax.onebit_muon(_RATE, axis_name=axes),
 }

@@ -63,6 +63,10 @@ def _make(name: str, exchange: ExchangeOptions) -> optax.GradientTransformation:
         return onebit_jax.onebit_adam(
             1e-2, warmup=2, axis_name=AXIS, variance_refreshes=5, exchange=exchange
         )
+    if name == "onebit_lamb":
+        return onebit_jax.onebit_lamb(
+            1e-2, warmup=2, axis_name=AXIS, variance_refreshes=5, exchange=exchange
+        )
     if name == "onebit_lamb_published":
         return onebit_jax.onebit_lamb_published(1e-2, warmup=2, axis_name=AXIS, exchange=exchange)
     bits = int(name)
@@ -89,7 +93,7 @@ def _trajectory(name: str, workers: int, bucket_bytes: int | None) -> list[Any]:
 # Slow since `make test` compiles by emitters of XLA that round a sum as the program around it lets.
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb_published", "1", "4"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "onebit_lamb_published", "1", "4"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_steps_are_those_of_one_message(name, workers):
     """Two of them are left out, for a NaN and for a gradient that is too large, and change nothing.
@@ -105,8 +109,10 @@ def test_steps_are_those_of_one_message(name, workers):
     assert np.any(cut[-1][0]["0"]["kernel"] != cut[_BAD[1]][0]["0"]["kernel"])
 
 
-def _lowered(bucket_bytes: int | None, workers: int = 2, **options: Any) -> jax.stages.Lowered:
-    mesh, tx = _mesh(workers), _make("onebit_adam", ExchangeOptions(bucket_bytes=bucket_bytes))
+def _lowered(
+    bucket_bytes: int | None, workers: int = 2, name: str = "onebit_adam", **options: Any
+) -> jax.stages.Lowered:
+    mesh, tx = _mesh(workers), _make(name, ExchangeOptions(bucket_bytes=bucket_bytes))
     params = jax.eval_shape(lambda: _params(_LARGE))
     step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
     state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
@@ -126,14 +132,15 @@ def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
     return "".join("g" if matmul else "x" for matmul in found)
 
 
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_buckets_leave_before_the_last_gradient_is_there(workers):
-    order = _order(2**12, workers)
+def test_buckets_leave_before_the_last_gradient_is_there(workers, name):
+    order = _order(2**12, workers, name=name)
     assert order.count("g") == LAYERS
     # The last layer's gradient comes first, and its bytes leave before the first layer's comes.
     assert "x" in order[: order.rindex("g")], order
     # One message waits for all.
-    order = _order(None, workers)
+    order = _order(None, workers, name=name)
     assert order.count("x") == workers // 2
     assert "x" not in order[: order.rindex("g")], order
 

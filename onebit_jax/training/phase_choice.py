@@ -110,10 +110,10 @@ def update(
         return new_params, state, finite
 
     old = params, marked, jnp.bool(True)
-    # Traced once for both: with hundreds of tensors that takes a second.
-    always = jax.jit(make, inline=True)
-    if when is not None and in_loop and _selects(opt_state) and _carries(always, old, grads):
-        new_params, new_state, finite = overwrite_if(when.made, always, old, grads)
+    # The check and the loop share one trace, which takes a second for hundreds of tensors.
+    traced_once = jax.jit(make, inline=True)
+    if when is not None and in_loop and _selects(opt_state) and _carries(traced_once, old, grads):
+        new_params, new_state, finite = overwrite_if(when.made, traced_once, old, grads)
     else:
         new_params, new_state, finite = make(old, grads, when)
     refusals = [node.phase == -1 for node in progress_of(new_state)]

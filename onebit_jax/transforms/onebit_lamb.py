@@ -91,17 +91,16 @@ class OnebitLamb(OnebitAdam):
     def dense_step(self, state: Any, update: Update) -> Any:
         """LAMB: Adam's ``m`` and ``v``, and of these the coefficients ``c`` and ``c~``."""
         state = super().dense_step(state, update)
-        alike = self.bound(state).layout.alike()
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        m = moments.whole(self.bound(state), state.momentum, state.progress.phase, "warmup")
+        layout, (v, tree) = self.bound(state).layout, jax.tree.flatten(state.v_then_inverse_root)
+        m = jax.tree.leaves(layout.scatter(moments.dense(state.momentum)))
         of_m, of_v = self.corrections(state.progress.count + 1)
 
         def over_root(m: jax.Array, v: jax.Array) -> jax.Array:
             return m / of_m / root(v, of_v, self.eps, self.eps_root)
 
         rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
-        m = jax.tree.leaves(m)
-        c, _ = lamb.lamb_coefficients(self.bounds, over_root, alike, rates, m, v, update.params)
+        arrays = m, v, update.params
+        c, _ = lamb.lamb_coefficients(self.bounds, over_root, layout.alike(), rates, *arrays)
         # The first one counts in full: a short warm-up would leave a sum from 0 too small.
         begun = jnp.where((state.running > 0) | (c == 1), state.running, c)
         running = lamb.running_coefficients(self.bounds, begun, c)

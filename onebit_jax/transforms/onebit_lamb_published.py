@@ -325,7 +325,10 @@ def onebit_lamb_published(
     step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
+    r"""1-bit LAMB as the paper and DeepSpeed have it, to compare with or to reproduce.
+
+    On a language model it ended further from LAMB than :func:`onebit_jax.onebit_lamb`, whose
+    variance is refreshed, and with more bytes (docs/pretraining.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:
