@@ -20,7 +20,11 @@ from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
 from onebit_jax.transforms.cada import CadaState, cada
 from onebit_jax.transforms.clip_by_common_norm import clip_by_common_norm
-from onebit_jax.transforms.compressed_mean import CompressedMeanState, compressed_mean
+from onebit_jax.transforms.compressed_mean import (
+    CompressedMeanState,
+    DelayedMeanState,
+    compressed_mean,
+)
 from onebit_jax.transforms.distributed_lion import (
     ScaleByDistributedLionState,
     distributed_lion,
@@ -63,6 +67,7 @@ __version__ = "0.2.0"
 __all__ = [
     "CadaState",
     "CompressedMeanState",
+    "DelayedMeanState",
     "Diagnosis",
     "Divergence",
     "Drive",

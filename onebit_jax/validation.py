@@ -111,6 +111,15 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
         raise ValueError(f"{name} must be below 2**31. {mend}")
 
 
+def check_delay(delay: Any) -> None:
+    """Raises ``ValueError`` unless ``delay`` is 0 or 1."""
+    if not _is_int(delay) or delay not in (0, 1):
+        raise ValueError(
+            f"delay={delay!r} must be 0, an exchange that its update waits for, or 1, one beside "
+            f"the gradients of the update after."
+        )
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is a bool."""
     if not isinstance(value, bool):

@@ -123,6 +123,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "compressed_mean": Optimizer(_compressed_sgd(bits=1), needs_params=False),
     "compressed_mean, 4 bits": Optimizer(_compressed_sgd(bits=4), needs_params=False),
+    "compressed_mean, one late": Optimizer(_compressed_sgd(bits=1, delay=1), needs_params=False),
+    "onebit_muon, one late": Optimizer(
+        _made_by(onebit_jax.onebit_muon, matrices=matrices, delay=1), has_float16=False
+    ),
     "local_steps": Optimizer(_local_adam(every=4), is_local=True),
     "local_steps, streaming": Optimizer(_local_adam(every=2, delay=1), is_local=True),
     "compressed_mean, drive": Optimizer(

@@ -15,6 +15,7 @@ import onebit_jax
 from onebit_jax import ExchangeOptions
 from onebit_jax.collectives import alike, layout
 from onebit_jax.programs import hlo
+from onebit_jax.transforms.phases import Phase
 from tests.small_task import assert_equal
 from tests.workers import AXIS
 
@@ -170,12 +171,25 @@ def _ancestors(body: dict[str, hlo.Instruction], name: str) -> set[str]:
 @pytest.mark.parametrize(("workers", "fragments", "delay"), [(2, 1, 0), (2, 1, 1), (4, LAYERS, 1)])
 def test_a_late_message_of_local_steps_waits_for_no_gradient(workers, fragments, delay):
     """All at once or in turns, of which one is sent; the look for NaNs reads all gradients."""
-    mesh, params = _mesh(workers), jax.eval_shape(lambda: _params(_LARGE))
     how: Any = {"bits": 4, "every": LAYERS, "fragments": fragments, "delay": delay}
     tx = onebit_jax.local_steps(optax.sgd(0.1), optax.sgd(1.0), axis_name=AXIS, **how)
+    assert _waits(tx, workers, "sync") == (delay == 0)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize(("workers", "delay"), [(2, 0), (2, 1), (4, 1)])
+def test_a_late_message_of_a_mean_waits_for_no_gradient(bits, workers, delay):
+    mean = onebit_jax.compressed_mean(AXIS, bits, delay=delay)
+    tx = optax.chain(mean, optax.sgd(0.1, momentum=0.9 if delay else None))
+    assert _waits(tx, workers, "compression") == (delay == 0)
+
+
+def _waits(tx: optax.GradientTransformation, workers: int, phase: Phase) -> bool:
+    """Whether what is sent depends on the matmuls that make gradients."""
+    mesh, params = _mesh(workers), jax.eval_shape(lambda: _params(_LARGE))
     state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
     step = onebit_jax.train_step(_loss_fn, tx, mesh)
-    lowered = step.lower(params, state, _batch(workers, 0, _LARGE), phase="sync")
+    lowered = step.lower(params, state, _batch(workers, 0, _LARGE), phase=phase)
     module = hlo.Module(lowered.compile().as_text() or "")
     entry = module.computations[module.entry]
     sent = [
@@ -186,7 +200,7 @@ def test_a_late_message_of_local_steps_waits_for_no_gradient(workers, fragments,
     gradient = re.compile(rf"f32\[{_LARGE},{_LARGE}\]")
     matmuls = [name for name, x in entry.items() if x.op == "dot" and gradient.match(x.type)]
     assert len(matmuls) == LAYERS
-    assert bool(needed & set(matmuls)) == (delay == 0)
+    return bool(needed & set(matmuls))
 
 
 def test_clipping_waits_for_the_norm_of_all_gradients():

@@ -115,6 +115,31 @@ def test_a_compressed_mean_loses_nothing_between_any_sizes(bits, before, after):
     assert_close(residual_of(state.exchange, bits, after), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("bits", "before", "after"), [(1, 4, 3), (1, 3, (2, 2)), (1, 2, 1), (1, 1, 2), (4, 3, 4)]
+)
+def test_a_message_in_flight_is_not_lost(bits, before, after):
+    """All that was given is in the updates, owed, or on its way."""
+    make = functools.partial(onebit_jax.compressed_mean, bits=bits, delay=1)
+    first, second = gradients(0, before), gradients(1, after)
+    u, params, state = train(make, before, zeros(), first)
+    expected = jax.tree.map(np.subtract, mean_summed(first), summed(u))
+    assert_close(in_flight(state, bits, before), expected, 1e-5)
+    state = resized(make, before, after, state, params)
+    assert_close(in_flight(state, bits, after), expected, 1e-5)
+    u, _, state = train(make, after, zeros(), second, state)
+    expected = jax.tree.map(lambda r, g, x: r + g - x, expected, mean_summed(second), summed(u))
+    assert_close(in_flight(state, bits, after), expected, 1e-5)
+
+
+def in_flight(state, bits, sizes):
+    """What the workers hold, sent in the next update or owed, and what the servers owe."""
+    how = ExchangeOptions().at_bits(axis_of(sizes), bits)
+    rows = with_rows(jax.device_get(state.in_flight), mesh_of(sizes).size)
+    total = workers.on_workers(lambda x: how.over(zeros()).total_in_flight(x), sizes)(rows)
+    return jax.tree.map(lambda x: x[0], jax.device_get(total))
+
+
 def onebit_adam(axis_name, **options):
     options = FROZEN | options
     return onebit_jax.scale_by_onebit_adam(warmup=3, axis_name=axis_name, **options)

@@ -115,6 +115,14 @@ class FeedbackCompressor(Compressor, Protocol):
         """
         ...
 
+    def message(self, layout: Layout, state: ExchangeState) -> list[jax.Array]:
+        """The sections that :meth:`compress` returned with this state."""
+        ...
+
+    def unsent(self, layout: Layout, state: ExchangeState) -> ExchangeState:
+        """The state whose message is 0: the worker's residuals are its compensated values."""
+        ...
+
     def residuals(
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -268,13 +276,18 @@ class BoundExchange:
     def _stages(
         self, values: Sequence[Any], state: Any, call: Any
     ) -> Stages[tuple[jax.Array, Any]]:
-        late = call.late if isinstance(call, Call) else None
-        if late is not None and not (isinstance(state, ExchangeState) and self._leaves_early(late)):
-            call = call._replace(when=call.when & late.fit, late=None)
+        call = self._permitted(state, call)
         if not self.compresses:
             return self._all_reduce_dense(values, state, call)
         received, new = yield from self._stages_of_shard(values, state, call)
         return hierarchical.all_gather(received, self.axes), new
+
+    def _permitted(self, state: Any, call: Any) -> Any:
+        """The call, late only if it gains by that."""
+        late = call.late if isinstance(call, Call) else None
+        if late is None or (isinstance(state, ExchangeState) and self._leaves_early(late)):
+            return call
+        return call._replace(when=call.when & late.fit, late=None)
 
     def _leaves_early(self, late: Late) -> bool:
         """Whether values leave before it is known that the call counts.
@@ -294,28 +307,31 @@ class BoundExchange:
     def _stages_of_shard(
         self, values: Sequence[Any], state: Any, call: Any
     ) -> Stages[tuple[jax.Array, Any]]:
-        layout, node = self.layout, self.axes.node
+        layout = self.layout
         sent, new = self.compressor.compress(layout, values, state, call)
         if isinstance(self.compressor, RandomSigns) and self.compressor.transport == "votes":
             return self.compressor.sum(layout, layout.row(sent, None), call), new
-        order = layout.backward_order()
+        received, new = yield from self._stages_of_message(sent, new, call)
+        return received, self._measured(received, new, state, call)
+
+    def _stages_of_message(
+        self, sent: Sequence[jax.Array], state: Any, call: Any
+    ) -> Stages[tuple[jax.Array, Any]]:
+        """Sends a worker's sections; what all servers answer, and the state with the server's."""
+        node, order = self.axes.node, self.layout.backward_order()
         if self.one_stage:
             # A row for each server, all of which go to all workers.
             received = yield self._message(self._to_all, sent, order, rows=len(sent[0]))
-        else:
+            return received, state
 
-            def to_servers(rows: jax.Array) -> jax.Array:
-                padded_rows = join_sections([rows], rows.shape[:1])
-                return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
+        def to_servers(rows: jax.Array) -> jax.Array:
+            padded_rows = join_sections([rows], rows.shape[:1])
+            return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
 
-            to_serve = yield self._message(to_servers, sent, order)
-            answer, new = self.compressor.serve(layout, to_serve, new, call)
-            received = yield self._message(self._to_all, answer)
-        if isinstance(new, ExchangeState):
-            new = self._measured(received, new, state, call)
-            if call.late is not None:
-                new = call.late.keep(new, state, self.axes)
-        return received, new
+        to_serve = yield self._message(to_servers, sent, order)
+        answer, state = self.compressor.serve(self.layout, to_serve, state, call)
+        received = yield self._message(self._to_all, answer)
+        return received, state
 
     def _to_all(self, rows: jax.Array) -> jax.Array:
         """All workers' rows, ``[n, *rows.shape]``."""
@@ -343,14 +359,15 @@ class BoundExchange:
         kept = PerWorker(state.worker.value._replace(values=held))
         return self.nothing_received(), state._replace(worker=kept)
 
-    def _measured(
-        self, received: jax.Array, new: ExchangeState, old: ExchangeState, call: Call
-    ) -> ExchangeState:
-        """Divides the residual's norm by the norm of the mean."""
+    def _measured(self, received: jax.Array, new: Any, old: Any, call: Any) -> Any:
+        """Divides the residual's norm by the norm of the mean; the old state if none counts."""
+        if not isinstance(new, ExchangeState):
+            return new
         norm = self.feedback.mean_norm(self.layout, received, new)
         ratio = jnp.where(norm > 0, new.residual_ratio.value / jnp.maximum(norm, 1e-38), 0.0)
         kept = jnp.where(call.when, ratio, old.residual_ratio.value)
-        return new._replace(residual_ratio=PerWorker(kept))
+        new = new._replace(residual_ratio=PerWorker(kept))
+        return new if call.late is None else call.late.keep(new, old, self.axes)
 
     def nothing_received(self) -> jax.Array:
         """Bytes like those of :meth:`all_reduce` that decode to zeros."""
@@ -375,6 +392,24 @@ class BoundExchange:
             return self.node_mean_tree(tree), state
         received, state = yield from self._stages(self.node_mean(tree), state, call)
         return self.mean(received, state), state
+
+    def average_one_late(
+        self, tree: Any, state: ExchangeState, call: Call
+    ) -> tuple[Any, ExchangeState]:
+        """Averages what the call before compressed, and compresses a tree for the next call.
+
+        What is sent follows from the compensated values in the state, and depends on nothing else.
+        The first mean is 0.
+        """
+        call = self._permitted(state, call)
+        if not self.compresses:
+            mean = self.mean(self.nothing_received(), state)
+            return mean, self._all_reduce_dense(self.node_mean(tree), state, call)[1]
+        sent = self.feedback.message(self.layout, state)
+        received, served = carry_out(self._stages_of_message(sent, state, call))
+        mean = self.mean(hierarchical.all_gather(received, self.axes), state)
+        _, new = self.compressor.compress(self.layout, self.node_mean(tree), served, call)
+        return mean, self._measured(received, new, state, call)
 
     def mean(self, received: jax.Array, state: Any) -> Any:
         """Decodes the mean from a call's received bytes; float32, like the tree."""
@@ -484,6 +519,12 @@ class BoundExchange:
             return self.layout.full(0.0)
         return total_residual(self.layout, *self.feedback.residuals(self.layout, state))
 
+    def total_in_flight(self, state: ExchangeState) -> Any:
+        """As :meth:`total_residual`, with what :meth:`average_one_late` would send next."""
+        if not self.compresses:
+            return self.mean(self.nothing_received(), state)
+        return self.total_residual(self.feedback.unsent(self.layout, state))
+
     def encode(self, tree: Any, state: ExchangeState) -> jax.Array:
         """Encodes a tree as received rows, as closely as one scale per chunk allows.
 
@@ -513,6 +554,15 @@ class BoundExchange:
         if not self.compresses or not isinstance(state, ExchangeState):
             return state
         return self.feedback.with_residual(self.layout, state, self.layout.gather(residual))
+
+    def resumed_in_flight(self, total: Any) -> ExchangeState:
+        """As :meth:`resumed`, from :meth:`total_in_flight`; a single node's next mean is the total.
+
+        With other workers nothing is sent in the next call, and the total is added to its values.
+        """
+        if self.compresses:
+            return self.resumed(total)
+        return self._all_reduce_dense(self.layout.gather(total), self.begin(), Call())[1]
 
 
 def whole_pieces(held: Sequence[jax.Array]) -> list[jax.Array]:

@@ -35,9 +35,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
+from onebit_jax.collectives.error_feedback import (
+    Call,
+    Compensated,
+    ExchangeState,
+    begin,
+    with_worker_values,
+)
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
-from onebit_jax.collectives.packing import pack, unpack
+from onebit_jax.collectives.packing import Piece, pack, unpack
 from onebit_jax.collectives.xla_workarounds import rounded_product, separate
 from onebit_jax.markers import PerWorker
 
@@ -157,7 +163,7 @@ class KBits:
             last_s = piece.scales_of(state.worker.value.scales)
             s = jnp.where(call.when, block_scales(c), last_s)
             scales.append(s)
-            sections.append(piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits))
+            sections.append(self._section(piece, c, s))
             sample, times = _sampled_rows(c.shape[-2], c.size)
             e = residual(c[..., sample, :], s[..., sample], self.bits)
             squared += times * jnp.sum(e**2)
@@ -166,6 +172,25 @@ class KBits:
             worker=PerWorker(Compensated(compensated, s)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
+
+    def _section(self, piece: Piece, c: jax.Array, s: jax.Array) -> jax.Array:
+        return piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits)
+
+    def message(self, layout: Layout, state: ExchangeState) -> list[jax.Array]:
+        """The sections that :meth:`compress` returned with this state, from ``c_i`` and ``s``."""
+        held, s = state.worker.value
+        in_bits = [
+            self._section(piece, c, piece.scales_of(s))
+            for piece, c in zip(layout.pieces, held, strict=True)
+        ]
+        return [*in_bits, scale_bytes(s[0])]
+
+    def unsent(self, layout: Layout, state: ExchangeState) -> ExchangeState:
+        """The state with scales so large that all of ``c_i`` rounds to 0, and is the residual."""
+        del layout
+        held = state.worker.value.values
+        scales = [4 * levels(self.bits) * block_scales(c) for c in held]
+        return state._replace(worker=PerWorker(Compensated(held, jnp.concatenate(scales, -1))))
 
     def _compensated(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
@@ -267,9 +292,7 @@ class KBits:
     ) -> ExchangeState:
         """A fresh state in which every worker's residual is ``R``, in pieces of all shards."""
         c = [layout.shard(x)[None] for x in pieces]
-        # The scale is so large that everything quantizes to 0, so the residual is the value.
-        scales = [4 * levels(self.bits) * block_scales(x) for x in c]
-        return state._replace(worker=PerWorker(Compensated(c, jnp.concatenate(scales, -1))))
+        return self.unsent(layout, with_worker_values(state, c))
 
     def _offset(self, q: jax.Array) -> jax.Array:
         return (q + levels(self.bits)).astype(jnp.uint8)

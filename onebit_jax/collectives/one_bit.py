@@ -40,7 +40,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Active, Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
-from onebit_jax.collectives.packing import pack, signed, unpack_flags
+from onebit_jax.collectives.packing import Piece, pack, signed, unpack_flags
 from onebit_jax.collectives.xla_workarounds import materialize, separate
 from onebit_jax.markers import PerWorker
 
@@ -203,6 +203,20 @@ def evenly_sampled(c: jax.Array, count: int = _SAMPLE) -> tuple[jax.Array, float
     return part, c.size / part.size
 
 
+def _signs(layout: Layout, piece: Piece, c: jax.Array) -> jax.Array:
+    """The section of a piece's signs."""
+    packed = pack(piece.chunks_of(c[0] >= 0), 1, 2)
+    if piece.is_padded:
+        # Written as planes first: as a part of a row, each byte would need a division to find its
+        # place before or behind the padding.
+        packed = materialize(packed, layout.axes.node)
+    return piece.section(packed)
+
+
+def _for_each_server(layout: Layout, scales: jax.Array) -> jax.Array:
+    return scale_bytes(jnp.broadcast_to(scales, (layout.axes.nodes, scales.size)))
+
+
 @dataclasses.dataclass(frozen=True)
 class OneBit:
     """Signs with a scale per tensor, and error feedback on workers and servers.
@@ -250,7 +264,7 @@ class OneBit:
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
     ) -> tuple[list[jax.Array], ExchangeState]:
         """The worker's stage: ``c_i``, ``s_i``, and what to send, sections ``[chunks, bytes]``."""
-        kind, nodes = self.scale, layout.axes.nodes
+        kind = self.scale
         other: Scale = "mean_abs" if kind == "rms" else "rms"
         compensated = self._compensated(layout, values, state, call)
         sums, others, sections = [], [], []
@@ -260,23 +274,30 @@ class OneBit:
         for piece, made, c in zip(layout.pieces, compensated, written, strict=True):
             sums.append(power_sum(made[0] if piece.joined else made, kind))
             others.append(estimated_sum(c[0] if piece.joined else c, other))
-            packed = pack(piece.chunks_of(c[0] >= 0), 1, 2)
-            if piece.is_padded:
-                # Written as planes first: as a part of a row, each byte would need a division to
-                # find its place before or behind the padding.
-                packed = materialize(packed, layout.axes.node)
-            sections.append(piece.section(packed))
+            sections.append(_signs(layout, piece, c))
         counts = jnp.sum(layout.shard(state.active).counts, 0)
         own_sums = jnp.concatenate(sums), jnp.concatenate(others)
         s = self._scales(own_sums[0], counts)
         squares, magnitudes = own_sums if kind == "rms" else own_sums[::-1]
         squared = jnp.sum(squared_residual(s, counts, squares, magnitudes))
-        sections.append(scale_bytes(jnp.broadcast_to(s, (nodes, s.size))))
+        sections.append(_for_each_server(layout, s))
         kept = jnp.where(call.when, s[None], state.worker.value.scales)
         return sections, state._replace(
             worker=PerWorker(Compensated(written, kept)),
             residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
         )
+
+    def message(self, layout: Layout, state: ExchangeState) -> list[jax.Array]:
+        """The sections that :meth:`compress` returned with this state, from ``c_i`` and ``s_i``."""
+        held, s = state.worker.value
+        signs = [_signs(layout, piece, c) for piece, c in zip(layout.pieces, held, strict=True)]
+        return [*signs, _for_each_server(layout, s[0])]
+
+    def unsent(self, layout: Layout, state: ExchangeState) -> ExchangeState:
+        """The state with scales of 0, so that the residual is all of ``c_i``."""
+        del layout
+        held, scales = state.worker.value
+        return state._replace(worker=PerWorker(Compensated(held, jnp.zeros_like(scales))))
 
     def _compensated(
         self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call

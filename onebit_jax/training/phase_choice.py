@@ -12,7 +12,7 @@ from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import outermost
 from onebit_jax.states.placement import worker_parameters
-from onebit_jax.transforms.algorithm import has_progress
+from onebit_jax.transforms.algorithm import has_progress, states_of
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
@@ -88,8 +88,8 @@ def update(
       extra_args: further arguments of the optimizer's update.
       when: whether the update is made; None for always.
       in_loop: whether optimizers that do not take ``when`` run in a zero- or one-iteration loop.
-        Otherwise old and new state are selected, element by element: XLA for CPUs copies the state
-        for that, others fuse it.
+        Otherwise, and where an exchange is one update late, old and new state are selected, element
+        by element: XLA for CPUs copies the state for that, others fuse it.
     """
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     given = extra_args | {"phase": phase}
@@ -112,7 +112,8 @@ def update(
     old = params, marked, jnp.bool(True)
     # The check and the loop share one trace, which takes a second for hundreds of tensors.
     traced_once = jax.jit(make, inline=True)
-    if when is not None and in_loop and _selects(opt_state) and _carries(traced_once, old, grads):
+    looped = when is not None and in_loop and _selects(opt_state) and not _is_late(opt_state)
+    if when is not None and looped and _carries(traced_once, old, grads):
         new_params, new_state, finite = overwrite_if(when.made, traced_once, old, grads)
     else:
         new_params, new_state, finite = make(old, grads, when)
@@ -161,6 +162,11 @@ def _selects(opt_state: optax.OptState) -> bool:
     """
     leaves = jax.tree.leaves(opt_state, is_leaf=has_progress)
     return any(jnp.ndim(leaf) for leaf in leaves if not has_progress(leaf))
+
+
+def _is_late(opt_state: optax.OptState) -> bool:
+    """Whether an optimizer sends what the update before made: a loop would wait for the check."""
+    return any(hasattr(state, "in_flight") for state in states_of(opt_state))
 
 
 def _carries(make: Any, old: _Made, grads: Any) -> bool:

@@ -44,6 +44,27 @@ class CompressedMeanState(NamedTuple):
         return self.exchange.diagnostics()
 
 
+class DelayedMeanState(NamedTuple):
+    """State of :func:`compressed_mean` with ``delay=1``, as large as without.
+
+    Attributes:
+      progress: updates made; equal on all workers.
+      in_flight: the residuals, and the message that the next update sends: both follow from the
+        compensated values.
+    """
+
+    progress: Progress
+    in_flight: ExchangeState
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """As for :class:`CompressedMeanState`; the residual is of this update's gradient."""
+        return {"phase": self.progress.phase, **self.in_flight.metrics()}
+
+    def diagnostics(self) -> dict[str, jax.Array]:
+        """As for :class:`CompressedMeanState`."""
+        return self.in_flight.diagnostics()
+
+
 State = CompressedMeanState
 
 
@@ -75,12 +96,41 @@ class CompressedMean(Algorithm):
         return {"exchange": self.exchange.over(like).resumed(carried)}
 
 
+@dataclasses.dataclass(frozen=True)
+class DelayedMean(Algorithm):
+    """The algorithm with ``delay=1``."""
+
+    residual_decay: float
+    exchange: Exchange
+
+    def init(self, params: optax.Params) -> DelayedMeanState:
+        """No residuals, and a message of zeros."""
+        return DelayedMeanState(phases.begin(), self.exchange.over(params).begin())
+
+    def step(self, state: DelayedMeanState, update: Update) -> tuple[DelayedMeanState, Arrays]:
+        """``u`` of the gradients of the update before."""
+        exchange = self.exchange.over(update.grads, state.in_flight)
+        call = update.call(self.residual_decay, self.residual_decay)
+        mean, kept = exchange.average_one_late(update.grads, state.in_flight, call)
+        return state._replace(in_flight=kept), mean
+
+    def carry(self, state: DelayedMeanState, like: Any) -> Any:
+        """The total residual, with the message in flight."""
+        return self.exchange.over(like).total_in_flight(state.in_flight)
+
+    def resume(self, state: DelayedMeanState, carried: Any, like: Any) -> dict[str, Any]:
+        """Gives every worker this residual, and an empty message."""
+        del state
+        return {"in_flight": self.exchange.over(like).resumed_in_flight(carried)}
+
+
 def compressed_mean(
     axis_name: str | tuple[str, str],
     bits: int = 1,
     *,
     compressor: Compressor | None = None,
     residual_decay: float = 1.0,
+    delay: int = 0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over the workers at one bit per element each way, or at a few.
@@ -117,6 +167,14 @@ def compressed_mean(
     step. The delay also limits the learning rate: if the elements of a tensor differ much in size,
     SGD may be stable only at a small fraction of the dense form's learning rate.
 
+    **Delay.** With ``delay=1`` an update returns the mean of the gradients of the update *before*;
+    the first returns zeros. What it sends follows from the state, so that XLA can run encoding and
+    collectives beside the forward and the backward pass. The state is no larger: a checkpoint holds
+    the message, :func:`onebit_jax.resize` adds it to the residuals, a skipped update leaves it to
+    the next one. The gradients of a run's last update are not applied. Every optimizer that we
+    measured loses by it: see ``docs/lm.md``, and :func:`onebit_jax.onebit_muon`, which corrects
+    late updates.
+
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of
     :func:`onebit_jax.onebit_adam`. Transformations of each worker's own gradients, such as
@@ -133,6 +191,7 @@ def compressed_mean(
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
         errors in full; less than 1 reduces the weight of errors from earlier parameters.
+      delay: 1 for means that are one update late; it needs 1, 2, 4 or 8 bits.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -174,10 +233,18 @@ def compressed_mean(
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
+    validation.check_delay(delay)
     check_options(exchange)
+    if delay and (compressor is not None or bits == 32):
+        given = f"compressor={compressor!r}" if compressor is not None else "bits=32"
+        raise ValueError(
+            f"delay=1 with {given}: the message is kept with the residuals, so it needs 1, 2, 4 or "
+            f"8 bits and no compressor of your own. Leave out delay=1."
+        )
     if compressor is not None:
         check_compressor(compressor, bits, 1)
         return transformation(CompressedMean(residual_decay, exchange.of(axis_name, compressor)))
     if bits == 32:
         return optax.with_extra_args_support(mean_gradients(axis_name))
-    return transformation(CompressedMean(residual_decay, exchange.at_bits(axis_name, bits)))
+    algorithm = DelayedMean if delay else CompressedMean
+    return transformation(algorithm(residual_decay, exchange.at_bits(axis_name, bits)))

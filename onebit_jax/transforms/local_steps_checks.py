@@ -39,11 +39,7 @@ def check_schedule(every: Any, fragments: Any, delay: Any) -> None:
             f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
             f"tensors take turns every / fragments updates apart."
         )
-    if isinstance(delay, bool) or not isinstance(delay, int) or delay not in (0, 1):
-        raise ValueError(
-            f"delay={delay!r} must be 0, an exchange that its update waits for, or 1, one beside "
-            f"the gradients of the update after."
-        )
+    validation.check_delay(delay)
 
 
 # The update counts at which an outer optimizer is tested: a schedule may begin at 0.

@@ -1,6 +1,7 @@
 """Muon on gradients that are exchanged at a few bits per parameter."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax.transforms.late_correction import late_correction
 from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
 
 
@@ -30,6 +32,7 @@ def onebit_muon(
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_bits: int = 8,
+    delay: int = 0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon with four bits or one per parameter of the matrices, from the first update on.
@@ -55,6 +58,13 @@ def onebit_muon(
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
     larger ones, where one bit can lose Muon's gain over Adam (``docs/lm.md``).
 
+    **Delay.** With ``delay=1`` nothing that an update sends depends on its gradients, so that XLA
+    can hide the whole exchange behind the forward and the backward pass: :math:`G` is of the
+    gradients of the update *before*, at first 0. Late updates are corrected: with :math:`u_t` the
+    update above without weight decay and learning rate, :math:`2 u_t - u_{t-1}` is applied; what a
+    step should have applied and did not, the next one adds. This takes 4 bytes per parameter. It
+    costs some loss (``docs/lm.md``); the gradients of a run's last update are not applied.
+
     **On a sharded mesh** (:func:`onebit_jax.on_mesh`) the momentum stays split as the matrices are.
     What is orthogonalized is gathered over the fast axes, and every device computes all of it.
 
@@ -79,6 +89,7 @@ def onebit_muon(
       adam_b2: decay of Adam's variance.
       adam_bits: bits per value of the other parameters' gradients: 2, 4, 8 or 32. One bit would
         remove Adam's scaling of each coordinate.
+      delay: 1 for an exchange beside the gradients of the update after; 0 for one that waits.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; with one bit the scale
         is always the mean absolute value.
 
@@ -123,20 +134,27 @@ def onebit_muon(
     validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
     check_options(exchange)
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
-    mean = compressed_mean(axis_name, bits, residual_decay=residual_decay, exchange=of_matrices)
-    of_others = exchange.travel()
+    mean_of = functools.partial(compressed_mean, axis_name, delay=delay)
+    correction = [late_correction()] if delay else []
     muon = optax.chain(
         orthogonalized_momentum(
             beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
         ),
+        *correction,
         optax.add_decayed_weights(cast(Any, weight_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    adam = optax.adam(rate, adam_b1, adam_b2, nesterov=nesterov)
+    adam = optax.chain(
+        optax.scale_by_adam(adam_b1, adam_b2, nesterov=nesterov),
+        *correction,
+        optax.scale_by_learning_rate(rate),
+    )
     parts: dict[Any, Any] = {
-        "muon": optax.chain(mean, muon),
-        "adam": optax.chain(compressed_mean(axis_name, adam_bits, exchange=of_others), adam),
+        "muon": optax.chain(
+            mean_of(bits, residual_decay=residual_decay, exchange=of_matrices), muon
+        ),
+        "adam": optax.chain(mean_of(adam_bits, exchange=exchange.travel()), adam),
     }
 
     def labels(params: optax.Params) -> Any:

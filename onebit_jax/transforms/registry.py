@@ -179,7 +179,7 @@ def zero_one(label: str, learning_rate: float, **policy: int) -> Entry:
     return made._replace(local_steps=True, freezes_by_number=True)
 
 
-def muon(label: str, bits: int, adam_bits: int) -> Entry:
+def muon(label: str, bits: int, adam_bits: int, delay: int = 0) -> Entry:
     """Muon on matrices, Adam at the same learning rate on embeddings, norms and biases."""
 
     def matrices(params: Any) -> Any:
@@ -192,7 +192,7 @@ def muon(label: str, bits: int, adam_bits: int) -> Entry:
     def make(setting: Setting) -> optax.GradientTransformation:
         own = {"adam_b1": setting.b1, "adam_b2": setting.b2, "adam_bits": adam_bits}
         # Steps about as long as AdamW's.
-        own |= {"bits": bits, "matrices": matrices, "consistent_rms": 0.2}
+        own |= {"bits": bits, "matrices": matrices, "consistent_rms": 0.2, "delay": delay}
         return setting.call(onebit_muon, **own)
 
     return Entry(label, 8e-3, make, "compression", onebit_muon, bits=bits)

@@ -199,7 +199,8 @@ def test_algorithms_are_found_behind_their_states_unless_these_were_copied():
 
 # Without these, whose Adam is Optax's, which mixes dtypes itself.
 @pytest.mark.parametrize(
-    "name", sorted(OPTIMIZERS.keys() - {"mean_gradients", "onebit_muon", "cada"})
+    "name",
+    sorted(OPTIMIZERS.keys() - {"mean_gradients", "onebit_muon", "onebit_muon, one late", "cada"}),
 )
 def test_promotions_that_a_loop_forbids_are_no_matter_of_its_optimizer(name):
     params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})
