@@ -6,7 +6,8 @@
 Adam, Muon, Muon at 4 bits and 1-bit Muon, each in time, one step late, and one step late with a
 correction. Every row has a sweep of its own. A late update is made of gradients at the parameters
 before the last update, as when messages travel beside the next step's gradients; here they are
-held back after the exchange, which gives the same numbers and hides nothing.
+held back after the exchange, which hides nothing. `onebit_muon_delayed` and `onebit_muon_1_delayed`
+are `onebit_jax.onebit_muon(delay=1)`, which hides it: the same but for the first update.
 """
 
 import sys
@@ -21,6 +22,7 @@ from train import compare
 from train.optimizers import OPTIMIZERS
 
 IN_TIME = ("adam", "muon", "onebit_muon", "onebit_muon_1")
+DELAYED = ("onebit_muon_delayed", "onebit_muon_1_delayed")
 
 
 class LateState(NamedTuple):
@@ -83,7 +85,7 @@ def variants() -> dict[str, Entry]:
         rows[name] = entry._replace(rate_of=None)
         rows[f"{name}_late"] = late(entry, corrected=False)
         rows[f"{name}_late_corrected"] = late(entry, corrected=True)
-    return rows
+    return rows | {name: OPTIMIZERS[name]._replace(rate_of=None) for name in DELAYED}
 
 
 def main(arguments: Sequence[str]) -> int:

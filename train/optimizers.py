@@ -104,10 +104,10 @@ _DENSE_AND_VARIANTS: dict[str, Entry] = {
     },
     "onebit_muon_2": registry.muon("Muon, 2 bits", 2, 8)._replace(rate_of="muon"),
     "onebit_muon_1": registry.muon("1-bit Muon", 1, 2)._replace(rate_of="muon"),
-    "onebit_muon_1_late": registry.muon("1-bit Muon, one late", 1, 2, delay=1)._replace(
+    "onebit_muon_1_delayed": registry.muon("1-bit Muon, delay 1", 1, 2, delay=1)._replace(
         rate_of="muon"
     ),
-    "onebit_muon_late": registry.muon("Muon, 4 bits, one late", 4, 8, delay=1)._replace(
+    "onebit_muon_delayed": registry.muon("Muon, 4 bits, delay 1", 4, 8, delay=1)._replace(
         rate_of="muon"
     ),
     **{f"local_steps_{bits}": _local(bits) for bits in (4, 2, 1)},

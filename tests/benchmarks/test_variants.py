@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
-from benchmarks.delay import IN_TIME, one_step_late, variants
+from benchmarks.delay import DELAYED, IN_TIME, one_step_late, variants
 from benchmarks.finetuning_parts import LAYER_DECAY, layer_rates
 from benchmarks.finetuning_parts import VARIANTS as FINE_TUNING
 from benchmarks.lamb_parts import parts
@@ -91,10 +91,11 @@ def test_updates_are_those_of_a_step_before(corrected):
 
 def test_every_optimizer_is_there_in_time_late_and_corrected():
     rows = variants()
-    assert list(rows) == [f"{x}{how}" for x in IN_TIME for how in ("", "_late", "_late_corrected")]
+    held = [f"{x}{how}" for x in IN_TIME for how in ("", "_late", "_late_corrected")]
+    assert list(rows) == [*held, *DELAYED]
     assert len({entry.label for entry in rows.values()}) == len(rows)
     assert all(entry.rate_of is None for entry in rows.values())
-    assert all(rows[x].make is OPTIMIZERS[x].make for x in IN_TIME)
+    assert all(rows[x].make is OPTIMIZERS[x].make for x in (*IN_TIME, *DELAYED))
 
 
 # Fine-tuning by its parts.
