@@ -12,6 +12,7 @@ iproute2. Each trains a chain of layers by 1-bit Adam in its compression phase, 
 - *waiting*: the step with a norm to clip at that is never reached, so that no bucket leaves before
   the last gradient is there;
 - *overlapped*: the step with default arguments;
+- *delayed*: Adam on means of one bit with `delay=1`, which come one step late;
 - *float32*: Adam on float32 means, one step at each bandwidth;
 - *DDP*: the same chain in PyTorch, with Adam. Its DistributedDataParallel sends buckets during the
   backward pass too, in float32 or in float16; beside it PyTorch's compute alone. It needs
@@ -107,6 +108,9 @@ KINDS = {
     "wire": Kind(None),
     "waiting": Kind(_onebit_adam, max_grad_norm=_NEVER_REACHED),
     "overlapped": Kind(_onebit_adam),
+    "delayed": Kind(
+        lambda: optax.chain(onebit_jax.compressed_mean(AXIS, delay=1), optax.adam(_RATE))
+    ),
     "float32": Kind(
         lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(_RATE)), steps=1
     ),

@@ -52,7 +52,7 @@ from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.packing import check_bucket_bytes, join_sections
 from onebit_jax.collectives.random_signs import RandomSigns
 from onebit_jax.collectives.stages import Message, Stages, bucket_limit, carry_out
-from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.collectives.xla_workarounds import hide_constants, materialize
 from onebit_jax.markers import PerWorker
 
 Form = Literal["one-stage", "two-stage"]
@@ -315,22 +315,22 @@ class BoundExchange:
         return received, self._measured(received, new, state, call)
 
     def _stages_of_message(
-        self, sent: Sequence[jax.Array], state: Any, call: Any
+        self, sent: Sequence[jax.Array], state: Any, call: Any, zero: jax.Array | None = None
     ) -> Stages[tuple[jax.Array, Any]]:
         """Sends a worker's sections; what all servers answer, and the state with the server's."""
         node, order = self.axes.node, self.layout.backward_order()
         if self.one_stage:
             # A row for each server, all of which go to all workers.
-            received = yield self._message(self._to_all, sent, order, rows=len(sent[0]))
+            received = yield self._message(self._to_all, sent, order, len(sent[0]), zero)
             return received, state
 
         def to_servers(rows: jax.Array) -> jax.Array:
             padded_rows = join_sections([rows], rows.shape[:1])
             return lax.all_to_all(padded_rows, node, 0, 0, tiled=True)
 
-        to_serve = yield self._message(to_servers, sent, order)
+        to_serve = yield self._message(to_servers, sent, order, zero=zero)
         answer, state = self.compressor.serve(self.layout, to_serve, state, call)
-        received = yield self._message(self._to_all, answer)
+        received = yield self._message(self._to_all, answer, zero=zero)
         return received, state
 
     def _to_all(self, rows: jax.Array) -> jax.Array:
@@ -344,9 +344,10 @@ class BoundExchange:
         sections: Sequence[jax.Array],
         order: Sequence[int] = (),
         rows: int = 1,
+        zero: jax.Array | None = None,
     ) -> Message:
         limit = self._limit
-        return Message(collective, sections, limit and max(limit // rows, 1), order)
+        return Message(collective, sections, limit and max(limit // rows, 1), order, zero)
 
     def _all_reduce_dense(
         self, values: Sequence[Any], state: Any, call: Any
@@ -406,7 +407,8 @@ class BoundExchange:
             mean = self.mean(self.nothing_received(), state)
             return mean, self._all_reduce_dense(self.node_mean(tree), state, call)[1]
         sent = self.feedback.message(self.layout, state)
-        received, served = carry_out(self._stages_of_message(sent, state, call))
+        zero = hide_constants([0], self.axes.node)[0].astype(jnp.uint8)
+        received, served = carry_out(self._stages_of_message(sent, state, call, zero))
         mean = self.mean(hierarchical.all_gather(received, self.axes), state)
         _, new = self.compressor.compress(self.layout, self.node_mean(tree), served, call)
         return mean, self._measured(received, new, state, call)

@@ -35,16 +35,18 @@ class Message(NamedTuple):
       sections: the parts of the rows; uint8 ``[..., bytes]``.
       limit: bytes of a row in a bucket, at most; None for all in one.
       order: the places of sections that leave first, as :func:`.in_buckets` takes it.
+      zero: as :func:`.in_buckets` takes it.
     """
 
     collective: Callable[[jax.Array], jax.Array]
     sections: Sequence[jax.Array]
     limit: int | None
     order: Sequence[int] = ()
+    zero: jax.Array | None = None
 
     def travel(self) -> jax.Array:
         """Sends it, and returns what all workers receive; rows of a multiple of 128 bytes."""
-        return in_buckets(self.collective, self.sections, self.limit, self.order)
+        return in_buckets(self.collective, self.sections, self.limit, self.order, self.zero)
 
     def rows(self) -> jax.Array:
         """The sections side by side; rows of a multiple of 128 bytes."""
@@ -181,6 +183,7 @@ def in_buckets(
     sections: Sequence[jax.Array],
     limit: int | None,
     order: Sequence[int] = (),
+    zero: jax.Array | None = None,
 ) -> jax.Array:
     """Applies a collective to rows, ``[..., row_bytes]``, in buckets.
 
@@ -189,6 +192,9 @@ def in_buckets(
       sections: the rows' sections, side by side; uint8 ``[..., bytes]``.
       limit: bytes of a row in a bucket, at most; None for all in one.
       order: the places of sections whose buckets are filled first, in this order; then the others.
+      zero: a 0 that XLA does not know, uint8 ``[]``, by which each bucket waits for the one before.
+        Every collective that CPUs wait for holds a thread; several that are ready at once would
+        leave none for computing.
 
     Returns:
       The rows after the collective, each row's length a multiple of 128.
@@ -205,6 +211,8 @@ def in_buckets(
         parts = [part._replace(section=order[part.section]) for part in bucket]
         sent = [flat[part.section][..., part.start : part.end] for part in parts]
         together = jnp.concatenate(sent, -1)
+        if zero is not None and not isinstance(rows, tuple):
+            together |= rows.reshape(-1)[0] & zero
         # One after the other: XLA for GPUs would merge them, or start the last one first.
         rows = collective(separate(together, rows) if in_order else together)
         start = 0
