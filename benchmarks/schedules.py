@@ -176,6 +176,7 @@ def kinds(bucket_bytes: int) -> dict[str, Kind]:
         "1-bit Muon, buckets": Kind(
             lambda: onebit_muon(1e-3, bits=1, axis_name=AXIS, exchange=buckets)
         ),
+        "1-bit Muon, delayed": Kind(lambda: onebit_muon(1e-3, bits=1, delay=1, axis_name=AXIS)),
     }
 
 
