@@ -188,6 +188,15 @@ def test_buckets_travel_behind_gemms_on_gpus(flags, schedule_of):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", ["default flags", "latency-hiding scheduler"])
+def test_a_delayed_message_travels_behind_all_gemms_of_a_step(flags, schedule_of):
+    """Of the forward and the backward pass; the server's answer is not hidden."""
+    first, answer = schedule_of("h100", "1-bit Muon, delayed", flags)["rows"]
+    assert (first["op"], first["before"], first["between"]) == ("all-to-all", 0, 23)
+    assert (answer["op"], answer["between"]) == ("all-gather", 0)
+
+
+@pytest.mark.slow
 def test_a_tpu_sends_the_first_bucket_behind_gemms_if_told_to(schedule_of):
     apart = "async all-to-all, tensors apart"
     found = schedule_of("v5e", "1-bit Adam, buckets", apart)
