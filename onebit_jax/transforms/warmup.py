@@ -10,14 +10,12 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, keep
 
-# Checks of the variance per octave of updates.
-_AN_OCTAVE = 4
+# Checks of the variance per octave of updates, and how many in a row must find it stable.
+_AN_OCTAVE, _IN_A_ROW = 4, 3
 # Ratio of allowed shrinkage to allowed growth, in logarithms: too long a step can ruin a run.
 _SHRINKING = 3
 # With refreshes the variance is at most a sixteenth of the updates old, 5 % less at such a growth.
 _FROZEN_THRESHOLD, _REFRESHED_THRESHOLD = 0.85, 0.55
-# A refresh mends what an early end cost; a frozen variance stays as it is.
-_FROZEN_CHECKS, _REFRESHED_CHECKS = 3, 2
 
 
 def least_shrinkage(threshold: float) -> float:
@@ -32,12 +30,10 @@ class VarianceStable(NamedTuple):
       threshold: the bound on the change of v that counts as stable; None until an optimizer has
         chosen it.
       min_steps: the least number of warm-up updates.
-      checks: how many checks in a row must find v stable; None until an optimizer has chosen it.
     """
 
     threshold: float | None
     min_steps: int
-    checks: int | None = None
 
 
 Warmup = int | VarianceStable
@@ -87,8 +83,7 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
     v is stable if growth is at most ``1 / threshold`` and shrinkage at least ``threshold ** 3``:
     steps that are too short cost less than steps that are too long. The rule checks v in updates
     4, 5, 6, 7, 8, 10, 12, 14, 16, 20, ..., four per octave, and ends warm-up after three stable
-    checks in a row from ``min_steps`` on, or two where refreshes follow the variance. v is the same
-    on all workers, so all of them agree.
+    checks in a row from ``min_steps`` on. v is the same on all workers, so all of them agree.
 
     If the optimizer does not bias-correct v, the rule checks the uncorrected v, which is not stable
     while it still grows from 0. For 1-bit LAMB, whose coefficients compensate for any factor common
@@ -110,7 +105,7 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
       ValueError: for a threshold that is not in (0, 1), or a negative ``min_steps``.
 
     >>> variance_stable(min_steps=500)
-    VarianceStable(threshold=None, min_steps=500, checks=None)
+    VarianceStable(threshold=None, min_steps=500)
 
     References:
       Tang et al., `1-bit Adam <https://arxiv.org/abs/2102.02888>`_, ICML 2021, section 7.1.
@@ -129,7 +124,7 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
 
 
 def check_warmup(warmup: Warmup, refreshed: bool = False) -> Warmup:
-    """The end of warm-up, with what suits a variance that is frozen or refreshed.
+    """The end of warm-up, with a threshold that suits a variance which is frozen or refreshed.
 
     Raises:
       ValueError: unless ``warmup`` is a positive int or a :class:`VarianceStable`.
@@ -142,12 +137,9 @@ def check_warmup(warmup: Warmup, refreshed: bool = False) -> Warmup:
             "Give the number of dense updates (at least one, or v would freeze at zero and nothing "
             "would ever move), or onebit_jax.variance_stable(min_steps=...).",
         )
-        return warmup
-    threshold = _REFRESHED_THRESHOLD if refreshed else _FROZEN_THRESHOLD
-    return warmup._replace(
-        threshold=threshold if warmup.threshold is None else warmup.threshold,
-        checks=_REFRESHED_CHECKS if refreshed else _FROZEN_CHECKS,
-    )
+    elif warmup.threshold is None:
+        return warmup._replace(threshold=_REFRESHED_THRESHOLD if refreshed else _FROZEN_THRESHOLD)
+    return warmup
 
 
 def no_record(params: Any) -> VarianceRecord:
@@ -242,9 +234,7 @@ def ends(warmup: Warmup, state: Any) -> jax.Array:
     """
     record = state.variance_record
     over = _may_end(warmup, state.progress.count + 1) & record.finite
-    if isinstance(warmup, VarianceStable):
-        over &= record.stable >= cast(int, warmup.checks)  # None only before `check_warmup`
-    return over
+    return over & (record.stable >= _IN_A_ROW) if isinstance(warmup, VarianceStable) else over
 
 
 def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
