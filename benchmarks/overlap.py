@@ -12,7 +12,8 @@ iproute2. Each trains a chain of layers by 1-bit Adam in its compression phase, 
 - *waiting*: the step with a norm to clip at that is never reached, so that no bucket leaves before
   the last gradient is there;
 - *overlapped*: the step with default arguments;
-- *delayed*: Adam on means of one bit with `delay=1`, which come one step late;
+- *mean* and *mean, late*: Adam on gradients averaged at one bit, by `compressed_mean`, and the same
+  with `delay=1`, whose means come one step late;
 - *float32*: Adam on float32 means, one step at each bandwidth;
 - *DDP*: the same chain in PyTorch, with Adam. Its DistributedDataParallel sends buckets during the
   backward pass too, in float32 or in float16; beside it PyTorch's compute alone. It needs
@@ -24,6 +25,7 @@ Waiting and overlapped make the same steps: the benchmark compares their paramet
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import pathlib
@@ -103,14 +105,17 @@ def _onebit_adam() -> optax.GradientTransformation:
     )
 
 
+def _adam_on_means(delay: int) -> optax.GradientTransformation:
+    return optax.chain(onebit_jax.compressed_mean(AXIS, delay=delay), optax.adam(_RATE))
+
+
 KINDS = {
     "compute": Kind(lambda: optax.adam(_RATE), exchanges=False),
     "wire": Kind(None),
     "waiting": Kind(_onebit_adam, max_grad_norm=_NEVER_REACHED),
     "overlapped": Kind(_onebit_adam),
-    "delayed": Kind(
-        lambda: optax.chain(onebit_jax.compressed_mean(AXIS, delay=1), optax.adam(_RATE))
-    ),
+    "mean": Kind(functools.partial(_adam_on_means, delay=0)),
+    "mean, late": Kind(functools.partial(_adam_on_means, delay=1)),
     "float32": Kind(
         lambda: optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(_RATE)), steps=1
     ),

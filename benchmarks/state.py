@@ -26,7 +26,7 @@ from benchmarks import tasks
 from benchmarks.kinds import AXIS
 from benchmarks.loops import make_mesh
 from onebit_jax import ExchangeOptions, validation
-from onebit_jax.transforms.registry import REGISTRY, Setting
+from onebit_jax.transforms.registry import REGISTRY, Setting, muon
 from train import record
 
 
@@ -59,6 +59,7 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
         "1-bit Adam, published": onebit_jax.onebit_adam_published(
             1e-3, warmup=1000, axis_name=AXIS
         ),
+        "Muon, 4 bits, delay 1": muon("", 4, 8, delay=1).make(setting),
         "compressed_mean at 8 bits, Adam": optax.chain(
             onebit_jax.compressed_mean(AXIS, 8), optax.adamw(1e-3)
         ),

@@ -90,6 +90,18 @@ class ExchangeState(NamedTuple):
         return {"scale_spread": jnp.max(scales) / least}
 
 
+class Arrived(NamedTuple):
+    """What came of the message that a state held; see ``BoundExchange.arrive``.
+
+    Attributes:
+      received: the servers' rows, or in one stage all workers'; uint8.
+      server: ``a_j`` after it, as in :class:`ExchangeState`.
+    """
+
+    received: jax.Array
+    server: PerWorker
+
+
 class Beside(NamedTuple):
     """Permission to write a state's new arrays beside its old ones, not over them.
 

@@ -38,6 +38,7 @@ from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import (
     Active,
+    Arrived,
     Call,
     ExchangeState,
     Late,
@@ -394,24 +395,37 @@ class BoundExchange:
         received, state = yield from self._stages(self.node_mean(tree), state, call)
         return self.mean(received, state), state
 
+    def arrive(self, state: ExchangeState, call: Call) -> Arrived:
+        """Sends what the call before compressed, which follows from the state alone."""
+        if not self.compresses:
+            return Arrived(self.nothing_received(), state.server)
+        sent = self.feedback.message(self.layout, state)
+        zero = hide_constants([0], self.axes.node)[0].astype(jnp.uint8)
+        received, new = carry_out(self._stages_of_message(sent, state, call, zero))
+        return Arrived(received, new.server)
+
     def average_one_late(
-        self, tree: Any, state: ExchangeState, call: Call
+        self, tree: Any, state: ExchangeState, call: Call, arrived: Arrived | None = None
     ) -> tuple[Any, ExchangeState]:
         """Averages what the call before compressed, and compresses a tree for the next call.
 
-        What is sent follows from the compensated values in the state, and depends on nothing else.
         The first mean is 0.
+
+        Args:
+          tree: the worker's tree.
+          state: the state from the last call.
+          call: as for :meth:`average`.
+          arrived: from :meth:`arrive`; None to send here.
         """
+        arrived = self.arrive(state, call) if arrived is None else arrived
         if not self.compresses:
             call = self._permitted(state, call)
-            mean = self.mean(self.nothing_received(), state)
+            mean = self.mean(arrived.received, state)
             return mean, self._all_reduce_dense(self.node_mean(tree), state, call)[1]
-        sent = self.feedback.message(self.layout, state)
-        zero = hide_constants([0], self.axes.node)[0].astype(jnp.uint8)
-        received, served = carry_out(self._stages_of_message(sent, state, call, zero))
-        mean = self.mean(hierarchical.all_gather(received, self.axes), state)
+        mean = self.mean(hierarchical.all_gather(arrived.received, self.axes), state)
+        served = state._replace(server=arrived.server)
         _, new = self.compressor.compress(self.layout, self.node_mean(tree), served, call)
-        return mean, self._measured(received, new, state, call)
+        return mean, self._measured(arrived.received, new, state, call)
 
     def mean(self, received: jax.Array, state: Any) -> Any:
         """Decodes the mean from a call's received bytes; float32, like the tree."""

@@ -12,7 +12,7 @@ from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import outermost
 from onebit_jax.states.placement import worker_parameters
-from onebit_jax.transforms.algorithm import has_progress, states_of
+from onebit_jax.transforms.algorithm import arrivals, has_progress, states_of
 from onebit_jax.transforms.phases import OUTLOOK, PHASES, Phase, Progress, keep
 from onebit_jax.transforms.when import When, update_when
 
@@ -88,17 +88,23 @@ def update(
       extra_args: further arguments of the optimizer's update.
       when: whether the update is made; None for always.
       in_loop: whether optimizers that do not take ``when`` run in a zero- or one-iteration loop.
-        Otherwise, and where an exchange is one update late, old and new state are selected, element
-        by element: XLA for CPUs copies the state for that, others fuse it.
+        Otherwise old and new state are selected, element by element: XLA for CPUs copies the state
+        for that, others fuse it.
     """
     marked = _replace_phase(opt_state, lambda x: jnp.where(x < 0, _NOT_MADE, x))
     given = extra_args | {"phase": phase}
 
-    def make(old: _Made, grads: Any, made: When | None = None) -> _Made:
+    looped = when is not None and in_loop and _selects(opt_state)
+    # In the loop an exchange would wait for the check, which waits for all gradients.
+    found = arrivals(tx.init, opt_state, params) if looped and _is_late(opt_state) else []
+    late, came = [x for x, _ in found], [x for _, x in found]
+
+    def make(old: _Made, grads: Any, arrived: Any = (), made: When | None = None) -> _Made:
         params, state, finite = old
         own = worker_parameters(state, params)
         if made is None:
-            updates, state = tx.update(grads, state, own, **given)
+            early = {"arrived": list(zip(late, arrived, strict=True))} if late else {}
+            updates, state = tx.update(grads, state, own, **given, **early)
         else:
             updates, state = update_when(made, tx, grads, state, own, given)
         new_params = worker_parameters(state, optax.apply_updates(own, updates))
@@ -112,11 +118,10 @@ def update(
     old = params, marked, jnp.bool(True)
     # The check and the loop share one trace, which takes a second for hundreds of tensors.
     traced_once = jax.jit(make, inline=True)
-    looped = when is not None and in_loop and _selects(opt_state) and not _is_late(opt_state)
-    if when is not None and looped and _carries(traced_once, old, grads):
-        new_params, new_state, finite = overwrite_if(when.made, traced_once, old, grads)
+    if when is not None and looped and _carries(traced_once, old, grads, came):
+        new_params, new_state, finite = overwrite_if(when.made, traced_once, old, grads, came)
     else:
-        new_params, new_state, finite = make(old, grads, when)
+        new_params, new_state, finite = make(old, grads, made=when)
     refusals = [node.phase == -1 for node in progress_of(new_state)]
     if phase is not None and refusals:
         refused = jnp.any(jnp.stack(refusals))
@@ -165,13 +170,13 @@ def _selects(opt_state: optax.OptState) -> bool:
 
 
 def _is_late(opt_state: optax.OptState) -> bool:
-    """Whether an optimizer sends what the update before made: a loop would wait for the check."""
+    """Whether an optimizer exchanges what the update before left in its state."""
     return any(hasattr(state, "in_flight") for state in states_of(opt_state))
 
 
-def _carries(make: Any, old: _Made, grads: Any) -> bool:
+def _carries(make: Any, old: _Made, *reads: Any) -> bool:
     """Whether a loop can carry what an update makes: arrays like the old ones."""
-    before, after = jax.eval_shape(lambda x: x, old), jax.eval_shape(make, old, grads)
+    before, after = jax.eval_shape(lambda x: x, old), jax.eval_shape(make, old, *reads)
     same_structure = jax.tree.structure(before) == jax.tree.structure(after)
     return same_structure and jax.tree.leaves(before) == jax.tree.leaves(after)
 

@@ -118,6 +118,15 @@ class Algorithm:
         del progress, phase
         return True
 
+    def arrive(self, state: Any, like: Any) -> Any:
+        """Exchanges what the update before left in the state; None if there is nothing.
+
+        Args:
+          state: the state before an update, in the worker view.
+          like: the shapes of the parameters.
+        """
+        del state, like
+
     def carry(self, state: Any, like: Any) -> Any:
         """Extracts state that must not be averaged when the number of workers changes.
 
@@ -363,6 +372,24 @@ def at_count(value: Any, count: jax.Array) -> Any:
 def has_progress(node: Any) -> bool:
     """Whether a node of a tree is the state of an algorithm."""
     return isinstance(getattr(node, "progress", None), Progress)
+
+
+def arrivals(
+    init: Callable[[Any], Any], opt_state: Any, params: Any
+) -> list[tuple[Algorithm, Any]]:
+    """What has arrived for algorithms that exchange one update late; the extra argument "arrived".
+
+    Given it, an update sends nothing, where what it sends might have to wait. An algorithm of
+    several states is left out, and sends in its update.
+    """
+    noted = algorithms_of(init, params)
+    own = [x.algorithm for x in noted]
+    return [
+        (x.algorithm, arrived)
+        for x, state in zip(noted, states_of(opt_state), strict=True)
+        if sum(x.algorithm is other for other in own) == 1
+        and (arrived := x.algorithm.arrive(state, x.like)) is not None
+    ]
 
 
 def states_of(tree: Any) -> list[Any]:

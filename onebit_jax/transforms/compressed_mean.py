@@ -7,7 +7,7 @@ import jax
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Calls, ExchangeState
+from onebit_jax.collectives.error_feedback import Arrived, Call, Calls, ExchangeState
 from onebit_jax.collectives.exchange import Compressor, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.transforms import phases
@@ -111,8 +111,15 @@ class DelayedMean(Algorithm):
         """``u`` of the gradients of the update before."""
         exchange = self.exchange.over(update.grads, state.in_flight)
         call = update.call(self.residual_decay, self.residual_decay)
-        mean, kept = exchange.average_one_late(update.grads, state.in_flight, call)
+        came = update.extra_args.get("arrived", ())
+        arrived = next((x for own, x in came if own is self), None)
+        mean, kept = exchange.average_one_late(update.grads, state.in_flight, call, arrived)
         return state._replace(in_flight=kept), mean
+
+    def arrive(self, state: DelayedMeanState, like: Any) -> Arrived:
+        """Sends the message, before there are gradients."""
+        call = Call(True, self.residual_decay, self.residual_decay)
+        return self.exchange.over(like).arrive(state.in_flight, call)
 
     def carry(self, state: DelayedMeanState, like: Any) -> Any:
         """The total residual, with the message in flight."""
