@@ -43,7 +43,7 @@ compare: $(VENV)/installed
 # glibc would give large arrays back to the system after each step, and fault them in again.
 finetune: $(VENV)/installed-finetune
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184 \
-	  $(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --out runs/finetune
+	  $(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --warmup 0.25 --out runs/finetune
 
 # Two processes, as on two hosts.
 cluster: $(VENV)/installed

@@ -17,6 +17,7 @@ import optax
 import typeguard
 import tyro
 
+from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.registry import EXCHANGE
 from train.optimizers import OPTIMIZERS
 
@@ -109,7 +110,8 @@ class RunConfig:
         decay_rate: Factor of the exponential schedule; 1 leaves the learning rate as it is.
         decay_every: Steps between two factors of the exponential schedule.
         warmup: Dense steps of the optimizers that begin with such; below 1, a share of all steps;
-            auto: until the variance is stable, but no sooner than the learning rate's warm-up ends.
+            auto: until the variance is stable, but no sooner than the learning rate's warm-up ends,
+            nor before step 100.
         b1: Decay of the momentum.
         b2: Decay of the variance.
         eps: Added to the variance's root.
@@ -286,6 +288,10 @@ class RunConfig:
         if self.warmup == "auto":
             by_number = [x for x in self.optimizers if OPTIMIZERS[x].freezes_by_number]
             yield "warmup", not by_number, f"{expected} with {', '.join(by_number)}"
+            warming = [x for x in self.optimizers if OPTIMIZERS[x].warms_up]
+            enough = f"{expected} with {', '.join(warming)} and --steps {steps}, since auto ends "
+            enough += f"no sooner than step {WARMUP.min_steps}"
+            yield "warmup", not warming or steps > WARMUP.min_steps, enough
         else:
             suits = (isinstance(self.warmup, int) and 1 <= self.warmup <= MOST) or (
                 0 < self.warmup < 1

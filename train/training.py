@@ -21,6 +21,7 @@ from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.markers import is_per_worker
 from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.training.phase_choice import progress_of
+from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.registry import Setting
 from train import checkpoint
@@ -100,7 +101,8 @@ def make_optimizer(
     """
     warmup = config.warmup_steps
     if warmup == "auto":
-        warmup = onebit_jax.variance_stable(min_steps=config.schedule_warmup_steps)
+        earliest = max(WARMUP.min_steps, config.schedule_warmup_steps)
+        warmup = onebit_jax.variance_stable(min_steps=earliest)
     same = {x: getattr(config, x) for x in ("steps", "b1", "b2", "eps", "weight_decay")}
     setting = Setting(
         learning_rate=config.learning_rate_schedule(),

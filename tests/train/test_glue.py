@@ -209,7 +209,10 @@ def test_seeds_optimizers_and_going_on(tmp_path, capsys):
         (["--tasks", "wnli"], "--tasks ('wnli',): expected one or more, each once, of cola"),
         (["--epochs", "0"], "--epochs 0.0: expected a finite number above 0"),
         (["--sequence-length", "513"], "--sequence-length 513: expected 8 to 512"),
-        (["--batch-size", "32"], "training data: there are 16 sequences of 16 tokens"),
+        (
+            ["--batch-size", "32", "--warmup", "1"],
+            "training data: there are 16 sequences of 16 tokens",
+        ),
         (["--tasks", "rte"], "train.tsv is not there: give the folder of RTE's official files"),
         (
             ["--weights", "NOWHERE"],

@@ -226,7 +226,7 @@ def test_resumed_where_the_variance_became_stable(tmp_path):
     [
         ("--seeds 1", "holds a run with --seeds [0], this one has [1]"),
         ("--size mini", "holds a run with --size tiny, this one has mini"),
-        ("--warmup auto", "holds a run with --warmup 6, this one has auto"),
+        ("--warmup 0.5", "holds a run with --warmup 6, this one has 0.5"),
         ("--steps 20", "holds a run with --steps 12, this one has 20"),
     ],
 )

@@ -35,6 +35,10 @@ RUN = (
             "--warmup auto --optimizers adam zero_one_adam",
             "a share of the steps below 1 with zero_one_adam",
         ),
+        (
+            "--warmup auto --optimizers adam onebit_adam --steps 100",
+            "with onebit_adam and --steps 100, since auto ends no sooner than step 100",
+        ),
         ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
         ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
         ("--eps 0", "--eps 0.0: expected a finite number above 0"),
