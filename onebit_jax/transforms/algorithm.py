@@ -380,13 +380,14 @@ def arrivals(
     """What has arrived for algorithms that exchange one update late; the extra argument "arrived".
 
     Given it, an update sends nothing, where what it sends might have to wait. An algorithm of
-    several states is left out, and sends in its update.
+    several states, or of one that a wrapper copied, is left out, and sends in its update.
     """
-    noted = algorithms_of(init, params)
-    own = [x.algorithm for x in noted]
+    pairs = zip(_found(init, params), states_of(opt_state), strict=True)
+    known = [(x, state) for x, state in pairs if x is not None]
+    own = [x.algorithm for x, _ in known]
     return [
         (x.algorithm, arrived)
-        for x, state in zip(noted, states_of(opt_state), strict=True)
+        for x, state in known
         if sum(x.algorithm is other for other in own) == 1
         and (arrived := x.algorithm.arrive(state, x.like)) is not None
     ]
@@ -452,6 +453,21 @@ def _note(mark: Any, algorithm: Algorithm, params: Any) -> None:
 def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
     """The algorithms of the states that ``init(params)`` makes; its axes must be bound.
 
+    Raises:
+      ValueError: one of the states was not made by an algorithm, or was copied by a wrapper.
+    """
+    found = _found(init, params)
+    if None in found:
+        raise ValueError(
+            "a state in this optimizer's was not made by an algorithm of onebit_jax, or was copied "
+            "on the way: how it lies on the workers cannot be told."
+        )
+    return [x for x in found if x is not None]
+
+
+def _found(init: Callable[[Any], Any], params: Any) -> list[Noted | None]:
+    """The algorithm of each state, None where it cannot be told.
+
     A state holds arrays, not its options or its parameters' shapes; so ``init`` notes each
     algorithm, and the array of its count identifies it.
     """
@@ -461,10 +477,4 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
         noted = _noted.get() or []
     finally:
         _noted.reset(token)
-    found = [next((x for own, x in noted if own is mark), None) for mark in marks]
-    if None in found:
-        raise ValueError(
-            "a state in this optimizer's was not made by an algorithm of onebit_jax, or was copied "
-            "on the way: how it lies on the workers cannot be told."
-        )
-    return [x for x in found if x is not None]
+    return [next((x for own, x in noted if own is mark), None) for mark in marks]

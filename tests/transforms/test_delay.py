@@ -151,3 +151,29 @@ def test_a_delay_is_0_or_1(delay):
 def test_a_delay_needs_a_message_in_the_residuals(how):
     with pytest.raises(ValueError, match=r"delay=1 with .*Leave out delay=1"):
         onebit_jax.compressed_mean("data", **how | {"delay": 1})
+
+
+@pytest.mark.parametrize("wrap", ["twice", "copied"])
+def test_where_an_algorithm_cannot_be_told_its_message_is_sent_in_the_update(wrap):
+    """One transformation twice, and one whose state a wrapper copies: the same steps."""
+    mean, batches = onebit_jax.compressed_mean("data", delay=1), make_batches(4)
+    halves = {"kernel": "one", "bias": "other"}
+    labels = lambda params: {"layer": halves}  # noqa: E731
+
+    def copied(params):
+        return jax.tree.map(jnp.array, mean.init(params))
+
+    def split(one, other):
+        return optax.partition({"one": one, "other": other}, labels)
+
+    if wrap == "twice":
+        odd, usual = split(mean, mean), split(mean, onebit_jax.compressed_mean("data", delay=1))
+    else:
+        odd, usual = optax.GradientTransformationExtraArgs(copied, mean.update), mean
+    ends = []
+    for tx in (odd, usual):
+        step, (params, state) = start(optax.chain(tx, optax.sgd(0.1, momentum=0.9)))
+        for batch in batches:
+            params, state, _ = step(params, state, batch)
+        ends.append(params)
+    assert_equal(*ends)
