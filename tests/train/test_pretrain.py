@@ -196,7 +196,7 @@ def test_local_steps_meet_where_they_are_saved_and_resume_bit_identical(tmp_path
 @pytest.mark.slow
 def test_resumed_where_the_variance_became_stable(tmp_path):
     """The host learns of the freeze one step late; where a run stops must not matter."""
-    steps = 2 * STEPS
+    steps = 20 * STEPS
     automatic = [
         *RUN,
         "--optimizers",
@@ -209,7 +209,7 @@ def test_resumed_where_the_variance_became_stable(tmp_path):
     assert pretrain.main([*automatic, "--out", str(tmp_path / "complete")]) == 0
     complete = tmp_path / "complete" / "onebit_adam_frozen"
     frozen_at = result(complete)["frozen_at"]
-    assert 12 <= frozen_at < steps - 2
+    assert 100 <= frozen_at < steps - 2
     phases = [row["phase"] for row in rows(complete)]
     assert phases == ["warmup"] * frozen_at + ["compression"] * (steps - frozen_at)
     assert "by itself" in (tmp_path / "complete" / "report.md").read_text()
