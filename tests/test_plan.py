@@ -241,6 +241,22 @@ def test_what_computing_hides_is_not_waited_for(optimizer):
     assert plan.predict(optimizer, longer).step == pytest.approx(longer.step_time + alone.work)
 
 
+def test_all_of_a_step_hides_an_exchange_that_is_one_step_late():
+    late = plan.MUON_ONE_STEP_LATE
+    fast = plan.predict(late, SETTING)
+    assert 0 < fast.exchange < SETTING.step_time
+    assert fast.step == pytest.approx(SETTING.step_time + fast.work)
+    slow = plan.predict(late, SETTING._replace(bandwidth=SETTING.bandwidth / 100))
+    assert slow.step == pytest.approx(slow.exchange + slow.work)
+    assert plan.predict(late, SETTING._replace(overlap=0.5)) == fast
+
+
+def test_volume_of_an_exchange_one_step_late_is_that_of_the_compiled_program():
+    tx = onebit_jax.onebit_muon(1e-3, axis_name="data", bits=1, delay=1)
+    predicted = plan.predict(plan.MUON_ONE_STEP_LATE, SETTING._replace(parameters=1024 * 1024))
+    assert [predicted.step_bytes] == pytest.approx(bytes_of_programs(tx, "compression"), rel=0.01)
+
+
 def test_of_a_warm_up_too_a_part_is_hidden():
     slow = SETTING._replace(bandwidth=1e8)
     waiting, hidden = (plan.predict(FLAT, slow._replace(overlap=x)) for x in (0.0, 0.5))

@@ -34,7 +34,8 @@ one-bit exchange what XLA's collectives send: in doubt the model favours dense.
 
 The time of a step is the sum of its compute, the exchange, and the work that the exchange causes on
 each device. An exchange that every step makes, dense or not, is hidden while gradients still
-arrive, the share ``overlap`` of a step's compute, 0 unless it is given. A run is its warm-up, whose
+arrive, the share ``overlap`` of a step's compute, 0 unless it is given; one whose mean is applied
+one step late, by all of the compute. A run is its warm-up, whose
 gradients travel in ``warmup_bits``, and the steps after it: 32 and 16 are dense all-reduces, 8 and
 4 the optimizer's exchange at that many bits. An optimizer whose variance is refreshed makes that
 exchange again in 16 steps of each octave. If only some steps exchange, their time and bytes are
@@ -153,7 +154,8 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     """Predicts a run with one optimizer, for a setting that ``check`` has checked."""
     exchange, sent = _exchange(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
-    waited = _waited(exchange, setting) if optimizer.rounds == 1 else exchange
+    hidden = 1.0 if optimizer.late else setting.overlap if optimizer.rounds == 1 else 0.0
+    waited = _waited(exchange, setting.step_time, hidden)
     step = setting.step_time + optimizer.rounds * (waited + work)
     step_bytes = optimizer.rounds * sent
     steps = setting.steps
@@ -163,7 +165,8 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     bits, share = setting.warmup_bits, setting.warmup
     form, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
     warming, warming_bytes = _exchange(form, bytes_at(bits), setting)
-    added = _waited(warming, setting) + _work(optimizer.kinds(bits)[-1], encoding, setting)
+    waited = _waited(warming, setting.step_time, setting.overlap)
+    added = waited + _work(optimizer.kinds(bits)[-1], encoding, setting)
     warmup_step = setting.step_time + added
     run = steps * (share * warmup_step + (1 - share) * step)
     run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)
@@ -220,9 +223,9 @@ def _collectives(form: Form, bytes_per_parameter: float, setting: Setting) -> li
     ]
 
 
-def _waited(exchange: float, setting: Setting) -> float:
-    """Seconds of an exchange that computing does not hide."""
-    return max(0.0, exchange - setting.overlap * setting.step_time)
+def _waited(exchange: float, step_time: float, overlap: float) -> float:
+    """Seconds of an exchange that computing, for this share of a step, does not hide."""
+    return max(0.0, exchange - overlap * step_time)
 
 
 def _work(benchmark: str, encoding_bytes: float, setting: Setting) -> float:
