@@ -17,10 +17,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax import validation
-from onebit_jax.checkpoint import hyperparameters, loading, manifest
+from onebit_jax.checkpoint import hyperparameters, loading, manifest, workers
 from onebit_jax.checkpoint.checksums import checksums
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.states.resizing import resize
+from onebit_jax.checkpoint.moving import Move
 
 # What Orbax calls a checkpoint by until it is complete.
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -207,7 +207,8 @@ class Checkpoints:
             )
         written = manifest.describe(step, tree) | {"metric": metric}
         if tx is not None:
-            written["hyperparameters"] = hyperparameters.of(tx, params, manifest.mesh_of(tree))
+            one, mesh = workers.one_worker(tree), workers.mesh_of(tree)
+            written["hyperparameters"] = hyperparameters.of(tx, one, mesh)
         sums = {name: checksums(x) for name, x in manifest.leaves(tree)}
         try:
             own = manifest.encoded({"checksums": sums, "extra": extra})
@@ -243,7 +244,10 @@ class Checkpoints:
             :func:`onebit_jax.init`.
           others: what else was saved, of its shapes and shardings.
           tx: the optimizer, for a state that was saved by another number of workers:
-            :func:`onebit_jax.resize` converts it to this number. Hyperparameters that ``save`` was
+            :func:`onebit_jax.resize` converts it to this number. Of copies, which
+            :func:`onebit_jax.worker_copies` made, it is the optimizer that
+            :func:`onebit_jax.on_mesh` was given, and parameters and ``others`` are converted, too:
+            floats are averaged over the workers. Hyperparameters that ``save`` was
             given by another ``tx`` are named in a warning, and those of this one are used.
           saved_tx: the optimizer that it was saved with, if options of its exchange differ.
 
@@ -260,13 +264,11 @@ class Checkpoints:
             where = f"the checkpoint {path}"
             try:
                 written, extra, sums = loading.on_all_processes(loading.read, path)
-                mesh, split = manifest.mesh_of(tree), manifest.split_of(tree)
-                like, axes = tree, written["axes"]
-                other_axes = manifest.differ(axes, manifest.axes(tree))
-                moves = tx is not None and (saved_tx is not None or other_axes)
-                if moves:
-                    saved = loading.as_saved(saved_tx or tx, params, axes, mesh, split)
-                    like = tree | {"opt_state": saved}
+                like, move, axes = tree, None, written["axes"]
+                differ = workers.differ(axes, workers.axes(tree))
+                if tx is not None and (saved_tx is not None or differ):
+                    move = Move(tree, axes, tx, saved_tx or tx)
+                    like = move.saved()
                 manifest.check(written, like, where)
                 loaded = loading.on_all_processes(loading.load, path, like, sums)
             except DamagedError as problem:
@@ -274,12 +276,10 @@ class Checkpoints:
                     f"{where} is damaged ({problem}); the one before it is used", stacklevel=2
                 )
                 continue
-            if moves:
-                change = {"from_axes": dict(axes), "from_tx": saved_tx, **split}
-                state = loaded["opt_state"]
-                loaded["opt_state"] = resize(state, cast(Any, tx), params, mesh, **change)
+            if move is not None:
+                loaded = move.moved(loaded)
             if tx is not None:
-                now = hyperparameters.of(tx, params, mesh)
+                now = hyperparameters.of(tx, workers.one_worker(tree), workers.mesh_of(tree))
                 hyperparameters.warn_of_others(written.get("hyperparameters"), now, where)
             self._damaged = [later for later in steps if later > step]
             return Restored(step, **loaded, extra=extra)

@@ -12,13 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from onebit_jax.checkpoint import manifest
 from onebit_jax.checkpoint.checksums import differing
 from onebit_jax.checkpoint.manifest import DamagedError
-from onebit_jax.states.resizing import both_sides
 
 MANIFEST = "manifest.json"
 
@@ -146,18 +144,3 @@ def on_all_processes(f: Callable[..., Any], *arguments: Any) -> Any:
     if problem is not None:
         raise problem
     return result
-
-
-def as_saved(tx: Any, params: Any, axes: Any, mesh: Any, split: Mapping[str, Any]) -> Any:
-    """Shapes of a state that another number of workers saved, whole in this process's memory.
-
-    Args:
-      tx: the optimizer that it was of.
-      params: the parameters.
-      axes: those that it was on, as a manifest has them.
-      mesh: the one that it is to be restored on.
-      split: how the model is split, as :func:`onebit_jax.resize` is told.
-    """
-    before, _ = both_sides(tx, tx, params, mesh, dict(axes), **split)
-    here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return jax.tree.map(lambda x: x.update(sharding=here), before.shapes)

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from onebit_jax.markers import is_per_worker, nodes, outermost
-from onebit_jax.states.specs import names_in
+from onebit_jax.checkpoint import workers
+from onebit_jax.markers import nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
@@ -104,7 +103,7 @@ def describe(step: int, tree: Any) -> dict[str, Any]:
         "step": step,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "processes": jax.process_count(),
-        "axes": axes(tree),
+        "axes": workers.axes(tree),
         "types": types(tree),
         "plans": plans(tree),
         "arrays": arrays(tree),
@@ -123,48 +122,6 @@ def arrays(tree: Any) -> dict[str, list[Any]]:
     return {name: [str(dtypes[name]), list(np.shape(x))] for name, x in leaves(tree)}
 
 
-def axes(tree: Any) -> list[list[Any]]:
-    """The axes of the mesh, ``[name, size]`` each; none if the tree does not show them.
-
-    Read from the sharding of state in a ``PerWorker``.
-    """
-    mesh = mesh_of(tree)
-    return [[name, size] for name, size in mesh.shape.items()] if mesh else []
-
-
-def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
-    """Whether axes that are both known have different sizes; their names do not matter."""
-    return bool(before and now) and [size for _, size in before] != [size for _, size in now]
-
-
-def mesh_of(tree: Any) -> Any:
-    """The mesh of state in a ``PerWorker``; None if the tree does not show it."""
-    sharding = _sharding_of_workers(tree)
-    return None if sharding is None else sharding.mesh
-
-
-def _sharding_of_workers(tree: Any) -> Any:
-    """That of the first leaf in a ``PerWorker``; None if the tree does not show it."""
-    for x in jax.tree.leaves(outermost(tree, is_per_worker)):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and len(sharding.spec) and sharding.spec[0]:
-            return sharding
-    return None
-
-
-def split_of(tree: Any) -> dict[str, Any]:
-    """How the model is split over fast axes, as :func:`onebit_jax.resize` is told; {} if it is not.
-
-    Read from the shardings of state in a ``PerWorker``, whose first axis lies along the slow axes
-    alone, and of the parameters.
-    """
-    sharding = _sharding_of_workers(tree)
-    if sharding is None or names_in(sharding.spec[0]) == sharding.mesh.axis_names:
-        return {}
-    specs = jax.tree.map(lambda x: x.sharding.spec, tree["params"])
-    return {"axis_name": sharding.spec[0], "param_specs": specs}
-
-
 def types(tree: Any) -> dict[str, str]:
     """The types of the nodes that are neither dicts, lists nor plain tuples."""
     return {
@@ -178,8 +135,8 @@ def plans(tree: Any) -> dict[str, dict[str, int]]:
     """When states exchange, for those that say so, as of :func:`onebit_jax.local_steps`."""
     return {
         _name(path): {
-            **{field: int(x) for field, x in node.plan._asdict().items()},
-            "since_sync": int(node.since_sync),
+            **{field: workers.shared_int(x) for field, x in node.plan._asdict().items()},
+            "since_sync": workers.shared_int(node.since_sync),
         }
         for path, node in nodes(tree)
         if hasattr(node, "check_plan")
@@ -236,9 +193,9 @@ def check(manifest: Any, tree: Any, where: str) -> None:
     Raises:
       ValueError: it does not. The message names what differs, and says what to do.
     """
-    before, now = manifest["axes"], axes(tree)
-    if differ(before, now):
-        slow = split_of(tree).get("axis_name", mesh_of(tree).axis_names)
+    before, now = manifest["axes"], workers.axes(tree)
+    if workers.differ(before, now):
+        slow = workers.slow_names(tree) or [name for name, _ in now]
         fast = [name for name, _ in now if name not in slow]
         was, has = (_workers(axes, fast) for axes in (before, now))
         raise ValueError(
@@ -268,9 +225,10 @@ def check(manifest: Any, tree: Any, where: str) -> None:
         plan = manifest["plans"].get(_name(path))
         if plan and not isinstance(node.since_sync, jax.ShapeDtypeStruct):
             saved = {field: jnp.int32(plan[field]) for field in node.plan._fields}
+            expected = [jnp.int32(workers.shared_int(x)) for x in node.plan]
             node._replace(
                 plan=type(node.plan)(**saved), since_sync=jnp.int32(plan["since_sync"])
-            ).check_plan(node.plan)
+            ).check_plan(type(node.plan)(*expected))
 
 
 def _workers(axes: list[list[Any]], fast: list[str]) -> str:

@@ -76,6 +76,16 @@ class Side(NamedTuple):
                 )
         return True
 
+    def shapes_of_copies(self) -> Any:
+        """The shapes with the axis of workers of ``worker_copies``."""
+        count = self.workers.mesh.size
+        specs = placement.state_specs(self.shapes, self.workers.mesh.axis_names)
+        return jax.tree.map(
+            lambda x, spec: x.update(shape=(count, *x.shape)) if spec == P() else x,
+            self.shapes,
+            specs,
+        )
+
     def from_mesh_view(self, state: Any) -> Any:
         """The state by place, checked."""
         placement.check_state(state, self.shapes, self.mesh, _MEND)
@@ -219,18 +229,22 @@ def _moved(held: Any, before: Side, after: Side) -> Any:
 
 
 def _dealt(tree: Any, workers: int) -> Any:
-    """What each worker has for itself: averaged, or what is no float dealt out again."""
-
-    def deal(x: Any) -> Any:
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            mean = np.mean(x, 0, dtype=np.float32).astype(x.dtype)
-            return np.broadcast_to(mean, (workers, *x.shape[1:]))
-        return x[np.arange(workers) % len(x)]
+    """What each worker has for itself, of as many workers."""
 
     def dealt(node: Any) -> Any:
-        return jax.tree.map(deal, node) if is_per_worker(node) else node
+        own = is_per_worker(node)
+        return jax.tree.map(functools.partial(deal, workers=workers), node) if own else node
 
     return jax.tree.map(dealt, tree, is_leaf=is_per_worker)
+
+
+def deal(x: Any, workers: int) -> Any:
+    """Rows of workers, on the host, averaged; or what is no float dealt out again."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        # In float64 the mean of equal rows is one of them.
+        mean = np.mean(x, 0, dtype=np.float64).astype(x.dtype)
+        return np.broadcast_to(mean, (workers, *x.shape[1:]))
+    return x[np.arange(workers) % len(x)]
 
 
 def _whole(tx: optax.GradientTransformation, params: Any, mesh: AbstractMesh) -> Side:
