@@ -171,8 +171,8 @@ def compressed_mean(
     :func:`onebit_jax.onebit_adam`, which compresses the momentum once the variance is known. For
     SGD with a decreasing learning rate use :func:`onebit_jax.ef_signsgd`: the residuals here are of
     gradients, so an error made at a high learning rate is corrected at the lower one of a later
-    step. The delay also limits the learning rate: if the elements of a tensor differ much in size,
-    SGD may be stable only at a small fraction of the dense form's learning rate.
+    step. Corrections that come late also limit the learning rate: if elements of a tensor differ in
+    size, SGD may be stable only at a small fraction of the dense form's learning rate.
 
     **Delay.** With ``delay=1`` an update returns the mean of the gradients of the update *before*;
     the first returns zeros. What it sends follows from the state, so that XLA can run encoding and
