@@ -42,7 +42,7 @@ compare: $(VENV)/installed
 # GLUE is the folder of the official files. One epoch and two workers, for minutes on two cores.
 # glibc would give large arrays back to the system after each step, and fault them in again.
 finetune: $(VENV)/installed-finetune
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184 \
+	GLIBC_TUNABLES=glibc.malloc.arena_max=1:glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_threshold=17179869184 \
 	  $(BIN)/python -m train.glue --data $(GLUE) --epochs 1 --workers 2 --learning-rate 1e-4 --warmup 0.25 --out runs/finetune
 
 # Two processes, as on two hosts.

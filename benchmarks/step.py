@@ -38,10 +38,10 @@ from benchmarks.tasks import Task
 from train import record
 
 _DENSE, _README = "Adam with pmean", "1-bit Adam"
-# As `make finetune` sets it.
+# As `make finetune` sets it. Arenas of other threads would give all back, so there is one.
 _KEPT_PAGES = ":".join(
     f"glibc.malloc.{name}"
-    for name in ("hugetlb=1", f"mmap_threshold={2**34}", f"trim_threshold={2**34}")
+    for name in ("arena_max=1", "hugetlb=1", f"mmap_threshold={2**34}", f"trim_threshold={2**34}")
 )
 
 
