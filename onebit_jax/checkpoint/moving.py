@@ -40,7 +40,7 @@ class Move(NamedTuple):
 
         shapes = before.shapes_of_copies() if workers.are_copies(self.tree) else before.shapes
         opt_state = jax.tree.map(lambda x: x.update(sharding=here), shapes)
-        return self._with_copies(of_workers, self.tree) | {"opt_state": opt_state}
+        return self._with_copies(of_workers) | {"opt_state": opt_state}
 
     def moved(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """A tree like :meth:`saved`, on the workers of the run."""
@@ -52,14 +52,14 @@ class Move(NamedTuple):
         def dealt(like: Any, x: Any) -> Any:
             return simulated.put(deal(simulated.on_host(x), like.shape[0]), like.sharding)
 
-        return self._with_copies(dealt, self.tree, loaded) | {"opt_state": opt_state}
+        return self._with_copies(dealt, loaded) | {"opt_state": opt_state}
 
-    def _with_copies(self, f: Any, tree: dict[str, Any], *others: dict[str, Any]) -> dict[str, Any]:
-        """The last of the trees, with ``f`` of the copies in it, but for the optimizer's state."""
+    def _with_copies(self, f: Any, *loaded: dict[str, Any]) -> dict[str, Any]:
+        """What is loaded, or the tree, with ``f`` of its copies; without the optimizer's state."""
         slow = workers.slow_names(self.tree) if workers.are_copies(self.tree) else ()
 
         def one(like: Any, *x: Any) -> Any:
             return f(like, *x) if workers.is_copy(like, slow) else (like, *x)[-1]
 
-        names = [name for name in tree if name != "opt_state"]
-        return jax.tree.map(one, *({name: x[name] for name in names} for x in (tree, *others)))
+        names = self.tree.keys() - {"opt_state"}
+        return jax.tree.map(one, *({name: x[name] for name in names} for x in (self.tree, *loaded)))
