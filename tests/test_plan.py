@@ -257,12 +257,13 @@ def test_volume_of_an_exchange_one_step_late_is_that_of_the_compiled_program():
     assert [predicted.step_bytes] == pytest.approx(bytes_of_programs(tx, "compression"), rel=0.01)
 
 
-def test_of_a_warm_up_too_a_part_is_hidden():
+def test_warm_ups_and_refreshes_are_waited_for():
     slow = SETTING._replace(bandwidth=1e8)
     waiting, hidden = (plan.predict(FLAT, slow._replace(overlap=x)) for x in (0.0, 0.5))
-    assert waiting.warmup_step is not None
-    assert hidden.warmup_step == pytest.approx(waiting.warmup_step - 0.5 * SETTING.step_time)
-    assert hidden.run < waiting.run
+    assert hidden.warmup_step == waiting.warmup_step
+    compressed = (1 - SETTING.warmup) * SETTING.steps
+    assert waiting.step > hidden.step
+    assert waiting.run - hidden.run == pytest.approx(compressed * (waiting.step - hidden.step))
 
 
 def test_utilization_is_the_share_of_compute_in_a_step():

@@ -30,16 +30,16 @@ parameters with those at its place of other workers, all of them at once: a devi
 :math:`1/m` of the above. A node then holds :math:`L = 1` part of a worker, whose bytes share the
 cards of its nodes, or :math:`L` whole workers, whose bytes share one.
 The dense all-reduce is assumed to send the least that any all-reduce can send between nodes, the
-one-bit exchange what XLA's collectives send: in doubt the model favours dense.
+one-bit exchange what XLA's collectives send: in doubt the model favours dense, but for overlap.
 
 The time of a step is the sum of its compute, the exchange, and the work that the exchange causes on
 each device. An exchange that every step makes, dense or not, is hidden while gradients still
 arrive, the share ``overlap`` of a step's compute, 0 unless it is given; one whose mean is applied
-one step late, by all of the compute. A run is its warm-up, whose
-gradients travel in ``warmup_bits``, and the steps after it: 32 and 16 are dense all-reduces, 8 and
-4 the optimizer's exchange at that many bits. An optimizer whose variance is refreshed makes that
-exchange again in 16 steps of each octave. If only some steps exchange, their time and bytes are
-averaged over all steps.
+one step late, by all of the compute. A run is its warm-up, whose gradients travel in
+``warmup_bits``, never hidden, and the steps after it: 32 and 16 are dense all-reduces, 8 and 4 the
+optimizer's exchange at that many bits. An optimizer whose variance is refreshed makes that exchange
+again in 16 steps of each octave. If only some steps exchange, their time and bytes are averaged
+over all steps.
 """
 
 import math
@@ -165,8 +165,8 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     bits, share = setting.warmup_bits, setting.warmup
     form, encoding = ("dense", 0.0) if bits >= 16 else (optimizer.exchange, encoding_bytes_at(bits))
     warming, warming_bytes = _exchange(form, bytes_at(bits), setting)
-    waited = _waited(warming, setting.step_time, setting.overlap)
-    added = waited + _work(optimizer.kinds(bits)[-1], encoding, setting)
+    # Which XLA for GPUs does not hide.
+    added = warming + _work(optimizer.kinds(bits)[-1], encoding, setting)
     warmup_step = setting.step_time + added
     run = steps * (share * warmup_step + (1 - share) * step)
     run_bytes = steps * (share * warming_bytes + (1 - share) * step_bytes)
