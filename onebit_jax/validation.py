@@ -23,6 +23,13 @@ def _is_traced(value: Any) -> bool:
 
 
 def _check_number(name: str, value: Any, holds: Callable[[float], bool], expected: str) -> None:
+    is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
+    if is_array and value.dtype.itemsize < 4:
+        raise ValueError(
+            f"{name} is an array of {value.dtype}, in which 0.999 may be 1. Hold it in float32: "
+            f"optax.inject_hyperparams takes the parameters' dtype, unless it is given "
+            f"hyperparam_dtype=jnp.float32."
+        )
     if _is_traced(value):
         return
     if not is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
@@ -89,11 +96,11 @@ def check_not_negative(name: str, value: Any) -> None:
     _check_number(name, value, lambda x: 0 <= x < math.inf, expected)
 
 
-def check_learning_rate(learning_rate: Any) -> None:
+def check_learning_rate(learning_rate: Any, name: str = "learning_rate") -> None:
     """Raises ``ValueError`` for a learning rate that is no finite number; schedules pass."""
     if not callable(learning_rate):
         expected = "a finite number, or a schedule of the number of updates"
-        _check_number("learning_rate", learning_rate, math.isfinite, expected)
+        _check_number(name, learning_rate, math.isfinite, expected)
 
 
 def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
@@ -113,6 +120,7 @@ def check_step_count(name: str, value: Any, at_least: int, mend: str) -> None:
 
 def check_delay(delay: Any) -> None:
     """Raises ``ValueError`` unless ``delay`` is 0 or 1."""
+    check_static("delay", delay)
     if not _is_int(delay) or delay not in (0, 1):
         raise ValueError(
             f"delay={delay!r} must be 0, an exchange that its update waits for, or 1, one beside "
@@ -122,6 +130,7 @@ def check_delay(delay: Any) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is a bool."""
+    check_static(name, value)
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False.")
 
@@ -252,11 +261,23 @@ def check_local_dtype(local_dtype: Any, axis_name: Any) -> None:
 def check_parameters(params: Any) -> None:
     """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
     for name, leaf in named_leaves(params):
+        if not hasattr(leaf, "shape"):
+            raise ValueError(f"parameter {name} is {leaf!r:.60}, no array: hold it as jnp.asarray.")
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"parameter {name} has dtype {jnp.result_type(leaf)}, but "
                 f"one-bit exchange needs real floating-point parameters. Leave it out with "
                 f"optax.partition and optax.set_to_zero, or hold it as float32."
+            )
+
+
+def check_gradients(grads: Any) -> None:
+    """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
+    for name, leaf in named_leaves(grads):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"gradient {name} has dtype {jnp.result_type(leaf)}, but one-bit exchange needs "
+                f"real floating-point gradients: cast it to the dtype of its parameter."
             )
 
 
@@ -283,8 +304,8 @@ def check_weight_decay(weight_decay: Any) -> None:
         _check_number("weight_decay", weight_decay, lambda x: 0 <= x < math.inf, expected)
 
 
-def checked_mask(mask: Any) -> Any:
-    """A mask of the weight decay, of booleans; what a function returns is checked when it does.
+def checked_mask(mask: Any, option: str = "mask") -> Any:
+    """A mask of parameters, of booleans; what a function returns is checked when it does.
 
     Raises:
       ValueError: for anything else than booleans; later, for a function's result that is no tree
@@ -295,20 +316,22 @@ def checked_mask(mask: Any) -> Any:
     def check_leaves(given: Any, what: str) -> None:
         for name, x in named_leaves(given, what):
             if not isinstance(x, (bool, np.bool)):
-                raise ValueError(f"{name} is {x!r:.60}; mask must be {expected}.")
+                raise ValueError(f"{name} is {x!r:.60}; {option} must be {expected}.")
 
     def of_params(params: Any) -> Any:
-        given, what = (mask(params), "the result of mask") if callable(mask) else (mask, "mask")
+        given, what = (
+            (mask(params), f"the result of {option}") if callable(mask) else (mask, option)
+        )
         check_leaves(given, what)
         try:
             jax.tree.map(lambda *_: None, given, params)
         except ValueError as error:
-            named = f"{what} has another structure than the parameters; mask must be {expected}"
+            named = f"{what} has another structure than the parameters; {option} must be {expected}"
             raise ValueError(f"{named}: {error}") from error
         return given
 
     if not callable(mask):
-        check_leaves(mask, "mask")
+        check_leaves(mask, option)
     return None if mask is None else of_params
 
 

@@ -306,6 +306,19 @@ def test_beside_float64_a_state_keeps_its_dtypes_and_updates_have_their_paramete
         assert [(x.shape, x.dtype) for x in jax.tree.leaves(after)] == kinds
 
 
+@pytest.mark.parametrize("name", [x for x in OPTIMIZERS if not x.startswith("local_steps")])
+def test_a_tree_without_tensors_stays_one(name):
+    """As a part of `optax.partition` may have; local steps are given two fragments here."""
+    tx, params = OPTIMIZERS[name].make("data"), {"frozen": {}}
+
+    def update(x):
+        del x
+        return tx.update(params, tx.init(params), params)[0]
+
+    bound = jax.vmap(update, axis_name="data", axis_size=WORKERS)
+    assert jax.eval_shape(bound, np.zeros(WORKERS)) == params
+
+
 @by_name
 def test_what_does_not_fit_is_refused(name):
     tx, params = OPTIMIZERS[name].make("data"), small_task.make_params()

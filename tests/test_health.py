@@ -116,6 +116,13 @@ def test_a_scaled_loss_has_the_same_gradients():
     assert_equal(scaled, plain)
 
 
+def test_a_scaled_loss_of_parameters_in_float16_is_refused():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    step, state = start(dense(), params=params, loss_fn=lambda p, x: jnp.sum(p["w"]) * jnp.mean(x))
+    with pytest.raises(ValueError, match=r"\['w'\] has dtype float16.*Hold parameters as float32"):
+        step(*state, np.ones(8, np.float32), loss_scale=2.0**15)
+
+
 def test_norms_of_tensors_that_the_compiler_splits_gather_nothing():
     """Beside the workers' axis there may be one that XLA splits tensors over."""
     kinds = (jax.sharding.AxisType.Auto,) * 2

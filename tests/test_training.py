@@ -1,7 +1,7 @@
 """`train_step` on a mesh of four CPU devices: what it computes, sends, reports and refuses."""
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -394,6 +394,25 @@ def test_a_model_of_one_dtype(dtype):
         assert losses[-1] < losses[0]
         assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
         assert_replicas_agree((params, opt_state))
+
+
+def test_weight_decay_of_another_dtype_leaves_updates_theirs():
+    params = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    tx = onebit_jax.onebit_adam(0.1, weight_decay=jnp.float32(0.1), axis_name="data")
+    update = jax.vmap(lambda p: tx.update(p, tx.init(p), p)[0], axis_name="data")
+    assert jax.eval_shape(update, params)["w"].dtype == jnp.bfloat16
+
+
+def test_a_step_of_no_parameters():
+    step, (params, opt_state) = start(onebit(), params={}, loss_fn=lambda p, x: jnp.mean(x))
+    params, _, metrics = step(params, opt_state, BATCH)
+    assert params == {}
+    assert int(metrics["skipped"]) == 0
+
+
+def test_a_loss_that_is_no_function_is_refused():
+    with pytest.raises(ValueError, match=r"^loss_fn=None must be a function"):
+        onebit_jax.train_step(cast(Any, None), onebit(), MESH)
 
 
 # Integers

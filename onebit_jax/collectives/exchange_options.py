@@ -51,6 +51,7 @@ class ExchangeOptions:
 
     def __post_init__(self):
         self._compressor()
+        validation.check_name("local_dtype", self.local_dtype, "float32", "bfloat16")
         check_bucket_bytes(self.bucket_bytes)
         validation.check_form(self.form)
 

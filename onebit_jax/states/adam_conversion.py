@@ -54,6 +54,7 @@ def from_adam(
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
     validation.check_mesh(mesh)
+    validation.check_transformation("tx", tx)
     adam = jax.tree.map(simulated.on_host, _only(optax.ScaleByAdamState, adam_state))
     state = placement.init(tx, params, mesh)
     node = _only(ScaleByOnebitAdamState, state)
@@ -124,8 +125,9 @@ def to_adam(
     r"""Converts a state of 1-bit Adam to one of Optax's Adam.
 
     The variance is what it was when it froze or was last refreshed, scaled to the number of updates
-    by which Adam's bias correction divides it. The sum of all residuals, :math:`R`, is added to the
-    momentum: :math:`m + R / \beta_1`.
+    by which Adam's bias correction divides it. The sum of all residuals of momenta, :math:`R`, is
+    added to the momentum, and of averaged gradients, :math:`R_g`, what they would have added in the
+    next update: :math:`m + (R + (1 - \beta_1) R_g) / \beta_1`.
 
     Args:
       opt_state: the state, in the mesh view.
@@ -138,8 +140,19 @@ def to_adam(
       A state for :func:`optax.scale_by_adam`, on the mesh, equal on all workers.
 
     Raises:
-      ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh.
+      ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh; a
+        hyperparameter that :func:`optax.inject_hyperparams` computes from others.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+      >>> params = {"w": jnp.zeros(9)}
+      >>> tx = onebit_jax.onebit_adam(1e-3, axis_name="data")
+      >>> adam_state = onebit_jax.to_adam(onebit_jax.init(tx, params, mesh), tx, params, mesh)
+      >>> int(adam_state.count)
+      0
     """
+    validation.check_transformation("tx", tx)
     shapes, axes = jax.eval_shape(lambda x: x, params), abstract_mesh(mesh)
     placement.check_state(opt_state, placement.state_shapes(tx, shapes, axes), mesh)
     workers = simulated.Workers(axes)
@@ -147,12 +160,17 @@ def to_adam(
     noted = _noted(tx, opt_state, params, workers)
     host: Any = jax.tree.map(simulated.on_host, node)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held, _ = simulated.carried(noted, host, workers)
+        held, of_gradients = simulated.carried(noted, host, workers)
     b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
     b2, eps, eps_root = (
         _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")
     )
-    mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
+    added, structure = jax.tree.flatten(held.residual)
+    if of_gradients:
+        added = [r + (1 - b1) * of for r, of in zip(added, of_gradients, strict=True)]
+    mu = jax.tree.map(
+        lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, structure.unflatten(added)
+    )
     if host.progress.frozen_at >= 0:
         correction = 1 - b2 ** float(count)
         if not cast(Any, noted.algorithm).bias_correction:
@@ -184,5 +202,8 @@ def _only(kind: type, state: Any) -> Any:
     """The one state of a type inside another."""
     found = outermost(state, lambda x: isinstance(x, kind))
     if len(found) != 1:
-        raise ValueError(f"the state has {len(found)} of {kind.__name__} in it, expected one.")
+        raise ValueError(
+            f"the state has {len(found)} of {kind.__name__} in it, expected one: give that of an "
+            f"optimizer with a single optax.scale_by_adam, or a single 1-bit Adam for tx."
+        )
     return found[0]

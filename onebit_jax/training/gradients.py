@@ -56,9 +56,16 @@ def loss_and_gradients(
         devices stay where they are; else rows that follow each other.
 
     Raises:
-      ValueError: for a ``loss_fn`` whose results have a wrong type or shape.
+      ValueError: for a ``loss_fn`` whose results have a wrong type or shape; for parameters without
+        gradients, or a ``loss_scale`` for float16 ones.
     """
     for name, leaf in named_leaves(params):
+        if loss_scale is not None and jnp.result_type(leaf) == jnp.float16:
+            raise ValueError(
+                f"parameter {name} has dtype float16: its gradients, divided by loss_scale again, "
+                f"would round to 0 as without it. Hold parameters as float32, and cast them to "
+                f"float16 in loss_fn."
+            )
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise ValueError(
                 f"parameter {name} has dtype {jnp.result_type(leaf)}, which "

@@ -35,7 +35,7 @@ from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla_workarounds import overwrite_if
 from onebit_jax.markers import outermost
 from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
-from onebit_jax.transforms.promotion import usual_promotion
+from onebit_jax.transforms.promotion import keeping_dtypes, usual_promotion
 from onebit_jax.transforms.when import When, made
 
 Arrays = list[jax.Array]
@@ -257,6 +257,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
             )
         axes = bound_axes(algorithm.exchange.axis_name)
+        validation.check_gradients(updates)
         check_own_gradients(updates, axes)
         no_tensors = not jax.tree.leaves(updates)
         if no_tensors:
@@ -358,7 +359,7 @@ def decay_and_rate(
     validation.check_learning_rate(learning_rate)
     validation.check_weight_decay(weight_decay)
     decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
-    return decay, optax.scale_by_learning_rate(learning_rate)
+    return keeping_dtypes(decay), keeping_dtypes(optax.scale_by_learning_rate(learning_rate))
 
 
 def at_count(value: Any, count: jax.Array) -> Any:

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Arrived, Call, Calls, ExchangeState
 from onebit_jax.collectives.exchange import Compressor, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
@@ -14,6 +15,7 @@ from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
 from onebit_jax.transforms.phases import Progress
+from onebit_jax.transforms.promotion import in_float32
 
 
 class CompressedMeanState(NamedTuple):
@@ -72,7 +74,7 @@ State = CompressedMeanState
 class CompressedMean(Algorithm):
     """The algorithm; :func:`compressed_mean` documents its fields."""
 
-    residual_decay: float
+    residual_decay: Any
     exchange: Exchange
 
     def init(self, params: optax.Params) -> State:
@@ -100,7 +102,7 @@ class CompressedMean(Algorithm):
 class DelayedMean(Algorithm):
     """The algorithm with ``delay=1``."""
 
-    residual_decay: float
+    residual_decay: Any
     exchange: Exchange
 
     def init(self, params: optax.Params) -> DelayedMeanState:
@@ -136,7 +138,7 @@ def compressed_mean(
     bits: int = 1,
     *,
     compressor: Compressor | None = None,
-    residual_decay: float = 1.0,
+    residual_decay: jax.typing.ArrayLike = 1.0,
     delay: int = 0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -207,7 +209,7 @@ def compressed_mean(
     Raises:
       ValueError: for an invalid option, before anything is compiled; from ``init`` for
         parameters that are not real floating-point arrays, or an axis that is not bound; from
-        ``update`` for a state that was made for other tensors or workers.
+        ``update`` for a state that was made for tensors of other shapes or other workers.
 
     Example:
       Four workers, simulated on one device:
@@ -240,6 +242,7 @@ def compressed_mean(
     """
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("residual_decay", residual_decay)
+    residual_decay = validation.float32(residual_decay)
     validation.check_delay(delay)
     check_options(exchange)
     if delay and (compressor is not None or bits == 32):
@@ -252,6 +255,17 @@ def compressed_mean(
         check_compressor(compressor, bits, 1)
         return transformation(CompressedMean(residual_decay, exchange.of(axis_name, compressor)))
     if bits == 32:
-        return optax.with_extra_args_support(mean_gradients(axis_name))
+        return _uncompressed(axis_name)
     algorithm = DelayedMean if delay else CompressedMean
     return transformation(algorithm(residual_decay, exchange.at_bits(axis_name, bits)))
+
+
+def _uncompressed(axis_name: Any) -> optax.GradientTransformationExtraArgs:
+    mean = in_float32(mean_gradients(axis_name))
+
+    def init_fn(params: optax.Params) -> Any:
+        validation.check_parameters(params)
+        bound_axes(axis_name)
+        return mean.init(params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, mean.update)

@@ -75,7 +75,8 @@ class FetchSgd(Algorithm):
     def step(self, state: State, update: Update) -> tuple[State, Arrays]:
         """``u <- rho u + mean S(g)``, ``v <- v + lr u``; subtracts the largest of ``v``."""
         sketch, size = self._sketch(update.grads)
-        flat = end_to_end([x.astype(jnp.float32) for x in update.grads])
+        grads = [x.astype(jnp.float32) for x in update.grads]
+        flat = end_to_end(grads) if grads else jnp.zeros((0,), jnp.float32)
         same_tree = jax.tree.structure(update.tree) == jax.tree.structure(state.sizes)
         if not same_tree or state.momentum.shape != (sketch.rows, sketch.columns):
             raise ValueError(
@@ -84,7 +85,7 @@ class FetchSgd(Algorithm):
                 "init again."
             )
         mean = dense_mean(sketch.table(flat), bound_axes(self.exchange.axis_name))
-        rate = at_count(self.learning_rate, state.progress.count)
+        rate = jnp.asarray(at_count(self.learning_rate, state.progress.count), jnp.float32)
         u = self.momentum * state.momentum + mean
         v = state.error + rate * u
         estimates = sketch.estimates(v, size)
@@ -182,6 +183,8 @@ def fetch_sgd(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_decay("momentum", momentum)
+    for name, value in (("compression", compression), ("share", share)):
+        validation.check_static(name, value)
     if not (validation.is_real(compression) and 0 < compression < math.inf):
         raise ValueError(f"compression={compression!r} must be above 0 and finite, such as 4.")
     if not (validation.is_real(share) and 0 < share <= 1):

@@ -42,7 +42,7 @@ class LocalSteps(Algorithm):
     every: int | Callable[[jax.Array], jax.Array]
     fragments: int
     delay: int
-    error_decay: float
+    error_decay: Any
     compresses: bool
     exchange: Exchange
     phases = ("local", "sync")
@@ -63,7 +63,8 @@ class LocalSteps(Algorithm):
         state = self.inner.init(params)
         check_exchanges_nothing(self.inner, params, state)
         check_moves(self.outer, params)
-        shared = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        # Copies: a step donates the state and the parameters.
+        shared = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         groups = Fragments(shared, self.fragments).split(shared)
         return LocalStepsState(
             progress=begin(),
@@ -206,7 +207,7 @@ def local_steps(
     compressor: Compressor | None = None,
     fragments: int = 1,
     delay: int = 0,
-    error_decay: float = 1.0,
+    error_decay: jax.typing.ArrayLike = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets workers train independently, and averages their progress every few steps.
@@ -348,13 +349,18 @@ def local_steps(
     check_schedule(every, fragments, delay)
     validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
     validation.check_share("error_decay", error_decay)
+    error_decay = validation.float32(error_decay)
     check_options(exchange)
     if compressor is not None:
         check_compressor(compressor, bits, 32)
         how = exchange.of(axis_name, compressor)
     else:
         # At 32 bits nothing is compressed, and only the axis counts.
-        how = exchange.at_bits(axis_name, 8 if bits == 32 else bits)
+        how = (
+            exchange.travel().at_bits(axis_name, 8)
+            if bits == 32
+            else exchange.at_bits(axis_name, bits)
+        )
     compresses = bits < 32 or compressor is not None
     inner = optax.with_extra_args_support(inner)
     return transformation(

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from onebit_jax import validation
 from onebit_jax.programs.collective_check import collectives
+from onebit_jax.transforms.promotion import usual_promotion
 
 
 def check_exchanges_nothing(
@@ -32,14 +33,31 @@ def check_schedule(every: Any, fragments: Any, delay: Any) -> None:
     """Raises ``ValueError`` for a schedule of exchanges that does not come out even."""
     validation.check_static("fragments", fragments)
     validation.check_step_count("fragments", fragments, 1, "1 exchanges all tensors at once.")
-    if not callable(every):
+    if callable(every):
+        _check_gaps(every)
+    else:
         validation.check_step_count("every", every, 1, "Give the updates per exchange.")
-    if fragments > 1 and (not isinstance(every, int) or every % fragments):
+    unknown = callable(every) or isinstance(every, jax.core.Tracer)
+    if fragments > 1 and (unknown or every % fragments):
         raise ValueError(
             f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
             f"tensors take turns every / fragments updates apart."
         )
     validation.check_delay(delay)
+
+
+def _check_gaps(every: Any) -> None:
+    mend = (
+        "it must return one integer, 1 or more: after so many updates workers exchange again, as "
+        "every=lambda count: jnp.where(count < 1000, 8, 32)."
+    )
+    with usual_promotion(), jax.ensure_compile_time_eval():
+        returned = jax.tree.leaves(jax.eval_shape(every, jax.ShapeDtypeStruct((), jnp.int32)))
+        one = len(returned) == 1 and returned[0].shape == ()
+        if not one or not jnp.issubdtype(returned[0].dtype, jnp.integer):
+            raise ValueError(f"every={every!r} returns {returned}; {mend}")
+        if (first := int(every(jnp.int32(0)))) < 1:
+            raise ValueError(f"every={every!r} returns {first} for update 0; {mend}")
 
 
 # The update counts at which an outer optimizer is tested: a schedule may begin at 0.

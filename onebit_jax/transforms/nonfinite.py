@@ -83,7 +83,8 @@ def examine(
     total = jnp.sum(of_tensors)
     fit = total <= LARGEST_SQUARED_NORM
     # If no single tensor is too large, the largest one is blamed.
-    blame = jnp.argmax(jnp.minimum(jnp.nan_to_num(of_tensors, nan=jnp.inf), LARGEST_SQUARED_NORM))
+    sizes = jnp.minimum(jnp.nan_to_num(of_tensors, nan=jnp.inf), LARGEST_SQUARED_NORM)
+    blame = jnp.argmax(sizes) if sizes.size else -1
     tensor = jnp.where(fit, -1, blame).astype(jnp.float32)
     total = jnp.where(jnp.isfinite(loss), total, jnp.nan)
     # An all-gather written as a sum, which XLA merges with that of a dense exchange.

@@ -271,6 +271,7 @@ def algorithm_of(
     validation.check_positive("eps", eps, usual=1e-8)
     validation.check_not_negative("eps_root", eps_root)
     check_options(exchange)
+    validation.check_flag("bias_correction", bias_correction)
     b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
     refreshes = _unless_auto(variance_refreshes, _REFRESHES)
     warmup = warmup_end.check_warmup(warmup, refreshed=refreshes is not None)

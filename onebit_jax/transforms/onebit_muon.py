@@ -14,6 +14,7 @@ from onebit_jax.collectives.exchange_options import ExchangeOptions, check_optio
 from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.late_correction import late_correction
 from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
+from onebit_jax.transforms.promotion import in_float32
 
 
 def onebit_muon(
@@ -79,8 +80,9 @@ def onebit_muon(
       bits: bits per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 are
         worse than 1: the scale is the largest of 256 values, so most values round to 0.
       residual_decay: for the matrices, as for :func:`onebit_jax.compressed_mean`.
-      matrices: which parameters are matrices: a tree of booleans, or a function of the parameters
-        that returns one. By default all with two axes, embeddings included.
+      matrices: which parameters are matrices: a tree of booleans, a prefix of one, or a function of
+        the parameters that returns one. By default all with two axes, embeddings included, and with
+        any element at all.
       nesterov: see above; Adam then uses Nesterov's momentum as well.
       ns_steps: the number of Newton-Schulz iterations.
       consistent_rms: as for :func:`optax.contrib.muon`; 0.2 makes a step about as large as Adam's.
@@ -94,13 +96,14 @@ def onebit_muon(
         is always the mean absolute value.
 
     Returns:
-      The corresponding :class:`optax.GradientTransformationExtraArgs`. Its metrics are those of two
+      The corresponding :class:`optax.GradientTransformationExtraArgs`. State and arithmetic are
+      float32, updates have the gradients' dtype. Its metrics are those of two
       :func:`onebit_jax.compressed_mean`, named ``muon/residual_ratio`` and ``adam/residual_ratio``.
 
     Raises:
-      ValueError: for an invalid option, before anything is compiled; from ``init`` for a matrix
-        without exactly two axes, for parameters that are not real floating-point arrays, or an
-        axis that is not bound.
+      ValueError: for an invalid option, before anything is compiled; from ``init`` for ``matrices``
+        of another structure, for a matrix without exactly two axes or without elements, for
+        parameters that are not real floating-point arrays, or an axis that is not bound.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
@@ -127,11 +130,9 @@ def onebit_muon(
       compress momenta instead of gradients is worse: orthogonalization makes all singular values
       equal, the noise's too.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    validation.check_decay("beta", beta)
-    validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
-    validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    _check(learning_rate, rate, weight_decay, beta, adam_b1, adam_b2)
+    _check_static(nesterov, ns_steps, consistent_rms, bits, adam_bits, delay)
     check_options(exchange)
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
     mean_of = functools.partial(compressed_mean, axis_name, delay=delay)
@@ -144,33 +145,73 @@ def onebit_muon(
         optax.add_decayed_weights(cast(Any, weight_decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
-    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     adam = optax.chain(
         optax.scale_by_adam(adam_b1, adam_b2, nesterov=nesterov),
         *correction,
         optax.scale_by_learning_rate(rate),
     )
+    mean_of_matrices = mean_of(bits, residual_decay=residual_decay, exchange=of_matrices)
     parts: dict[Any, Any] = {
-        "muon": optax.chain(
-            mean_of(bits, residual_decay=residual_decay, exchange=of_matrices), muon
-        ),
-        "adam": optax.chain(mean_of(adam_bits, exchange=exchange.travel()), adam),
+        "muon": in_float32(optax.chain(mean_of_matrices, muon)),
+        "adam": in_float32(optax.chain(mean_of(adam_bits, exchange=exchange.travel()), adam)),
     }
+    return optax.partition(parts, _labels(validation.checked_mask(matrices, "matrices")))
+
+
+def _check(
+    learning_rate: Any, adam_learning_rate: Any, weight_decay: Any, beta: Any, b1: Any, b2: Any
+) -> None:
+    """Raises ``ValueError`` for hyperparameters outside their range."""
+    validation.check_learning_rate(learning_rate)
+    validation.check_learning_rate(adam_learning_rate, "adam_learning_rate")
+    validation.check_weight_decay(weight_decay)
+    for name, decay in (("beta", beta), ("adam_b1", b1), ("adam_b2", b2)):
+        validation.check_decay(name, decay)
+
+
+def _check_static(
+    nesterov: Any, ns_steps: Any, consistent_rms: Any, bits: Any, adam_bits: Any, delay: Any
+) -> None:
+    """Raises ``ValueError`` for invalid options among those that decide what is compiled."""
+    validation.check_flag("nesterov", nesterov)
+    validation.check_static("ns_steps", ns_steps)
+    validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
+    validation.check_static("consistent_rms", consistent_rms)
+    if consistent_rms is not None:
+        validation.check_positive("consistent_rms", consistent_rms, usual=0.2)
+    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
+    validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
+    validation.check_delay(delay)
+    for name, value in (("bits", bits), ("adam_bits", adam_bits)):
+        if delay and value == 32:
+            raise ValueError(
+                f"delay=1 with {name}=32: the message is kept with the residuals, so it needs at "
+                f"most 8 bits. Give fewer bits, or leave out delay=1."
+            )
+
+
+def _is_matrix(p: Any) -> bool:
+    return jnp.ndim(p) == 2 and min(jnp.shape(p)) > 0
+
+
+def _labels(matrices: Callable[[optax.Params], Any] | None) -> Callable[[optax.Params], Any]:
+    """Which of the two parts updates a parameter, from a function that says which are matrices."""
+
+    def label(path: Any, is_matrix: bool, p: Any) -> str:
+        if is_matrix and not _is_matrix(p):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} has shape {jnp.shape(p)}, but Muon is for "
+                f"matrices, of two axes, with at least one element. Leave it out of matrices=, for "
+                f"Adam, or hold it as a matrix."
+            )
+        return "muon" if is_matrix else "adam"
 
     def labels(params: optax.Params) -> Any:
-        chosen = matrices(params) if callable(matrices) else matrices
-        if chosen is None:
-            chosen = jax.tree.map(lambda p: jnp.ndim(p) == 2, params)
-
-        def label(path: Any, is_matrix: bool, p: Any) -> str:
-            if is_matrix and jnp.ndim(p) != 2:
-                raise ValueError(
-                    f"parameter {jax.tree_util.keystr(path)} has shape {jnp.shape(p)}, but Muon is "
-                    f"for matrices, of two axes. Leave it out of matrices=, for Adam, or hold it "
-                    f"as a matrix."
-                )
-            return "muon" if is_matrix else "adam"
-
+        if matrices is None:
+            chosen = jax.tree.map(_is_matrix, params)
+        else:
+            prefix = matrices(params)
+            chosen = jax.tree.map(lambda x, of: jax.tree.map(lambda _: x, of), prefix, params)
         return jax.tree_util.tree_map_with_path(label, chosen, params)
 
-    return optax.partition(parts, labels)
+    return labels

@@ -25,8 +25,8 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
       of workers. Extra arguments are passed to ``inner``.
 
     Raises:
-      ValueError: from ``init``, if the state of ``inner`` already contains a
-        :class:`~onebit_jax.PerWorker`.
+      ValueError: for an ``inner`` that is no gradient transformation; from ``init``, if its state
+        already contains a :class:`~onebit_jax.PerWorker`.
 
     Example:
       Each worker's momentum, sent at one bit per parameter:

@@ -96,9 +96,14 @@ def refresh_steps(name: str, refreshes: int | StepSet | None) -> StepSet | None:
     if refreshes is None:
         return None
     if callable(refreshes):
-        check_step_set(name, refreshes, "a number k for every k-th update")
+        check_step_set(
+            name, refreshes, "a number k for every k-th update, or None for no refreshes"
+        )
         return refreshes
-    mend = "Every k-th update refreshes v; or give a function of the number of updates made."
+    mend = (
+        "Every k-th update refreshes v; or give a function of the number of updates made, 'auto' "
+        "for the default, or None for no refreshes."
+    )
     validation.check_step_count(name, refreshes, 1, mend)
     every = refreshes
     return lambda count: (count + 1) % every == 0

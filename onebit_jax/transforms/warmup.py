@@ -29,7 +29,7 @@ class VarianceStable(NamedTuple):
     Attributes:
       threshold: the bound on the change of v that counts as stable; None until an optimizer has
         chosen it.
-      min_steps: the least number of warm-up updates.
+      min_steps: the update from which on checks count.
     """
 
     threshold: float | None
@@ -94,9 +94,10 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
     Args:
       threshold: in (0, 1); by default 0.85, so that growth is at most 1.18, and where refreshes
         follow the variance 0.55, growth at most 1.82.
-      min_steps: the earliest end, by default update 1, and 100 in the default ``warmup`` of
-        :func:`onebit_jax.onebit_adam`. Set it to the length of the learning rate's own warm-up:
-        while the learning rate is small, gradients hardly change.
+      min_steps: from which update on checks count, by default 1, and 100 in the default ``warmup``
+        of :func:`onebit_jax.onebit_adam`; the third check from there on is the earliest end, with
+        100 update 160. Set it to the length of the learning rate's own warm-up: while the learning
+        rate is small, gradients hardly change.
 
     Returns:
       A rule for the ``warmup`` argument of the optimizers.
@@ -137,7 +138,9 @@ def check_warmup(warmup: Warmup, refreshed: bool = False) -> Warmup:
             "Give the number of dense updates (at least one, or v would freeze at zero and nothing "
             "would ever move), or onebit_jax.variance_stable(min_steps=...).",
         )
-    elif warmup.threshold is None:
+        return warmup
+    warmup = variance_stable(*warmup)
+    if warmup.threshold is None:
         return warmup._replace(threshold=_REFRESHED_THRESHOLD if refreshed else _FROZEN_THRESHOLD)
     return warmup
 

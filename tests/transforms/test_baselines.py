@@ -41,6 +41,14 @@ def test_an_estimate_is_the_median_over_rows(rows):
     np.testing.assert_allclose(sketch.estimates(table, 50), np.median(read, 0), rtol=1e-6)
 
 
+def test_fetch_sgd_takes_a_schedule_of_float64():
+    with jax.enable_x64(True):
+        tx = onebit_jax.fetch_sgd(lambda count: np.float64(0.1) * (count + 1), axis_name=AXIS)
+        state = on_workers(tx.init, 2)(np.ones((2, 9), np.float32))
+        _, after = on_workers(tx.update, 2)(np.ones((2, 9), np.float32), state)
+        assert after.error.dtype == np.float32
+
+
 @pytest.mark.parametrize("binding", ["vmap", "shard_map"])
 def test_fetch_sgd_follows_numpy(binding):
     rate: Any = optax.linear_schedule(0.1, 0.02, STEPS)

@@ -13,12 +13,33 @@ from onebit_jax import ExchangeOptions, compressed_mean, ef_signsgd
 from onebit_jax.transforms.ef_signsgd import EfSignsgdState
 from tests import reference
 from tests.runs import axis_of, mesh_of
-from tests.workers import AXIS, PAIR, assert_workers_agree, draw, find_state, train
+from tests.workers import AXIS, PAIR, assert_workers_agree, draw, find_state, on_workers, train
 
 WORKERS, STEPS = 4, 4
 SHAPES = {"matrix": (24, 11), "others": [(), (0,), (5,), (9,)]}
 MEAN_ABS = ExchangeOptions(scale="mean_abs")
 RMS = ExchangeOptions()
+
+
+def test_at_32_bits_it_is_the_mean_in_float32():
+    tx, grads = compressed_mean(AXIS, 32), np.array([256.0] + [1.0] * 7, jnp.bfloat16)
+    (mean, *_) = on_workers(lambda g: tx.update(g, tx.init(g))[0], 8)(grads[:, None])
+    assert mean == jnp.bfloat16(263 / 8)
+
+
+def test_at_32_bits_it_refuses_what_it_does_at_others():
+    tx = compressed_mean(AXIS, 32)
+    with pytest.raises(ValueError, match=r"^axis_name='workers' is not bound"):
+        tx.init(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="has dtype int32"):
+        jax.eval_shape(on_workers(tx.init, 2), np.ones((2, 3), np.int32))
+
+
+def test_beside_float64_a_decay_of_float64_changes_no_dtype():
+    with jax.enable_x64(True):
+        tx, grads = compressed_mean(AXIS, 4, residual_decay=np.float64(0.5)), np.ones((2, 9), "f4")
+        update = on_workers(lambda g: tx.update(g, tx.init(g))[0], 2)
+        assert jax.eval_shape(update, grads).dtype == np.float32
 
 
 def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:

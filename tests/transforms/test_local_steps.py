@@ -226,6 +226,18 @@ def test_a_schedule_says_how_often():
     assert np.flatnonzero(made == SYNC).tolist() == [1, 3, 6, 9]
 
 
+def test_a_number_of_numpy_may_say_how_often():
+    assert make_tx(2, every=np.int64(4)).init is not None
+
+
+def test_state_and_parameters_can_be_donated_together():
+    tx, params = make_tx(), np.ones((2, 3), np.float32)
+    params = jnp.asarray(params)
+    state = jax.vmap(tx.init, axis_name=AXIS)(params)
+    update = jax.vmap(lambda p, s: tx.update(p, s, p), axis_name=AXIS)
+    jax.block_until_ready(jax.jit(update, donate_argnums=(0, 1))(params, state))
+
+
 # A state belongs to its plan.
 
 

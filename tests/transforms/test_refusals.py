@@ -15,6 +15,7 @@ import onebit_jax
 from onebit_jax import ExchangeOptions, validation
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.states import placement
+from onebit_jax.transforms.warmup import VarianceStable
 from tests.small_task import MESH, make_params
 from tests.workers import AXIS, PAIR
 
@@ -46,6 +47,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {
             "variance_refreshes": (0, 2.5, True, "often", lambda count: count),
             "step_bound": (0, -1.0, NAN, INF, "auto", True),
+            "bias_correction": ("no", 1, None),
         },
     ),
     onebit_jax.onebit_lamb: (
@@ -91,7 +93,18 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.signum: (RATED, {}),
     onebit_jax.distributed_lion: (RATED, {"aggregation": ("vote", None)}),
     onebit_jax.ef_signsgd: (RATED, {}),
-    onebit_jax.onebit_muon: (RATED, {"adam_bits": (1,), "ns_steps": (0,)}),
+    onebit_jax.onebit_muon: (
+        RATED,
+        {
+            **dict.fromkeys(("adam_b1", "adam_b2"), DECAYS),
+            "adam_learning_rate": (NAN, "fast"),
+            "adam_bits": (1,),
+            "ns_steps": (0,),
+            "nesterov": ("no",),
+            "consistent_rms": (-1.0, "x"),
+            "delay": (2,),
+        },
+    ),
     onebit_jax.cada: ({"axis_name": AXIS}, {"c": (0,), "delay": (0,)}),
     onebit_jax.fetch_sgd: (
         RATED,
@@ -100,7 +113,14 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.compressed_mean: ({"axis_name": AXIS}, {}),
     onebit_jax.local_steps: (
         LOCAL,
-        {"every": (0, 2.5), "fragments": (0, 1.5), "delay": (-1, 2, 1.0, True, None)},
+        {
+            "every": (
+                *(0, 2.5, lambda n: n % 4 == 3, lambda n: 0, lambda n: 2.7, lambda n: None),
+                lambda n: jnp.zeros(3, jnp.int32),
+            ),
+            "fragments": (0, 1.5),
+            "delay": (-1, 2, 1.0, True, None),
+        },
     ),
     onebit_jax.clip_by_common_norm: (
         {"max_norm": 1.0, "axis_name": AXIS},
@@ -115,6 +135,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {
             "scale": ("max", None),
             "residual_dtype": ("float16",),
+            "local_dtype": ("float16",),
             "bucket_bytes": (0, -128, 100, 1e5, True, "all"),
             "form": ("flat",),
         },
@@ -147,7 +168,7 @@ MULTIPLE = r"must be a number, and a multiple of fragments=4"
 BOUND: dict[str, Any] = {"axis_name": AXIS}
 THRESHOLD = BOUND | {"compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES}
 IDENTITY = {"variance_refreshes": lambda count: count}
-adam, local = onebit_jax.onebit_adam, onebit_jax.local_steps
+adam, local, muon = onebit_jax.onebit_adam, onebit_jax.local_steps, onebit_jax.onebit_muon
 mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
 
 
@@ -168,6 +189,9 @@ mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
         ),
         (mean, BOUND | {"bits": 4, "exchange": ExchangeOptions(scale="mean_abs")}, ONE_BITS),
         (local, LOCAL | {"bits": 4} | HALF, ONE_BITS),
+        (muon, RATED | {"delay": 1, "adam_bits": 32}, "^delay=1 with adam_bits=32: "),
+        (adam, ONEBIT | {"warmup": VarianceStable(5.0, 3)}, "^threshold=5.0 must be"),
+        (adam, ONEBIT | {"warmup": VarianceStable(None, -3)}, "^min_steps=-3 must be"),
         (mean, THRESHOLD, r"^form='two-stage' is not a form of LargestValues.*only: leave it out"),
         (
             onebit_jax.signum,
@@ -231,6 +255,54 @@ def test_parameters_that_are_not_real_are_named(dtype):
     params = {"weights": jnp.ones((2, 3)), "other": jnp.ones((2, 3), dtype)}
     with pytest.raises(ValueError, match=rf"\['other'\] has dtype {dtype}"):
         jax.eval_shape(jax.vmap(onebit_jax.birder(**SEEDED).init, axis_name=AXIS), params)
+
+
+ONES = jnp.ones(2)
+
+
+def test_parameters_that_are_no_arrays_are_named():
+    with pytest.raises(ValueError, match=r"parameter \['w'\] is 0.5, no array"):
+        jax.vmap(lambda _: onebit_jax.birder(**SEEDED).init({"w": 0.5}), axis_name=AXIS)(ONES)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@pytest.mark.parametrize("make", [onebit_jax.ef_signsgd, onebit_jax.onebit_adam])
+def test_gradients_that_are_not_real_are_named(make, dtype):
+    tx = make(**RATED)
+
+    def update(params):
+        grads = {"w": params["w"].astype(dtype)}
+        return tx.update(grads, tx.init(params), params)
+
+    with pytest.raises(ValueError, match=rf"gradient \['w'\] has dtype {dtype}"):
+        jax.eval_shape(jax.vmap(update, axis_name=AXIS), {"w": jnp.ones((2, 3))})
+
+
+def test_hyperparameters_injected_in_half_precision_are_refused():
+    """In bfloat16 0.999 is 1, which no update survives."""
+
+    def begin(**options):
+        inject = optax.inject_hyperparams(onebit_jax.onebit_adam, **options)
+        tx = inject(0.1, axis_name=AXIS)
+        jax.eval_shape(jax.vmap(tx.init, axis_name=AXIS), jnp.ones((2, 3), jnp.bfloat16))
+
+    with pytest.raises(ValueError, match=r"array of bfloat16.*hyperparam_dtype=jnp.float32"):
+        begin()
+    begin(hyperparam_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "traced"),
+    [
+        (onebit_jax.onebit_muon, {}, "ns_steps"),
+        (onebit_jax.onebit_muon, {"static_args": ("bits", "adam_bits", "ns_steps")}, "delay"),
+        (onebit_jax.fetch_sgd, {"static_args": ("rows", "seed")}, "compression"),
+    ],
+)
+def test_injected_options_that_decide_what_is_compiled_are_named(make, options, traced):
+    tx = optax.inject_hyperparams(make, **options)(0.1, axis_name=AXIS)
+    with pytest.raises(ValueError, match=rf"^{traced} is traced, .* static_args"):
+        jax.eval_shape(jax.vmap(tx.init, axis_name=AXIS), jnp.ones((2, 3, 3)))
 
 
 # Masks, and numbers that are no int32.
