@@ -78,7 +78,7 @@ def end(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the processes to their end; the highest of their exit codes."""
+    """Runs the processes to their end; the highest of their exit codes, 128 + N for a signal N."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster", description=(__doc__ or "").partition("\n")[0]
     )
@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{options.processes} processes, {where}", flush=True)
         children = found.start([options.program, *of_program])
         try:
-            return max(child.wait() for child in children)
+            codes = [child.wait() for child in children]
+            return max(128 - code if code < 0 else code for code in codes)
         finally:
             end(children)
 

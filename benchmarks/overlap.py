@@ -44,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks import torch_overlap
+from benchmarks.counts import check_counts
 from benchmarks.kinds import AXIS
 from benchmarks.network.hosts import bits_per_second, network, why_unavailable
 from benchmarks.network.jax_kinds import mesh_of_hosts
@@ -278,6 +279,7 @@ def print_table(figures: dict[str, dict[str, Any]], bandwidths: tuple[str, ...])
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    check_counts(options, "rounds", "steps")
     for bandwidth in options.bandwidths:
         bits_per_second(bandwidth)
     if reason := why_unavailable():

@@ -20,6 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmarks import tasks
+from benchmarks.counts import check_counts
 from benchmarks.kinds import kinds
 from benchmarks.loops import Run, make_mesh
 from benchmarks.step import memory_bandwidth
@@ -139,6 +140,7 @@ def draw(
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    check_counts(options, "rounds", "workers")
     if options.redraw:
         written = json.loads(options.json.read_text(encoding="utf-8"))["figures"]
         bandwidth = written["memory bytes a second"]

@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from benchmarks import accelerators, tasks
 from benchmarks.accelerators import HARDWARE, Target
+from benchmarks.counts import check_counts
 from onebit_jax import wire
 from onebit_jax.programs import hlo
 from onebit_jax.states.sharded_model import ShardedModel
@@ -196,6 +197,7 @@ def between_slices(text: str) -> list[wire.Collective]:
 
 def main(options: Options) -> None:
     """Times or compiles, and writes the figures."""
+    check_counts(options, "rounds")
     if options.target is None:
         jax.config.update("jax_num_cpu_devices", 4)
         figures = measure(options)

@@ -20,10 +20,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from benchmarks.counts import check_counts
 from train import record, training
 from train.config import AXIS
 from train.lm.config import Config
 from train.lm.pretrain import make_task
+from train.optimizers import OPTIMIZERS
 
 # The first is dense, whatever the optimizer; with the next, both phases are compiled.
 _LEAD_IN = 3
@@ -89,9 +91,15 @@ def measure(options: Options, optimizer: str) -> dict[int | None, list[float]]:
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    check_counts(options, "rounds", "steps", "workers")
     jax.config.update("jax_num_cpu_devices", options.workers)
     print(f"{'milliseconds per step':24}{'None':>8}{'10':>8}{'ratio':>8}")
     figures = {}
+    if unknown := set(options.optimizers) - set(OPTIMIZERS):
+        known = ", ".join(OPTIMIZERS)
+        raise SystemExit(
+            f"error: --optimizers {', '.join(sorted(unknown))}: expected some of {known}"
+        )
     for optimizer in options.optimizers:
         without, looking = measure(options, optimizer).values()
         ratio = statistics.median(y / x for x, y in zip(without, looking, strict=True))

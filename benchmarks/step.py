@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import tasks
+from benchmarks.counts import check_counts
 from benchmarks.kinds import AXIS, Kind, kinds
 from benchmarks.loops import Run, make_mesh
 from benchmarks.tasks import Task
@@ -156,6 +157,7 @@ def choose(names: tuple[str, ...], *, bare: bool = True) -> dict[str, Kind]:
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
+    check_counts(options, "rounds", "steps", "workers")
     if options.keep_pages and "GLIBC_TUNABLES" not in os.environ:
         os.environ["GLIBC_TUNABLES"] = _KEPT_PAGES
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.step", *sys.argv[1:]])

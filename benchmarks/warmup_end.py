@@ -27,6 +27,7 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh
 
+from benchmarks.counts import check_counts
 from train import record
 from train.compare import Config, make_task
 from train.config import AXIS
@@ -36,6 +37,8 @@ from train.stream import Examples
 from train.training import Task, Trainer
 
 SHARES = 0.05, 0.15, 0.3
+# So that the least share is a step, as is a twentieth, over which losses are averaged.
+_FEWEST = 101
 # A loss that is as good as another.
 TOLERANCE = 1.005
 RATES = {"lm": (2e-3, 1e-3), "bert": (2e-3, 1e-3), "late": (4e-3, 1e-3)}
@@ -159,6 +162,7 @@ def measure(options: WarmupEndOptions, mesh: Mesh, folder: str) -> list[dict[str
             eval_batches=32,
             out=folder,
         )
+        common.check()
         task = late_task(common) if name == "late" else make_task(common)
         of_run = [round(share * options.steps) for share in SHARES]
         kinds = [("adam", 1), *(("onebit_adam_frozen", number) for number in of_run)]
@@ -216,6 +220,13 @@ def table(figures: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Runs the program and returns its exit code: 0, or 2 for bad input."""
     options = tyro.cli(WarmupEndOptions, prog="python -m benchmarks.warmup_end")
+    check_counts(options, "workers")
+    if unknown := set(options.tasks) - set(RATES):
+        print(f"error: --tasks {unknown}: expected some of {', '.join(RATES)}", file=sys.stderr)
+        return 2
+    if options.steps < _FEWEST:
+        print(f"error: --steps {options.steps}: expected {_FEWEST} or more", file=sys.stderr)
+        return 2
     jax.config.update("jax_num_cpu_devices", options.workers)
     devices = jax.devices("cpu")[: options.workers]
     try:

@@ -35,7 +35,6 @@ def loss_fn(params, batch):
 
 
 def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
-    del folder
     mesh = jax.make_mesh((processes,), ("data",))
     told = {}
     for case in CASES:
@@ -55,7 +54,7 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
             prng = "rbg" if second and case == "prng" else "threefry2x32"
             # JAX has read its flags; what is compared is what it was started with.
             flags = "--xla_cpu_enable_fast_math=true" if second and case == "flags" else ""
-            os.environ["XLA_FLAGS"] = f"--xla_dump_to=/tmp/{rank} {flags}"
+            os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / str(rank)} {flags}"
             with jax.enable_x64(second and case == "x64"), jax.default_prng_impl(prng):
                 params, state, _ = step(params, state, batch)
             told[case] = np.array("")

@@ -138,18 +138,6 @@ def _await_agreement(processes):
         assert process.stdout.readline() == "agreed\n"
 
 
-def test_something_else_at_the_address():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        with started([[WORKER, address, "1", "2", "6", "7"]]) as processes:
-            connection, _ = other.accept()
-            connection.sendall(b"220 mail.example.com\n")
-            codes, errors = ended(processes)
-            connection.close()
-    assert codes == [2]
-    assert "what answers there is not process 0 of this run" in errors[0]
-
-
 def test_what_differs_is_named_with_who_has_it():
     said = {index: {"--seed": "0", "jax": "0.10.2"} for index in range(12)}
     assert differing(said) is None

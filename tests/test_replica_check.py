@@ -321,7 +321,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_condition_that_workers_do_not_share_is_refused(name):
-    with pytest.raises(ValueError, match=r"under a condition that workers along \['local|\['node"):
+    with pytest.raises(ValueError, match=r"under a condition that workers along \['(local|node)"):
         check_waits(REFUSED[name])
 
 

@@ -31,7 +31,7 @@ from train.lm import pretrain as lm
 from train.lm.tokenizer import BYTES
 from train.optimizers import OPTIMIZERS
 from train.program import Program, Runs
-from train.report import read_run, sequences
+from train.report import Run, read_run, sequences
 from train.stop import StopRequest
 from train.training import AnyMesh, Task, Trainer
 
@@ -86,9 +86,22 @@ class Config(TextConfig):
     schedule_warmup: int | float = 20
     warmup: int | float | Literal["auto"] = 50
     dropout: Fraction = 0.0
+    # Pictures have a point for each step.
+    log_every: Hidden[int] = 1
     # Steps that are not finite are made: the training has diverged.
     max_skipped: Hidden[int] = 10
     learning_rate: Hidden[float] = 1.0
+
+    def check(self) -> None:
+        """As for every run, and the trainings of the sweep."""
+        super().check()
+        if self.sweep_steps is not None:
+            try:
+                dataclasses.replace(self.of_sweep(), sweep_steps=None).check()
+            except ValueError as error:
+                raise ValueError(
+                    f"--sweep-steps {self.sweep_steps}, in whose runs {error}"
+                ) from None
 
     def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """As for every run, and the comparison's."""
@@ -200,9 +213,13 @@ class Comparison:
         return loss, folder
 
 
-def _curve(found: dict[str, Any], folder: pathlib.Path) -> Curve:
+def _run_of(folder: pathlib.Path) -> Run:
     run = read_run(folder)
     assert run is not None
+    return run
+
+
+def _curve(found: dict[str, Any], run: Run) -> Curve:
     result, a_step = run.result, run.result["bytes_a_step"]
     seconds = {phase: run.seconds_a_step(phase) for phase in a_step}
     return Curve(
@@ -231,31 +248,33 @@ def train(config: Config, runs: Runs[Config], mesh: AnyMesh, stop: StopRequest) 
     trained = [comparison.train(name) for name in config.optimizers]
     if not first:
         return
-    curves = [_curve(*one) for one in trained]
+    finished = [_run_of(folder) for _, folder in trained]
+    curves = [_curve(found, run) for (found, _), run in zip(trained, finished, strict=True)]
     figures = [
         dataclasses.asdict(curve)
         | {
             "heldout": {seed: or_none(loss) for seed, loss in curve.heldout.items()},
             "tried": {rate: or_none(loss) for rate, loss in curve.tried.items()},
+            "made": run.result.get("made"),
         }
-        for curve in curves
+        for curve, run in zip(curves, finished, strict=True)
     ]
     record.write(config.folder / "comparison.json", config, figures, "flax")
     title = _title(config, tasks[config.seed])
     text = f"{title}\n\n{table(curves)}\n"
     (config.folder / "comparison.md").write_text(text, encoding="utf-8")
-    where = record.where_and_when(record.context())
+    where = "; ".join(dict.fromkeys(run.where for run in finished))
     draw(curves, f"{title.rstrip('.')}\n{where}", config.folder / "comparison.png")
 
 
 def _title(config: Config, task: Task) -> str:
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.init)))
     options, steps = dataclasses.asdict(config.model), config.warmup_steps
-    warmup = "dense until the variance is stable" if steps == "auto" else f"{steps:,} dense steps"
+    warmup = "until the variance is stable" if steps == "auto" else f"of {steps:,} steps"
     return (
         f"{_TASKS[config.task].WORDING.title(options)}, {parameters:,} parameters; "
         f"{config.worker_count} workers; {config.steps:,} steps of {config.batch_size} "
-        f"{sequences(options)}; {warmup} where there is a warm-up."
+        f"{sequences(options)}; warm-ups {warmup}."
     )
 
 

@@ -446,8 +446,10 @@ def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> N
     seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
     earlier = shared_options(type(config)()) | seeds | earlier
     free = config.FREE
-    if config.schedule == "exponential":
-        free += ("steps",)  # its learning rates do not depend on how many will follow
+    shares = isinstance(config.schedule_warmup, float) or isinstance(config.warmup, float)
+    follow = shares or any(OPTIMIZERS[name].follows_steps for name in config.optimizers)
+    if config.schedule == "exponential" and not follow:
+        free += ("steps",)  # nothing depends on how many will follow
     for option, value in shared_options(config).items():
         if option not in free and earlier.get(option) != value:
             raise ValueError(

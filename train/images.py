@@ -75,12 +75,14 @@ def read_images(path: pathlib.Path) -> Images:
 def _check_columns(path: pathlib.Path, schema: Any) -> None:
     types = {field.name: field.type for field in schema}
     image, label = (types.get(name, pyarrow.null()) for name in ("img", "label"))
-    fields = {field.name for field in image} if pyarrow.types.is_struct(image) else set()
-    if "bytes" not in fields or not pyarrow.types.is_integer(label):
+    fields = {x.name: x.type for x in image} if pyarrow.types.is_struct(image) else {}
+    encoded = fields.get("bytes", pyarrow.null())
+    binary = pyarrow.types.is_binary(encoded) or pyarrow.types.is_large_binary(encoded)
+    if not binary or not pyarrow.types.is_integer(label):
         found = ", ".join(f"{name} ({kind})" for name, kind in types.items()) or "none"
         raise ValueError(
-            f"{path} has the columns {found}; expected img, a struct with bytes, and label, "
-            "integers"
+            f"{path} has the columns {found}; expected img, a struct with binary bytes, and "
+            "label, integers"
         )
 
 

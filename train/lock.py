@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -20,10 +21,14 @@ def locked(folder: pathlib.Path) -> Iterator[None]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The last holder may have removed the file after it was opened here.
+            held = path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
         except BlockingIOError:
+            held = False
+        if not held:
             raise ValueError(
                 f"--out {folder}: another run is training there; wait for it, or give another --out"
-            ) from None
+            )
         try:
             yield
         finally:

@@ -100,9 +100,10 @@ class Program(Generic[AnyConfig]):
             with StopRequest() as stop:
                 self.train(config, runs, mesh, stop)
             if first:
-                print(*self._report(config.folder), sep="\n")
+                print(*self.checked_report(config.folder), sep="\n")
 
-    def _report(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+    def checked_report(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
+        """What `report` writes, its text and its picture's path; `ValueError` for bad results."""
         try:
             return self.report(folder)
         except KeyError as error:

@@ -47,6 +47,16 @@ class Run(NamedTuple):
         return self.folder.name
 
     @property
+    def workers(self) -> int:
+        """Those that it was finished with; results of earlier versions do not say so."""
+        return self.result.get("workers", self.config["workers"])
+
+    @property
+    def where(self) -> str:
+        """Machine, version of JAX and day, for pictures; of results of earlier versions today's."""
+        return record.where_and_when(self.result.get("made") or record.context())
+
+    @property
     def label(self) -> str:
         """The optimizer's name for readers."""
         return OPTIMIZERS[self.name].label
@@ -167,7 +177,7 @@ class Wording(NamedTuple):
         first = runs[0]
         each = _devices_of_a_worker(first)
         title = (
-            f"{self.title(first.config)}, {first.config['workers']} workers"
+            f"{self.title(first.config)}, {first.workers} workers"
             f"{f' of {each} devices' if each > 1 else ''}, "
             f"{first.result['parameters']:,} parameters"
         )
@@ -226,7 +236,8 @@ class Wording(NamedTuple):
     def _draw(
         self, sections: Mapping[str, Mapping[str, list[Run]]], title: str, path: pathlib.Path
     ) -> None:
-        where = record.where_and_when(record.context())
+        every = itertools.chain.from_iterable(x for own in sections.values() for x in own.values())
+        where = "; ".join(dict.fromkeys(run.where for run in every))
         if self.section:
             values, units = {}, {}
             for section, by_name in sections.items():
@@ -287,12 +298,12 @@ def loss_metric(key: str) -> Metric:
 
 def _devices_of_a_worker(run: Run) -> int:
     """More than one where the model is split; a result of an earlier version has no `devices`."""
-    return run.result.get("devices", run.config["workers"]) // run.config["workers"]
+    return run.result.get("devices", run.workers) // run.workers
 
 
 def _dense_bytes(run: Run) -> float:
     """What a device sends in a step that averages gradients at full precision."""
-    workers = run.config["workers"]
+    workers = run.workers
     return 8 * (workers - 1) / workers * run.result["parameters"] / _devices_of_a_worker(run)
 
 
@@ -346,11 +357,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = importlib.util.find_spec(program)
         package = spec is not None and spec.submodule_search_locations is not None
         module = importlib.import_module(f"{program}.__main__" if package else program)
-        print(*module.PROGRAM.report(folder), sep="\n")
+        if not hasattr(module, "PROGRAM"):
+            raise ValueError(f"{program} is no program that trains; give one, as train.lm.pretrain")
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder of a run")
+        print(*module.PROGRAM.checked_report(folder), sep="\n")
 
     try:
         tyro.cli(write, args=arguments, prog="python -m train.report", description=__doc__)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -24,7 +24,7 @@ from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.registry import Setting
-from train import checkpoint
+from train import checkpoint, record
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
 from train.metrics import MetricsLog, announced
@@ -243,7 +243,8 @@ class Trainer:
             with self._giving_up(first):
                 most = min(config.max_skipped, -(-config.steps // 2))
                 self.step.skips.check(state.params, most)
-        result = asked | self._result(task, state, progress)
+        own = {"workers": config.worker_count, "made": record.context("flax")}
+        result = asked | own | self._result(task, state, progress)
         if jax.process_index() == 0:
             text = json.dumps(result, indent=2) + "\n"
             (folder / "result.json").write_text(text, encoding="utf-8")

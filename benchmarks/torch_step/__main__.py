@@ -30,6 +30,7 @@ import jax
 import numpy as np
 import tyro
 
+from benchmarks.counts import check_counts
 from benchmarks.torch_step.models import MODELS, Timed
 from train import record, training
 from train.config import AXIS
@@ -150,17 +151,19 @@ def main(options: Options) -> int:
     if importlib.util.find_spec("torch") is None:
         print(f"error: torch is not installed; {_INSTALL}", file=sys.stderr)
         return 2
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    figures = {}
-    header = "".join(f"{clock:>11}{'ratio':>7}" for clock in _CLOCKS)
-    print(f"{'median examples per second':30}{header}")
+    check_counts(options, "rounds", "steps", "threads")
     for name in options.models:
         try:
             check(options, name)
         except ValueError as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             return 2
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    figures = {}
+    header = "".join(f"{clock:>11}{'ratio':>7}" for clock in _CLOCKS)
+    print(f"{'median examples per second':30}{header}")
+    for name in options.models:
         figures[name] = measure(options, name)
         for kind, rates in figures[name].items():
             print(f"{name + ', ' + kind:30}", end="")

@@ -116,6 +116,11 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
 
     Raises:
       ValueError: for an axis that the mesh lacks, and for an array that is split over it already.
+
+    >>> mesh = jax.make_mesh((jax.device_count(), 1), ("data", "fsdp"))
+    >>> state = worker_copies({"w": jnp.ones((3, 4))}, mesh, axis_name="data")
+    >>> state["w"].shape == (jax.device_count(), 3, 4)
+    True
     """
     validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
@@ -169,6 +174,10 @@ def worker_copy(state: State, worker: int = 0) -> State:
 
     Raises:
       ValueError: for a worker that does not exist, and for an array without an axis of workers.
+
+    >>> mesh = jax.make_mesh((jax.device_count(), 1), ("data", "fsdp"))
+    >>> worker_copy(worker_copies({"w": jnp.ones((3, 4))}, mesh, axis_name="data"))["w"].shape
+    (3, 4)
     """
     for name, x in named_leaves(state, "state"):
         rows = jnp.shape(x)[:1]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -303,7 +303,22 @@ def scale_by_onebit_adam(
     step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate."""
+    r"""Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate.
+
+    The update is :math:`m / (\sqrt{v} + \varepsilon)`, with both averages bias-corrected.
+    Arguments, references and differences from the paper are those of :func:`onebit_adam`.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
+      :class:`ScaleByOnebitAdamState`.
+
+    Raises:
+      ValueError: as :func:`onebit_adam`.
+
+    >>> import onebit_jax
+    >>> scale = onebit_jax.scale_by_onebit_adam(axis_name="data")
+    >>> tx = optax.chain(scale, optax.scale_by_schedule(optax.linear_schedule(-1e-3, 0, 10_000)))
+    """
     return transformation(
         algorithm_of(
             b1,
@@ -399,9 +414,10 @@ def onebit_adam(
       eps_root: added to the variance within the root, at least 0.
       weight_decay: decoupled weight decay, as in :func:`optax.adamw`, whose default is 1e-4.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
-      warmup: when it ends: :func:`onebit_jax.variance_stable`, by default from update 100 on, or a
-        number of updates, at least 1. Give ``variance_stable(min_steps=...)`` the length of the
-        learning rate's warm-up if that is longer. The papers use 15 to 20 % of a run.
+      warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
+        100, at update 160 at the earliest; or a number of updates, at least 1. Give ``min_steps``
+        the length of the learning rate's warm-up if that is longer. The papers use 15 to 20 % of a
+        run.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
         a node, and a node sends no more than one worker does in the flat form
@@ -491,11 +507,21 @@ def onebit_adam_published(
     warmup: Warmup,
     axis_name: str | tuple[str, str],
 ) -> optax.GradientTransformationExtraArgs:
-    """1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
+    r"""1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
     the variance never changes after the freeze, steps have no bound, and the exchange has two
-    stages for any number of workers. Arguments, result and errors are those of :func:`onebit_adam`.
+    stages for any number of workers. In warm-up :math:`m` and :math:`v` are Adam's, then
+    :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)` with :math:`v` as it froze; always
+
+    .. math::
+
+        p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)
+
+    Arguments, result and errors are those of :func:`onebit_adam`; ``warmup`` must be given.
+
+    >>> import onebit_jax
+    >>> tx = onebit_jax.onebit_adam_published(1e-3, warmup=2000, axis_name="data")
 
     References:
       Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence

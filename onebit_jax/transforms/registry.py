@@ -105,6 +105,7 @@ class Entry(NamedTuple):
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
       refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
       freezes_by_number: whether its variance can freeze only after a given number of updates.
+      follows_steps: whether its options follow from the run's number of steps.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
       rate_of: for a variant, the optimizer whose best learning rate it uses.
@@ -129,6 +130,7 @@ class Entry(NamedTuple):
     warms_up: bool = False
     refreshed: bool = False
     freezes_by_number: bool = False
+    follows_steps: bool = False
     local_steps: bool = False
     rate_of: str | None = None
     bits: int = 1
@@ -176,7 +178,7 @@ def zero_one(label: str, learning_rate: float, **policy: int) -> Entry:
         return setting.call(zero_one_adam, **own)
 
     made = Entry(label, learning_rate, make, exchange=zero_one_adam)
-    return made._replace(local_steps=True, freezes_by_number=True)
+    return made._replace(local_steps=True, freezes_by_number=True, follows_steps=True)
 
 
 def muon(label: str, bits: int, adam_bits: int, delay: int = 0) -> Entry:
@@ -309,6 +311,7 @@ REGISTRY: dict[str, Entry] = {
         compressed_mean,
         feedback=False,
         compressor=True,
+        follows_steps=True,
         sends=lambda n: (n - 1) * _LARGEST * 8,
         planned=False,
     ),

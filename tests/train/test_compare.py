@@ -228,6 +228,14 @@ def test_a_single_worker_sends_nothing_and_is_compared_all_the_same():
         ("--batch-size 5", "--batch-size 5: not divisible by workers x accumulation = 2 x 1"),
         ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
         ("--sweep-steps 9", "--sweep-steps 9: expected a whole number from 1 to --steps 8"),
+        (
+            "--steps 400 --warmup auto --sweep-steps 100 --optimizers adam onebit_adam",
+            "--sweep-steps 100, in whose runs --warmup auto: expected a whole number",
+        ),
+        (
+            "--steps 400 --schedule-warmup 399 --sweep-steps 10",
+            "--sweep-steps 10, in whose runs --schedule-warmup 10: expected 0 or more, and fewer",
+        ),
         ("--corpus NOWHERE", "does not exist"),
         ("--tokenizer bpe", "--tokenizer bpe: expected nothing, since only --task lm has it"),
         ("--task lm --tokenizer bpe --vocab-size 256", "expected more than the 256 bytes"),

@@ -51,7 +51,9 @@ def test_what_a_stranger_answers_is_no_message(answer):
     other.close()
 
 
-@pytest.mark.parametrize("answer", [b"5\n", None], ids=["number", "silent"])
+@pytest.mark.parametrize(
+    "answer", [b"5\n", b"220 mail.example.com\n", None], ids=["number", "mail", "silent"]
+)
 def test_a_stranger_at_the_port_ends_the_process_with_2(answer):
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
@@ -149,7 +151,7 @@ def test_a_result_without_losses_is_named(tmp_path):
     (folder / "metrics.jsonl").write_text("")
     (folder / "result.json").write_text('{"steps": 800}')
     with pytest.raises(ValueError, match=r"result\.json .* is damaged: it has no '.*'. Remove it"):
-        pretrain.PROGRAM._report(tmp_path)
+        pretrain.PROGRAM.checked_report(tmp_path)
 
 
 @pytest.mark.parametrize("out", ["gs://bucket/run", "a\0b"])

@@ -160,7 +160,7 @@ def state_shapes(name, **options):
 
 
 @pytest.mark.parametrize("option", EXCHANGE)
-def test_an_option_changes_the_optimizers_that_have_it_and_is_refused_elsewhere(option):
+def test_an_option_changes_an_optimizer_that_has_it_and_is_refused_where_none_has(option):
     having = [name for name, optimizer in OPTIMIZERS.items() if option in optimizer.options]
     assert having
     # Within a node alone another type matters.

@@ -126,6 +126,16 @@ def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
         check_folder(Config(out=str(tmp_path), schedule="exponential", decay_every=10))
 
 
+@pytest.mark.parametrize(
+    "options", [{"warmup": 0.2}, {"schedule_warmup": 0.1}, {"optimizers": ("thresholded_adam",)}]
+)
+def test_steps_may_not_grow_where_anything_is_a_share_of_them(options, tmp_path):
+    given: Any = {"out": str(tmp_path), "schedule": "exponential"} | options
+    write_config(Config(**given, steps=800))
+    with pytest.raises(ValueError, match="--steps 800, this one has 900"):
+        check_folder(Config(**given, steps=900))
+
+
 def test_a_folder_of_an_earlier_version(tmp_path):
     """Which had no nodes, and a seed in place of the seeds."""
     options = shared_options(Config(seeds=(1,)))

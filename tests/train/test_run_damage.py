@@ -12,6 +12,7 @@ from tensorboardX.record_writer import RecordWriter
 
 from onebit_jax.checkpoint import checkpoints
 from tests.train.runs import at_step, result, rows
+from train import report
 from train.config import write_config
 from train.lm import pretrain
 from train.lm.config import Config
@@ -79,6 +80,23 @@ def test_a_damaged_file_a_broken_result_and_a_torn_log(copied, finished, damage,
     assert second == f"warning: 1 lines of {folder}/metrics.jsonl are damaged and left out"
     assert result(folder)["heldout_loss"] == result(finished / NAME)["heldout_loss"]
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+
+
+def test_a_finished_run_is_reported_with_the_workers_that_it_had(copied, capsys):
+    """Where it is asked for again with others, nothing is trained anew."""
+    report = (copied / "report.md").read_text()
+    assert pretrain.main([*RUN, "--workers", "4", "--out", str(copied)]) == 0
+    capsys.readouterr()
+    assert (copied / "report.md").read_text() == report
+
+
+@pytest.mark.parametrize(
+    ("program", "complaint"),
+    [("train.lm.pretrain", "is no folder of a run"), ("train.config", "is no program that trains")],
+)
+def test_a_report_of_nothing_is_refused(program, complaint, tmp_path, capsys):
+    assert report.main([program, str(tmp_path / "nowhere")]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b'{"workers": 2', b"[1]", b"\xff\xfe"])

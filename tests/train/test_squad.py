@@ -162,6 +162,9 @@ def test_a_whole_run(tmp_path):
     ("file", "more", "complaint"),
     [
         ({"start": 18}, [], "the answer 'William of Normandy' is not at character 18"),
+        ({"answer": " "}, [], "question q0: an answer is ' '"),
+        ({"answer": 3}, [], "question q0: an answer is 3"),
+        ({"start": "4"}, [], "question q0: answer_start is '4', no int"),
         ({}, ["--sequence-length", "10"], "question q0 has 5 tokens: a sequence of 10 has room"),
         ({}, ["--stride", "0"], "--stride 0: expected a whole number of at least 1"),
         ({}, ["--data", "NOWHERE"], "is not there: give a JSON file of SQuAD 1.1"),

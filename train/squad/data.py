@@ -85,7 +85,12 @@ def read_questions(path: pathlib.Path) -> list[Question]:
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON of SQuAD 1.1: {error!r}") from error
     for question in found:
+        for answer in question.answers:
+            if not isinstance(answer, str) or not answer.strip():
+                raise ValueError(f"{path}, question {question.name}: an answer is {answer!r}")
         answer, start = question.answers[0], question.start
+        if not isinstance(start, int):
+            raise ValueError(f"{path}, question {question.name}: answer_start is {start!r}, no int")
         there = question.context[start : start + len(answer)]
         if there != answer:
             raise ValueError(
@@ -140,6 +145,8 @@ def _answer_tokens(question: Question, offsets: np.ndarray) -> tuple[int, int]:
     """The first and the last token that have a character of the first answer."""
     start, end = question.start, question.start + len(question.answers[0])
     inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end))
+    if not len(inside):
+        raise ValueError(f"question {question.name}: the tokenizer drops {question.answers[0]!r}")
     return int(inside[0]), int(inside[-1])
 
 
