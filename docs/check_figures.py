@@ -158,6 +158,7 @@ class Check:
                 return f"no base is recorded for {row}, {quantity}"
             expected = [base.value / cell.value, cell.value / base.value]
             if number[2]:
+                # A row of fewer seeds has the first of its base's.
                 changes = [x / y - 1 for x, y in zip(cell.runs, base.runs, strict=False)]
                 expected = [100 * statistics.median(changes)]
         if any(rounds_to(x, number[1]) for x in expected):

@@ -78,6 +78,13 @@ def check_share(name: str, value: Any) -> None:
     _check_number(name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]; 1 is usual")
 
 
+def check_part(name: str, value: Any, usual: float) -> None:
+    """Raises ``ValueError`` unless ``value``, which decides a shape, is in (0, 1]."""
+    check_static(name, value)
+    expected = f"a number above 0, at most 1, such as {usual}"
+    _check_number(name, value, lambda x: 0 < x <= 1, expected)
+
+
 def check_between(name: str, value: Any, low: float, high: float, usual: float) -> None:
     """Raises ``ValueError`` unless ``value`` is between two numbers, neither included."""
     expected = f"a number in ({low}, {high}); {usual} is usual"

@@ -88,9 +88,3 @@ def draw_params(make: Callable[[nnx.Rngs], nnx.Module], seed: int) -> Params:
 def decay_mask(params: Params) -> Params:
     """Which parameters weight decay acts on: kernels and embeddings, not biases and norms."""
     return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
-
-
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """`[..., classes]` logits and `[...]` class numbers to the cross entropy of each, in nats."""
-    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen

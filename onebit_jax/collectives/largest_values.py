@@ -89,8 +89,7 @@ class LargestValues:
     grouping: Grouping = dataclasses.field(default="fused", init=False)
 
     def __post_init__(self):
-        if not (validation.is_real(self.share) and 0 < self.share <= 1):
-            raise ValueError(f"share={self.share!r} must be above 0 and at most 1, such as 0.01.")
+        validation.check_part("share", self.share, usual=0.01)
         validation.check_static("every", self.every)
         validation.check_step_count("every", self.every, 1, "Give the calls between renewals.")
 

@@ -97,6 +97,19 @@ def loss_and_gradients(
         (loss, (metrics, model_state)), grads = gradients(params, batch, rng, model_state)
         loss, grads = _unscaled((loss, grads), loss_scale)
         return LossAndGradients(loss, metrics, grads, model_state)
+    given = params, batch, rng, model_state
+    return _accumulated(gradients, given, accumulation, loss_scale, interleaved)
+
+
+def _accumulated(
+    gradients: Callable[..., Any],
+    given: tuple[Any, Any, Any, Any],
+    accumulation: int,
+    loss_scale: jax.Array | None,
+    interleaved: bool,
+) -> LossAndGradients:
+    """The means over microbatches; arguments as for :func:`loss_and_gradients`."""
+    params, batch, rng, model_state = given
 
     def take(carry: Any, microbatch: Any) -> tuple[Any, None]:
         total, state = carry

@@ -183,12 +183,9 @@ def fetch_sgd(
     """
     validation.check_learning_rate(learning_rate)
     validation.check_decay("momentum", momentum)
-    for name, value in (("compression", compression), ("share", share)):
-        validation.check_static(name, value)
-    if not (validation.is_real(compression) and 0 < compression < math.inf):
-        raise ValueError(f"compression={compression!r} must be above 0 and finite, such as 4.")
-    if not (validation.is_real(share) and 0 < share <= 1):
-        raise ValueError(f"share={share!r} must be above 0 and at most 1, such as 0.005.")
+    validation.check_static("compression", compression)
+    validation.check_positive("compression", compression, usual=4.0)
+    validation.check_part("share", share, usual=0.005)
     validation.check_static("rows", rows)
     validation.check_step_count("rows", rows, 1, "The paper has 5.")
     if rows > _MOST_ROWS:

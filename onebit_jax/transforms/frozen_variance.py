@@ -30,6 +30,21 @@ def second_moment(b2: Any, v: jax.Array, g: jax.Array) -> jax.Array:
     return b2 * v + (1 - b2) * g**2
 
 
+def metrics_of(state: Any) -> dict[str, jax.Array]:
+    """The metrics of a state's progress, variance and exchange."""
+    parts = (state.progress, state.variance_record, state.momentum.exchange)
+    return {name: value for part in parts for name, value in part.metrics().items()}
+
+
+def diagnostics_of(state: Any) -> dict[str, jax.Array]:
+    """``dead_share``, ``variance_at``, and the diagnostics of the exchange."""
+    return {
+        "dead_share": warmup_end.zero_share(state.v_then_inverse_root),
+        "variance_at": state.variance_at,
+        **state.momentum.exchange.diagnostics(),
+    }
+
+
 class FrozenVariance(PhasedAlgorithm):
     """An algorithm whose state has at least the fields that :meth:`begin` makes.
 

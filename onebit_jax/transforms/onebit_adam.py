@@ -23,7 +23,7 @@ from onebit_jax.transforms.algorithm import (
     decay_and_rate,
     transformation,
 )
-from onebit_jax.transforms.frozen_variance import FrozenVariance
+from onebit_jax.transforms.frozen_variance import FrozenVariance, diagnostics_of, metrics_of
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
@@ -71,8 +71,7 @@ class ScaleByOnebitAdamState(NamedTuple):
           ``||e_i|| / ||m||`` over the elements that this worker compresses, 0 in warm-up: if it
           keeps growing, the momentum changes faster than one bit per step can follow.
         """
-        parts = (self.progress, self.variance_record, self.momentum.exchange)
-        return {name: value for part in parts for name, value in part.metrics().items()}
+        return metrics_of(self)
 
     def diagnostics(self) -> dict[str, jax.Array]:
         """Further scalars for :func:`onebit_jax.diagnose`.
@@ -81,11 +80,7 @@ class ScaleByOnebitAdamState(NamedTuple):
           ``dead_share``, the share of elements whose ``v`` is 0; ``variance_at``; and the
           exchange's ``scale_spread``.
         """
-        return {
-            "dead_share": warmup_end.zero_share(self.v_then_inverse_root),
-            "variance_at": self.variance_at,
-            **self.momentum.exchange.diagnostics(),
-        }
+        return diagnostics_of(self)
 
 
 def root(v: jax.Array, correction: Any, eps: Any, eps_root: Any) -> jax.Array:

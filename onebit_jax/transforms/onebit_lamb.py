@@ -12,8 +12,8 @@ from onebit_jax import validation
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
+from onebit_jax.transforms.frozen_variance import diagnostics_of, metrics_of
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, algorithm_of, root
 from onebit_jax.transforms.phases import PHASES, Progress, keep
@@ -56,17 +56,12 @@ class ScaleByOnebitLambState(NamedTuple):
           The metrics of :func:`onebit_jax.onebit_adam`, and minimum, mean and maximum over tensors
           of the running coefficient (``coefficient_min``, ...).
         """
-        parts = (self.progress, self.variance_record, self.momentum.exchange)
-        metrics = {name: value for part in parts for name, value in part.metrics().items()}
-        return metrics | lamb.summary("coefficient", self.running, self.v_then_inverse_root)
+        summary = lamb.summary("coefficient", self.running, self.v_then_inverse_root)
+        return metrics_of(self) | summary
 
     def diagnostics(self) -> dict[str, jax.Array]:
         """Those of :func:`onebit_jax.onebit_adam`."""
-        return {
-            "dead_share": warmup_end.zero_share(self.v_then_inverse_root),
-            "variance_at": self.variance_at,
-            **self.momentum.exchange.diagnostics(),
-        }
+        return diagnostics_of(self)
 
 
 State = ScaleByOnebitLambState

@@ -21,7 +21,7 @@ from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
-from onebit_jax.transforms.frozen_variance import FrozenVariance
+from onebit_jax.transforms.frozen_variance import FrozenVariance, metrics_of
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Progress, keep
@@ -73,8 +73,7 @@ class ScaleByOnebitLambPublishedState(NamedTuple):
           (``ratio_min``, ...). A ratio that stays at its bound shows that the variance has moved
           far from its frozen value.
         """
-        parts = (self.progress, self.variance_record, self.momentum.exchange)
-        metrics = {name: value for part in parts for name, value in part.metrics().items()}
+        metrics = metrics_of(self)
         for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
             metrics |= lamb.summary(name, values, self.v_then_inverse_root)
         return metrics

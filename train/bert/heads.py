@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from train import models
 from train.bert.model import BertConfig, Encoder, linear
 from train.bert.weights import Pretrained
-from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params
 
 
 class SequenceClassifier(Encoder):
@@ -73,7 +74,7 @@ def classification_loss(model: FineTuned, classes: int) -> Loss:
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         outputs = model.apply(params, batch, train=True)
         if classes:
-            losses = cross_entropy(outputs, batch["labels"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
         else:
             losses = (outputs[:, 0] - batch["labels"]) ** 2
         return jnp.mean(losses), {}
@@ -89,8 +90,8 @@ def span_loss(model: FineTuned) -> Loss:
 
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         logits = model.apply(params, batch, train=True)
-        starts = cross_entropy(logits[..., 0], batch["starts"])
-        ends = cross_entropy(logits[..., 1], batch["ends"])
+        starts = optax.softmax_cross_entropy_with_integer_labels(logits[..., 0], batch["starts"])
+        ends = optax.softmax_cross_entropy_with_integer_labels(logits[..., 1], batch["ends"])
         return jnp.mean(starts + ends) / 2, {}
 
     return loss_fn

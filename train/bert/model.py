@@ -19,10 +19,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from train import models
-from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params
 
 MAX_POSITIONS = 512
 TOKEN_TYPES = 2
@@ -230,9 +231,15 @@ def pretraining_loss(config: BertConfig, *, train: bool = True) -> Loss:
         rngs = models.dropout_rngs(batch) if train else None
         mlm_logits, nsp_logits = model(batch, rngs)
         weights = batch["masked_weights"]
-        mlm_losses = cross_entropy(mlm_logits, batch["masked_labels"])
+        mlm_losses = optax.softmax_cross_entropy_with_integer_labels(
+            mlm_logits, batch["masked_labels"]
+        )
         mlm_loss = jnp.sum(weights * mlm_losses) / jnp.maximum(jnp.sum(weights), 1.0)
-        nsp_loss = jnp.mean(cross_entropy(nsp_logits, batch["next_sentence_label"]))
+        nsp_loss = jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels(
+                nsp_logits, batch["next_sentence_label"]
+            )
+        )
         return mlm_loss + nsp_loss, {"mlm_loss": mlm_loss, "nsp_loss": nsp_loss}
 
     return loss_fn

@@ -17,11 +17,12 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from train import models
 from train.lm.tokenizer import BYTES
-from train.models import Batch, Dropout, Loss, Metrics, Params, cross_entropy
+from train.models import Batch, Dropout, Loss, Metrics, Params
 
 INIT_STDDEV = 0.02
 NORM_EPSILON = 1e-6
@@ -207,7 +208,7 @@ def next_token_loss(config: LMConfig, *, train: bool = True) -> Loss:
     def loss_fn(params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
         rngs = models.dropout_rngs(batch) if train and config.dropout else None
         logits = apply(config, params, batch["inputs"], rngs)
-        loss = jnp.mean(cross_entropy(logits, batch["targets"]))
+        loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
         return loss, {"bits": loss / math.log(2)}
 
     return loss_fn
