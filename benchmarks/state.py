@@ -55,7 +55,6 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
         "1-bit Adam, bfloat16 residuals": onebit(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),
-        "1-bit Adam, warm-up at 4 bits": onebit(warmup_bits=4),
         "1-bit Adam, published": onebit_jax.onebit_adam_published(
             1e-3, warmup=1000, axis_name=AXIS
         ),

@@ -403,7 +403,27 @@ def quantized_layout(shapes, workers, bits, large=2**16):
     ]
 
 
-def quantized_means(values, bits, layout=None, residual_decay=1.0, roots=False):
+def dither(s):
+    """Numbers in [0, 1), float64 ``[..., 256]``, of blocks with these scales ``[..., 1]``."""
+    golden, low = np.uint64(0x9E3779B9), np.uint64(2**32 - 1)
+    h = (s.view(np.uint32) >> 8).astype(np.uint64) * golden & low
+    h = (h ^ h >> np.uint64(15)) * np.uint64(0x85EBCA6B) & low
+    places = np.arange(256, dtype=np.uint64) * golden & low
+    return ((h ^ h >> np.uint64(13)) + places & low) // 2**9 / 2**23
+
+
+def to_powers(c, s, levels):
+    """Values ``[..., 256]``, each rounded to one of the two powers of two beside it, or to 0."""
+    share, u = np.abs(c) * (np.float32(1) / s), dither(s)
+    mantissa, exponent = np.frexp(share)
+    least = 2.0 ** (1 - levels)
+    # Half of what `frexp` calls the mantissa is the power below.
+    power = np.exp2(exponent - 1.0) * np.where(u + (2 * mantissa - 1) >= 1, 2, 1)
+    rounded = np.where(share < least, np.where(u * least < share, least, 0), np.minimum(power, 1))
+    return (np.sign(c) * rounded).astype(np.float32) * s
+
+
+def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True):
     """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
 
     Args:
@@ -411,7 +431,8 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, roots=False):
       bits: per value.
       layout: from :func:`quantized_layout`; by default of one tensor.
       residual_decay: what residuals are multiplied with.
-      roots: whether levels are spaced as squares, as without error feedback.
+      feedback: whether rounding errors are added later. Without it levels are spaced as squares at
+        8 bits, and powers of two at fewer.
 
     Returns:
       The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
@@ -424,7 +445,9 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, roots=False):
 
     def compress(c):
         s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
-        if roots:
+        if not feedback and bits < 8:
+            return to_powers(c, s, levels)
+        if not feedback:
             r = np.sign(c) * np.round(levels * np.sqrt(np.abs(c) / s))
             return r * np.abs(r) * (s / levels**2)
         return np.round(c * (levels / s)) * (s / levels)
@@ -436,10 +459,10 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, roots=False):
         mean = np.zeros(elements, np.float32)
         for i, part in enumerate(layout):
             z = np.where(part >= 0, call[:, part], np.float32(0))
-            c = z + np.float32(residual_decay) * e[i]
+            c = z + np.float32(residual_decay * feedback) * e[i]
             sent = compress(c)
             e[i] = c - sent
-            a = sent.mean(0) + np.float32(residual_decay) * E[i]
+            a = sent.mean(0) + np.float32(residual_decay * feedback) * E[i]
             # Two workers average what both sent.
             answer = a if workers == 2 else compress(a)
             E[i] = a - answer

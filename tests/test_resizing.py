@@ -372,26 +372,6 @@ def test_from_adam_into_compression_and_back():
     np.testing.assert_allclose(frozen, onebit.v_then_inverse_root["odd"], rtol=1e-4)
 
 
-def test_to_adam_in_a_warm_up_with_residuals():
-    """At 4 bits: what the gradients' residuals would have added in the next update, is added."""
-    mesh, b1 = make_mesh((4,), (AXIS,)), 0.9
-    tx = onebit_jax.onebit_adam(0.1, b1=b1, warmup=2 * STEPS, warmup_bits=4, axis_name=AXIS)
-    _, params, state = train(lambda _: tx, 4, zeros(), gradients(0, 4))
-    onebit = find_state(onebit_jax.ScaleByOnebitAdamState, state)
-    kept = with_rows(jax.device_get(onebit.gradients), 4)
-    owed = total_residual(ExchangeOptions().at_bits(AXIS, 4), kept, zeros(), 4)["odd"]
-    nothing = jax.tree.map(lambda x: x * 0, onebit.gradients)
-    without = jax.tree.map(
-        lambda x: x._replace(gradients=nothing) if x is onebit else x,
-        state,
-        is_leaf=lambda x: x is onebit,
-    )
-    both: list[Any] = [onebit_jax.to_adam(x, tx, params, mesh) for x in (state, without)]
-    with_it, alone = (adam.mu["odd"] for adam in both)
-    assert np.linalg.norm(owed) > 0
-    np.testing.assert_allclose(with_it - alone, (1 - b1) / b1 * owed, atol=1e-6)
-
-
 def onebit_means(state):
     kept = with_rows(find_state(onebit_jax.ScaleByOnebitAdamState, state).momentum, 4)
     return compressed(ExchangeOptions().one_bit(AXIS), kept, 4)

@@ -17,7 +17,7 @@ from onebit_jax.markers import nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
-FORMAT = 9
+FORMAT = 10
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
 

@@ -14,20 +14,25 @@ where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds i
 sends :math:`Q_k` of the sum to all. In one stage, the default for up to two workers or nodes,
 every worker averages all :math:`Q_k(c_i)` itself.
 
-Without error feedback nobody adds a rounding error later. Then levels are spaced as squares, so
-that small values, which Adam divides by their own size, do not all become 0:
+Without error feedback nobody adds a rounding error later. Then small values, which Adam divides by
+their own size, must not all become 0. With 8 bits levels are spaced as squares,
 
 .. math::
 
-    Q_k(c) = \frac{s}{\ell^2} \, r |r|, \qquad
+    Q_8(c) = \frac{s}{\ell^2} \, r |r|, \qquad
     r = \mathrm{round}\bigl(\ell \, \mathrm{sgn}(c) \sqrt{|c| / s}\bigr)
+
+With fewer they are 0 and powers of two, :math:`s \, 2^{r - \ell}` for :math:`r = 1, \dots, \ell`,
+and a value between two of them becomes the upper one with a probability that makes the mean of
+:math:`Q_k(c)` equal to :math:`c`. The random bits are a hash of the block's scale and the value's
+place in its block: they need no state, and are the same however an exchange is cut.
 
 Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
 value, 4.1 in one stage; without error feedback :math:`e_i = E_j = 0`, and there is no state.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +52,7 @@ from onebit_jax.collectives.packing import Piece, pack, unpack
 from onebit_jax.collectives.xla_workarounds import rounded_product, separate
 from onebit_jax.markers import PerWorker
 
+Rounding = Callable[[jax.Array, jax.Array, int], jax.Array]
 # 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
 _LEAST = 2.0**-117
 # The number of values of a piece from which a norm is estimated.
@@ -92,7 +98,7 @@ def dequantize(q: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 
 
 def quantize_roots(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels ``r`` without error feedback: ``round(levels sgn(c) sqrt(|c| / s))``.
+    """The levels ``r`` without error feedback, 8 bits: ``round(levels sgn(c) sqrt(|c| / s))``.
 
     Args are those of :func:`quantize`.
 
@@ -107,6 +113,41 @@ def quantize_roots(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
 def dequantize_roots(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     """``s r |r| / levels^2``: decodes levels from :func:`quantize_roots`; float32."""
     return dequantize(r * jnp.abs(r) / levels(bits), scales, bits)
+
+
+def dither(scales: jax.Array) -> jax.Array:
+    """23 random bits for each value of a block: float32 ``[...]`` to uint32 ``[..., 256]``."""
+    # Without the last bits, in which programs may differ.
+    h = (lax.bitcast_convert_type(scales, jnp.uint32) >> 8) * jnp.uint32(0x9E3779B9)
+    h = (h ^ (h >> 15)) * jnp.uint32(0x85EBCA6B)
+    # Multiples of the golden ratio: the places of a block share out the unit interval evenly.
+    places = jnp.arange(BLOCK, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    return ((h ^ (h >> 13))[..., None] + places) >> 9
+
+
+def quantize_powers(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """The levels ``sgn(c) r`` without error feedback, 2 or 4 bits: ``r`` of ``s 2**(r - levels)``.
+
+    Args are those of :func:`quantize`.
+
+    >>> c = jnp.zeros(256).at[:4].set(jnp.array([-2.0, 0.0, 1.0, 0.125]))[None]
+    >>> quantize_powers(c, block_scales(c), bits=4)[0, :4].tolist()
+    [-7.0, 0.0, 6.0, 3.0]
+    """
+    top, scales = levels(bits), jnp.maximum(scales, _LEAST)
+    share, random = jnp.abs(c) * (1 / scales)[..., None], dither(scales)
+    # The mantissa carries into the exponent as often as the value is near to the next power.
+    carried = (lax.bitcast_convert_type(share, jnp.uint32) + random) >> 23
+    power = jnp.minimum(carried.astype(jnp.int32) - (127 - top), top).astype(jnp.float32)
+    least = 2.0 ** (1 - top)
+    below = (random.astype(jnp.float32) * (least * 2.0**-23) < share).astype(jnp.float32)
+    return jnp.where(c < 0, -1.0, 1.0) * jnp.where(share < least, below, power)
+
+
+def dequantize_powers(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+    """``s sgn(r) 2**(|r| - levels)``, 0 for 0: decodes :func:`quantize_powers`; float32."""
+    exponent = jnp.abs(r).astype(jnp.uint32) + (127 - levels(bits))
+    return jnp.sign(r) * lax.bitcast_convert_type(exponent << 23, jnp.float32) * scales[..., None]
 
 
 def residual(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
@@ -138,6 +179,12 @@ class KBits:
     def planes(self) -> int:
         """The number of values per byte."""
         return 8 // self.bits
+
+    @property
+    def _without_feedback(self) -> tuple[Rounding, Rounding]:
+        if self.bits == 8:
+            return quantize_roots, dequantize_roots
+        return quantize_powers, dequantize_powers
 
     def init(self, layout: Layout) -> Any:
         """The state before the first call: no residuals."""
@@ -212,7 +259,7 @@ class KBits:
         """The sections to send without error feedback."""
         scales = [block_scales(z) for z in values]
         sections = [
-            piece.pack(self._offset(quantize_roots(z, s, self.bits)), self.bits)
+            piece.pack(self._offset(self._without_feedback[0](z, s, self.bits)), self.bits)
             for piece, z, s in zip(layout.pieces, values, scales, strict=True)
         ]
         return [*sections, scale_bytes(jnp.concatenate(scales, -1))]
@@ -247,7 +294,7 @@ class KBits:
         return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
 
     def _answer(self, a: jax.Array, S: jax.Array) -> list[jax.Array]:
-        rounded = quantize if self.keeps_residuals else quantize_roots
+        rounded = quantize if self.keeps_residuals else self._without_feedback[0]
         section = pack(self._offset(rounded(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
         return [section, scale_bytes(S[0])]
 
@@ -300,7 +347,7 @@ class KBits:
     def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
         """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
         unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
-        decoded = dequantize if self.keeps_residuals else dequantize_roots
+        decoded = dequantize if self.keeps_residuals else self._without_feedback[1]
         return decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales, self.bits)
 
 

@@ -75,7 +75,7 @@ def from_adam(
         v_then_inverse_root=moments[1],
     )
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        begun = simulated.resumed(noted, host, (Carried(moments[0], zeros), ()), workers)
+        begun = simulated.resumed(noted, host, Carried(moments[0], zeros), workers)
     begun = begun._replace(progress=host.progress._replace(frozen_at=node.progress.frozen_at))
 
     def fill(x: Any) -> Any:
@@ -125,9 +125,8 @@ def to_adam(
     r"""Converts a state of 1-bit Adam to one of Optax's Adam.
 
     The variance is what it was when it froze or was last refreshed, scaled to the number of updates
-    by which Adam's bias correction divides it. The sum of all residuals of momenta, :math:`R`, is
-    added to the momentum, and of averaged gradients, :math:`R_g`, what they would have added in the
-    next update: :math:`m + (R + (1 - \beta_1) R_g) / \beta_1`.
+    by which Adam's bias correction divides it. The sum of all residuals, :math:`R`, is added to the
+    momentum: :math:`m + R / \beta_1`.
 
     Args:
       opt_state: the state, in the mesh view.
@@ -160,17 +159,12 @@ def to_adam(
     noted = _noted(tx, opt_state, params, workers)
     host: Any = jax.tree.map(simulated.on_host, node)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held, of_gradients = simulated.carried(noted, host, workers)
+        held = simulated.carried(noted, host, workers)
     b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
     b2, eps, eps_root = (
         _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")
     )
-    added, structure = jax.tree.flatten(held.residual)
-    if of_gradients:
-        added = [r + (1 - b1) * of for r, of in zip(added, of_gradients, strict=True)]
-    mu = jax.tree.map(
-        lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, structure.unflatten(added)
-    )
+    mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
     if host.progress.frozen_at >= 0:
         correction = 1 - b2 ** float(count)
         if not cast(Any, noted.algorithm).bias_correction:

@@ -97,7 +97,6 @@ class FrozenVariance(PhasedAlgorithm):
             "variance_record": warmup_end.no_record(params),
             "v_then_inverse_root": optax.tree.zeros_like(params, dtype=jnp.float32),
             "momentum": moments.begin(self.exchange.over(params)),
-            "gradients": self.gradient_mean.init(params),
         }
 
     def bound(self, state: Any) -> BoundExchange:
@@ -110,12 +109,12 @@ class FrozenVariance(PhasedAlgorithm):
         Processes about a quarter of the tensors at a time: otherwise XLA averages all gradients
         into new memory before it uses the first.
         """
-        layout, grads, gradients = exchange.layout, update.grads, state.gradients
+        layout, grads = exchange.layout, update.grads
         v, tree = jax.tree.flatten(state.v_then_inverse_root)
         m = list(state.momentum.m_then_compensated.value)
         averaged = self.gradient_mean.compresses
         if averaged:
-            grads, gradients = self.gradient_mean.average(grads, gradients, update.when)
+            grads = self.gradient_mean.average(grads)
         for places in layout.quarters():
             leaves = [i for place in places for i in layout.leaves_of(place)]
 
@@ -142,19 +141,14 @@ class FrozenVariance(PhasedAlgorithm):
         return state._replace(
             v_then_inverse_root=tree.unflatten(v),
             momentum=state.momentum._replace(m_then_compensated=PerWorker(m)),
-            gradients=gradients,
         )
 
-    def carry(self, state: Any, like: Any) -> tuple[Any, ...]:
+    def carry(self, state: Any, like: Any) -> moments.Carried:
         """Momentum and residuals."""
-        momentum = moments.carry(self.exchange.over(like), state.momentum, state.progress)
-        return momentum, self.gradient_mean.carry(like, state.gradients)
+        return moments.carry(self.exchange.over(like), state.momentum, state.progress)
 
     def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum and residuals."""
         active, decay = state.v_then_inverse_root, state.momentum_decay
         exchange = self.exchange.over(like)
-        return {
-            "momentum": moments.resume(exchange, carried[0], state.progress, active, decay),
-            "gradients": self.gradient_mean.resume(like, carried[1]),
-        }
+        return {"momentum": moments.resume(exchange, carried, state.progress, active, decay)}

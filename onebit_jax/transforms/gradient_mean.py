@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,7 +22,7 @@ class GradientMean:
     Attributes:
       axis_name: the axis that the workers run along, or a pair.
       bits: bits per value: 32 or None for float32; 16, summed in bfloat16; 8 or 4, with a scale per
-        256 values, and at 4 with error feedback.
+        256 values, without error feedback: losses hold without it (docs/lm.md).
       options: options of the exchange.
 
     Raises:
@@ -41,27 +40,17 @@ class GradientMean:
     @property
     def compresses(self) -> bool:
         """Whether all gradients go through one exchange at a few bits."""
-        single_node = bound_axes(self.axis_name).single_node
-        return self.has_feedback or (self.bits == 8 and not single_node)
-
-    @property
-    def has_feedback(self) -> bool:
-        """Whether it keeps residuals; at 8 bits losses hold without them (docs/lm.md)."""
-        return self.bits == 4
+        return self.bits in (4, 8) and not bound_axes(self.axis_name).single_node
 
     def exchange(self) -> Exchange:
         """The exchange at a few bits."""
-        return self.options.travel().of(self.axis_name, KBits(self.bits or 8, self.has_feedback))
+        return self.options.travel().of(self.axis_name, KBits(self.bits or 8, False))
 
-    def init(self, params: Any) -> Any:
-        """The state for a tree before the first call; ``()`` without error feedback."""
-        return self.exchange().over(jax.tree.leaves(params)).init() if self.has_feedback else ()
-
-    def average(self, grads: Arrays, state: Any, when: jax.Array) -> tuple[Arrays, Any]:
-        """The mean over all workers, float32, and the next state, unchanged where not ``when``."""
+    def average(self, grads: Arrays) -> Arrays:
+        """The mean over all workers, float32."""
         if not self.compresses:
-            return self.dense(grads), state
-        return self.exchange().over(grads).average(grads, state, Call(when))
+            return self.dense(grads)
+        return self.exchange().over(grads).average(grads, (), Call())[0]
 
     def dense(self, grads: Arrays) -> Arrays:
         """The mean, summed in float32 or bfloat16; float32."""
@@ -70,16 +59,3 @@ class GradientMean:
             return dense_mean(grads, axes)
         sums = lax.psum([x.astype(jnp.bfloat16) for x in grads], axes.names)
         return [x.astype(jnp.float32) / axes.workers for x in sums]
-
-    def carry(self, like: Any, state: Any) -> Any:
-        """The total residual, for any number of workers, in the worker view; trees, float32."""
-        if not self.has_feedback:
-            return ()
-        return self.exchange().over(jax.tree.leaves(like)).total_residual(state)
-
-    def resume(self, like: Any, carried: Any) -> Any:
-        """A state with this total residual, in the worker view."""
-        if not self.has_feedback:
-            return ()
-        exchange = self.exchange().over(jax.tree.leaves(like))
-        return exchange.resumed(carried or exchange.layout.full(0.0))

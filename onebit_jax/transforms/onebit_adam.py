@@ -42,7 +42,7 @@ class ScaleByOnebitAdamState(NamedTuple):
 
     Attributes:
       progress: updates made, and the phase; equal on all workers, as are all fields but
-        ``momentum`` and ``gradients``.
+        ``momentum``.
       momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
       variance_record: the changes of the variance, from which the end of warm-up is decided.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
@@ -50,7 +50,6 @@ class ScaleByOnebitAdamState(NamedTuple):
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
         for inactive elements; float32, a tree like the parameters.
       momentum: ``m``, and the state of its exchange.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
     """
 
     progress: Progress
@@ -59,7 +58,6 @@ class ScaleByOnebitAdamState(NamedTuple):
     variance_at: jax.Array
     v_then_inverse_root: Any
     momentum: Momentum
-    gradients: Any
 
     def metrics(self) -> dict[str, jax.Array]:
         """Scalars to log, as one worker sees them.
@@ -187,7 +185,7 @@ class OnebitAdam(FrozenVariance):
     def refresh_step(self, state: State, update: Update) -> State:
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
         exchange, t = self.bound(state), state.progress.count + 1
-        mean, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
+        mean = self.gradient_mean.average(update.grads)
         _, correction = self.corrections(t)
         share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
         old, tree = jax.tree.flatten(state.v_then_inverse_root)
@@ -204,7 +202,6 @@ class OnebitAdam(FrozenVariance):
             variance_at=jnp.where(update.when, t, state.variance_at),
             v_then_inverse_root=inverse_root,
             momentum=moments.reactivate(exchange, state.momentum, inverse_root),
-            gradients=gradients,
         )
         # The residuals are written here before they are read, and so anew in any case.
         waiting, g = update._replace(beside=None), exchange.node_mean(update.grads)
@@ -423,9 +420,8 @@ def onebit_adam(
         and 1.26x as long after a freeze at 1,000.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
-        for 8, with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 4, with error
-        feedback, for which the state grows by ``4 + 4/n`` bytes per parameter, and a refresh adds
-        the residual of the last one; 16, summed in bfloat16, which XLA for CPUs still sends as
+        for 8; or 4, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 16,
+        summed in bfloat16, which XLA for CPUs still sends as
         float32; 32 or None, float32.
       variance_refreshes: when v is refreshed after the freeze: a function of the number of updates
         made, from 0, that returns a boolean (traced), ``"auto"`` for

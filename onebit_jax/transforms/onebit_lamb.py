@@ -26,7 +26,7 @@ class ScaleByOnebitLambState(NamedTuple):
 
     Attributes:
       progress: updates made, and the phase; equal on all workers, as are all fields but
-        ``momentum`` and ``gradients``.
+        ``momentum``.
       momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
       variance_record: the changes of the variance, from which the end of warm-up is decided.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
@@ -34,7 +34,6 @@ class ScaleByOnebitLambState(NamedTuple):
       v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
         for inactive elements; float32, a tree like the parameters.
       momentum: ``m``, and the state of its exchange.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
       coefficients: ``c_l`` of the last dense update; float32 ``[P]``.
       running: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
     """
@@ -45,7 +44,6 @@ class ScaleByOnebitLambState(NamedTuple):
     variance_at: jax.Array
     v_then_inverse_root: Any
     momentum: Momentum
-    gradients: Any
     coefficients: jax.Array
     running: jax.Array
 

@@ -45,7 +45,6 @@ class ScaleByOnebitLambPublishedState(NamedTuple):
         of the momentum: loops over one tensor read the sign here, since the momentum's packed bits
         ignore tensor boundaries. Undefined for inactive elements; float32 ``[n, 8, B]``.
       momentum: ``m_l`` in warm-up, then ``k_l m_l``, and the state of its exchange.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
       coefficients: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
       ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
       momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
@@ -58,7 +57,6 @@ class ScaleByOnebitLambPublishedState(NamedTuple):
     v_then_inverse_root: Any
     fresh_variance: jax.Array
     momentum: Momentum
-    gradients: Any
     coefficients: jax.Array
     ratios: jax.Array
     momentum_scales: jax.Array

@@ -51,7 +51,6 @@ class ZeroOneAdamState(NamedTuple):
         float32, a tree like the parameters, ``[1, *shape]``. Stale, and read as 0, if
         ``local_steps`` is 0.
       exchange: the state of the exchange, of gradients until v freezes, then of ``B_i``.
-      gradients: the residuals of averaged gradients, at ``warmup_bits`` of 4; else ``()``.
     """
 
     progress: Progress
@@ -63,7 +62,6 @@ class ZeroOneAdamState(NamedTuple):
     v_then_y: Any
     accumulated: PerWorker
     exchange: ExchangeState
-    gradients: Any
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
         """The parameters that all workers share: evaluate and publish these.
@@ -162,7 +160,6 @@ class ZeroOneAdam(PhasedAlgorithm):
             v_then_y=zeros(),
             accumulated=PerWorker(zeros(1)),
             exchange=self.exchange.over(params).init(),
-            gradients=self.gradient_mean.init(params),
         )
 
     def upcoming(self, state: State) -> jax.Array:
@@ -202,7 +199,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def dense_step(self, state: State, update: Update) -> State:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
-        g, gradients = self.gradient_mean.average(update.grads, state.gradients, update.when)
+        g = self.gradient_mean.average(update.grads)
         exchange = self._bound(state)
         alike = exchange.layout.alike()
         old, g_stacked = alike.stack(jax.tree.leaves(state.v_then_y)), alike.stack(g)
@@ -215,7 +212,6 @@ class ZeroOneAdam(PhasedAlgorithm):
             inverse_root=_like(state, roots),
             v_then_y=_like(state, v),
             exchange=exchange.activate(state.exchange, v),
-            gradients=gradients,
         )
         return keep(update.when, new, state)
 
@@ -301,16 +297,11 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def carry(self, state: State, like: Any) -> Any:
         """The residuals."""
-        residual = self.exchange.over(like).total_residual(state.exchange)
-        return residual, self.gradient_mean.carry(like, state.gradients)
+        return self.exchange.over(like).total_residual(state.exchange)
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """The residuals."""
-        exchange, active = self.exchange.over(like), state.inverse_root
-        return {
-            "exchange": exchange.resumed(carried[0], active),
-            "gradients": self.gradient_mean.resume(like, carried[1]),
-        }
+        return {"exchange": self.exchange.over(like).resumed(carried, state.inverse_root)}
 
 
 def _like(state: State, arrays: Arrays) -> Any:

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.k_bits import KBits, block_scales, dequantize, quantize
+from onebit_jax.collectives.k_bits import (
+    KBits,
+    block_scales,
+    dequantize,
+    dequantize_powers,
+    levels,
+    quantize,
+    quantize_powers,
+)
 from onebit_jax.collectives.layout import BLOCK
 from tests import reference
 from tests.collectives.exchanging import Exchanging, flat, leaves
@@ -78,6 +86,29 @@ def test_a_state_of_zeros_has_no_residuals():
     exchange.state = jax.tree.map(np.zeros_like, exchange.fresh)
     jax.tree.map(np.testing.assert_array_equal, exchange(values), expected)
     assert not exchange.state.diagnostics()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_powers_of_two_are_right_on_average(bits):
+    """Over values as over places, also far below the least power; and they follow NumPy."""
+    rng = np.random.default_rng(0)
+    c = rng.standard_normal((2000, 256)).astype(np.float32)
+    c *= 10 ** rng.uniform(-4, 0, (2000, 1)).astype(np.float32)
+    c[:, 128:] *= 1e-3
+    c[::7] = 0
+    s = block_scales(c)
+    r = quantize_powers(c, s, bits)
+    got, top = np.asarray(dequantize_powers(r, s, bits)), levels(bits)
+    np.testing.assert_array_equal(got, reference.to_powers(c, np.asarray(s)[:, None], top))
+    assert set(np.unique(np.abs(r))) == set(range(top + 1))
+    for half in (slice(128), slice(128, None)):
+        error = (np.abs(got[:, half]) - np.abs(c[:, half])) / np.asarray(s)[:, None]
+        assert abs(error.mean()) < 4 * error.std() / error.size**0.5
+    # What is a power of two stays what it is.
+    powers = np.exp2(-np.arange(256) % top).astype(np.float32)[None]
+    scale = block_scales(powers)
+    same = dequantize_powers(quantize_powers(powers, scale, bits), scale, bits)
+    np.testing.assert_array_equal(same, powers)
 
 
 @pytest.mark.parametrize("workers", [2, 4])

@@ -115,8 +115,7 @@ def exact_means(case: Case, gradients: Any) -> list[Any]:
         np.concatenate(flat, -1),
         case.bits,
         layout,
-        residual_decay=float(case.bits == 4),
-        roots=case.bits == 8,
+        feedback=False,
     )
     return [
         map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)

@@ -100,6 +100,7 @@ SENT = [
     ("onebit_adam", {"exchange": ExchangeOptions(form="one-stage")}, 4, "compression", GATHERED, 4),
     ("onebit_adam", {}, (1, 3), "compression", DENSE, 64),
     ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_adam", {"warmup_bits": 4}, FLAT, "warmup", BITS, 2 * 4.125),
     ("onebit_adam", {"warmup_bits": 16}, FLAT, "warmup", HALVES, 32),
     (
         "onebit_adam",
@@ -308,7 +309,7 @@ HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
         ("onebit_adam", {}, 2, 8.4),
         ("onebit_adam", {}, (2, 4), 8.4),
         ("onebit_adam", {"warmup_bits": 8}, 8, 8.3 + 4 / 8),
-        ("onebit_adam", {"warmup_bits": 4}, 4, 8.3 + 4 / 4 + 4 + 4 / 4),
+        ("onebit_adam", {"warmup_bits": 32}, 4, 8.3 + 4 / 4),
         ("onebit_lamb", {}, 4, 8.3 + 4 / 4),
         ("onebit_lamb_published", {}, 4, 12.4 + 4 / 4),
         ("zero_one_adam", {}, 4, 20.3 + 4 / 4),
