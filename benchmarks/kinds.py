@@ -160,7 +160,7 @@ def kinds() -> dict[str, Kind]:
         "Adam with pmean, train_step": dense(adam, "train_step"),
         "1-bit Adam": onebit,
         "1-bit Adam, phase given": onebit._replace(told=True),
-        "1-bit Adam, warm-up at 8 bits": onebit_adam(forever_dense=True),
+        "1-bit Adam, warm-up at 4 bits": onebit_adam(forever_dense=True),
         "1-bit Adam, warm-up": dense_warmup,
         "1-bit Adam, own loop": onebit._replace(loop="own"),
         "1-bit Adam, own loop, phase given": onebit._replace(loop="own", told=True),

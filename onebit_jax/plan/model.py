@@ -106,7 +106,7 @@ class Setting(NamedTuple):
     efficiency: float = 1.0
     host_bandwidth: float = math.inf
     calibration: Mapping[str, float] | None = None
-    warmup_bits: int = 8
+    warmup_bits: int = 4
     every: int = 30
     local_bits: int = 4
     shards: int = 1

@@ -340,12 +340,12 @@ def train_step(
       >>> bool(metrics["loss"] < 0.01)
       True
     """
+    validation.check_transformation("tx", tx)
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn={loss_fn!r:.60} must be a function of parameters and a worker's share of the "
             f"batch that returns the loss."
         )
-    validation.check_transformation("tx", tx)
     sharded = sharded_model(tx, mesh, axis_name, param_specs)
     validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
     if max_grad_norm is not None:

@@ -34,7 +34,7 @@ from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
 # The best measured (docs/pretraining.md): with refreshes it matters little when the warm-up ends,
 # as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
-_WARMUP_BITS, _REFRESHES = 8, step_sets.published_variance_steps(16)
+_WARMUP_BITS, _REFRESHES = 4, step_sets.published_variance_steps(16)
 
 
 class ScaleByOnebitAdamState(NamedTuple):
@@ -348,7 +348,7 @@ def onebit_adam(
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
 
     The defaults are the best of its configurations that were measured (docs/how-to-choose.md): a
-    warm-up that ends by itself, whose gradients travel at 8 bits, and a variance that is refreshed
+    warm-up that ends by itself, whose gradients travel at 4 bits, and a variance that is refreshed
     afterwards. :func:`onebit_adam_published` has the paper's form.
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update
@@ -420,7 +420,7 @@ def onebit_adam(
         and 1.26x as long after a freeze at 1,000.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
-        for 8; or 4, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 16,
+        for 4; or 8, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 16,
         summed in bfloat16, which XLA for CPUs still sends as
         float32; 32 or None, float32.
       variance_refreshes: when v is refreshed after the freeze: a function of the number of updates

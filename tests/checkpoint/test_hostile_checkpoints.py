@@ -246,7 +246,7 @@ def test_another_version_is_named_whatever_else_the_manifest_holds(tmp_path, num
     save(tmp_path, 1)
     rewrite(tmp_path / "1", lambda _: {"format": number, "versions": versions})
     with pytest.raises(
-        ValueError, match=rf"has the format {number}, .* reads \d: it was written by"
+        ValueError, match=rf"has the format {number}, .* reads \d+: it was written by"
     ):
         restore(tmp_path)
     assert json.loads((tmp_path / "1" / "manifest" / "manifest.json").read_text())

@@ -41,7 +41,7 @@ def test_losses_fall_from_that_of_guessing(finished):
         assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
         assert rows[-1]["bits"] == pytest.approx(rows[-1]["loss"] / math.log(2), rel=1e-5)
     adam, onebit = (metrics(finished[0] / name) for name in NAMES)
-    # A warm-up at 8 bits is near Adam, but not Adam.
+    # A warm-up at 4 bits is near Adam, but not Adam.
     np.testing.assert_allclose(
         [row["loss"] for row in adam[:7]], [row["loss"] for row in onebit[:7]], rtol=1e-2
     )
