@@ -86,8 +86,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
         _made_by(onebit_jax.onebit_adam, b2=0.5, warmup=WARMUP, weight_decay=0.01, **FROZEN),
         has_warmup=True,
     ),
+    # At 4 bits a last bit of a gradient may decide between two powers of two.
     "onebit_adam, refreshed": Optimizer(
-        _made_by(onebit_jax.onebit_adam, warmup=WARMUP, variance_refreshes=3), has_warmup=True
+        _made_by(onebit_jax.onebit_adam, warmup=WARMUP, warmup_bits=8, variance_refreshes=3),
+        has_warmup=True,
     ),
     "onebit_lamb": Optimizer(
         _made_by(onebit_jax.onebit_lamb, warmup=WARMUP, variance_refreshes=4), has_warmup=True
