@@ -5,7 +5,7 @@
 
 XLA compiles ahead of time for 8 x H100 and for a TPU v5e slice of 2x4: the optimizer step alone on
 one matrix, and README's training step of a tiny BERT. The compiled program says what is sent
-(`onebit_jax.wire`). That must be uint8, one bit per parameter each way, eight in warm-up, and in a
+(`onebit_jax.wire`). That must be uint8, one bit per parameter each way, four in warm-up, and in a
 training step a few bytes of metrics.
 
 For the H100 the optimizer step on the 206 tensors of BERT-Base is compiled too, and the kernels are
@@ -48,7 +48,8 @@ METRICS_BYTES = 64
 OVERHEAD = 1.02
 MOST_KERNELS = 900
 # Bits per parameter that a step sends each way; None is dense Adam.
-BITS: dict[Phase | None, int] = {None: 32, "warmup": 8, "compression": 1}
+# With a float32 scale for 256 values in warm-up.
+BITS: dict[Phase | None, float] = {None: 32, "warmup": 4 + 32 / 256, "compression": 1}
 
 
 @dataclasses.dataclass(frozen=True)
