@@ -92,14 +92,14 @@ def measure(options: Options, optimizer: str) -> dict[int | None, list[float]]:
 def main(options: Options) -> None:
     """Runs the benchmark."""
     check_counts(options, "rounds", "steps", "workers")
-    jax.config.update("jax_num_cpu_devices", options.workers)
-    print(f"{'milliseconds per step':24}{'None':>8}{'10':>8}{'ratio':>8}")
-    figures = {}
     if unknown := set(options.optimizers) - set(OPTIMIZERS):
         known = ", ".join(OPTIMIZERS)
         raise SystemExit(
             f"error: --optimizers {', '.join(sorted(unknown))}: expected some of {known}"
         )
+    jax.config.update("jax_num_cpu_devices", options.workers)
+    print(f"{'milliseconds per step':24}{'None':>8}{'10':>8}{'ratio':>8}")
+    figures = {}
     for optimizer in options.optimizers:
         without, looking = measure(options, optimizer).values()
         ratio = statistics.median(y / x for x, y in zip(without, looking, strict=True))

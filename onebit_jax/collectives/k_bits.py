@@ -126,7 +126,7 @@ def dither(scales: jax.Array) -> jax.Array:
 
 
 def quantize_powers(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels ``sgn(c) r`` without error feedback, 2 or 4 bits: ``r`` of ``s 2**(r - levels)``.
+    """The levels ``r`` without error feedback, 2 or 4 bits, of ``s sgn(r) 2**(|r| - levels)``.
 
     Args are those of :func:`quantize`.
 
@@ -181,7 +181,9 @@ class KBits:
         return 8 // self.bits
 
     @property
-    def _without_feedback(self) -> tuple[Rounding, Rounding]:
+    def _rounding(self) -> tuple[Rounding, Rounding]:
+        if self.keeps_residuals:
+            return quantize, dequantize
         if self.bits == 8:
             return quantize_roots, dequantize_roots
         return quantize_powers, dequantize_powers
@@ -257,9 +259,9 @@ class KBits:
 
     def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> list[jax.Array]:
         """The sections to send without error feedback."""
-        scales = [block_scales(z) for z in values]
+        scales, (rounded, _) = [block_scales(z) for z in values], self._rounding
         sections = [
-            piece.pack(self._offset(self._without_feedback[0](z, s, self.bits)), self.bits)
+            piece.pack(self._offset(rounded(z, s, self.bits)), self.bits)
             for piece, z, s in zip(layout.pieces, values, scales, strict=True)
         ]
         return [*sections, scale_bytes(jnp.concatenate(scales, -1))]
@@ -294,7 +296,7 @@ class KBits:
         return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
 
     def _answer(self, a: jax.Array, S: jax.Array) -> list[jax.Array]:
-        rounded = quantize if self.keeps_residuals else self._without_feedback[0]
+        rounded, _ = self._rounding
         section = pack(self._offset(rounded(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
         return [section, scale_bytes(S[0])]
 
@@ -347,7 +349,7 @@ class KBits:
     def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
         """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
         unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
-        decoded = dequantize if self.keeps_residuals else self._without_feedback[1]
+        _, decoded = self._rounding
         return decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales, self.bits)
 
 

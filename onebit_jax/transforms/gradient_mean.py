@@ -8,7 +8,6 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.error_feedback import Call
 from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.k_bits import KBits
@@ -50,7 +49,7 @@ class GradientMean:
         """The mean over all workers, float32."""
         if not self.compresses:
             return self.dense(grads)
-        return self.exchange().over(grads).average(grads, (), Call())[0]
+        return self.exchange().over(grads).average(grads, ())[0]
 
     def dense(self, grads: Arrays) -> Arrays:
         """The mean, summed in float32 or bfloat16; float32."""

@@ -227,7 +227,11 @@ def test_a_schedule_says_how_often():
 
 
 def test_a_number_of_numpy_may_say_how_often():
-    assert make_tx(2, every=np.int64(4)).init is not None
+    params = [np.ones((2, 3), np.float32)] * 2
+    begun: list[Any] = [
+        jax.vmap(make_tx(2, every=every).init, axis_name=AXIS)(params) for every in (np.int64(4), 4)
+    ]
+    assert_equal(begun[0].plan, begun[1].plan)
 
 
 def test_state_and_parameters_can_be_donated_together():
