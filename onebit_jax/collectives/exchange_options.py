@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any, Literal
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import Compressor, Exchange, Form
+from onebit_jax.collectives.compressor import Compressor, Form
+from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.hierarchical import LocalDtype
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale, ScalePer

@@ -1,31 +1,10 @@
 r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (ECk) or without.
 
-The two stages are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding differs. In
-blocks of 256 values, with :math:`\ell = 2^{k-1} - 1` levels on each side of 0,
-
-.. math::
-
-    Q_k(c) = \frac{s}{\ell} \, \mathrm{round}\Bigl(\frac{\ell \, c}{s}\Bigr), \qquad
-    s = \max |c| \text{ over the block},
-
-so the rounding error is at most :math:`s / (2 \ell)`, and zeros stay zeros (:math:`s` is at least
-:math:`2^{-117}`, which keeps :math:`\ell / s` finite). Worker :math:`i` sends :math:`Q_k(c_i)`,
+The two stages are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding :math:`Q_k`
+differs (:mod:`~onebit_jax.collectives.rounding`). Worker :math:`i` sends :math:`Q_k(c_i)`,
 where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its residual, and
 sends :math:`Q_k` of the sum to all. In one stage, the default for up to two workers or nodes,
 every worker averages all :math:`Q_k(c_i)` itself.
-
-Without error feedback nobody adds a rounding error later. Then small values, which Adam divides by
-their own size, must not all become 0. With 8 bits levels are spaced as squares,
-
-.. math::
-
-    Q_8(c) = \frac{s}{\ell^2} \, r |r|, \qquad
-    r = \mathrm{round}\bigl(\ell \, \mathrm{sgn}(c) \sqrt{|c| / s}\bigr)
-
-With fewer they are 0 and powers of two, :math:`s \, 2^{r - \ell}` for :math:`r = 1, \dots, \ell`,
-and a value between two of them becomes the upper one with a probability that makes the mean of
-:math:`Q_k(c)` equal to :math:`c`. The random bits are a hash of the block's scale and the value's
-place in its block: they need no state, and are the same however an exchange is cut.
 
 Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
 value, 4.1 in one stage; without error feedback :math:`e_i = E_j = 0`, and there is no state.
@@ -49,110 +28,24 @@ from onebit_jax.collectives.error_feedback import (
 )
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
 from onebit_jax.collectives.packing import Piece, pack, unpack
+from onebit_jax.collectives.rounding import (
+    LEAST,
+    block_scales,
+    dequantize,
+    dequantize_powers,
+    dequantize_roots,
+    levels,
+    quantize,
+    quantize_powers,
+    quantize_roots,
+    residual,
+)
 from onebit_jax.collectives.xla_workarounds import rounded_product, separate
 from onebit_jax.markers import PerWorker
 
 Rounding = Callable[[jax.Array, jax.Array, int], jax.Array]
-# 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
-_LEAST = 2.0**-117
 # The number of values of a piece from which a norm is estimated.
 _SAMPLE = 2**14
-
-
-def levels(bits: int) -> int:
-    """The number of levels on each side of 0."""
-    return 2 ** (bits - 1) - 1
-
-
-def block_scales(c: jax.Array) -> jax.Array:
-    """``s``, the largest magnitude in each block: float32 ``[..., 256]`` to ``[...]``.
-
-    >>> block_scales(jnp.array([[-2.0, 0.0, 1.0]])).tolist()
-    [2.0]
-    """
-    return jnp.maximum(jnp.max(jnp.abs(c), -1), _LEAST)
-
-
-def quantize(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels to which ``Q_k`` rounds: ``round(levels c / s)``.
-
-    Args:
-      c: values, float32 ``[..., 256]``.
-      scales: :func:`block_scales` of ``c``, float32 ``[...]``.
-      bits: 2, 4 or 8.
-
-    Returns:
-      Whole numbers from ``-levels`` to ``levels``, float32.
-
-    >>> c = jnp.array([[-2.0, 0.0, 1.0, 2.0]])
-    >>> quantize(c, block_scales(c), bits=8).tolist()
-    [[-127.0, 0.0, 64.0, 127.0]]
-    """
-    # One division per block. The maximum gives a state of zeros, scales too, residuals of 0.
-    return jnp.round(c * (levels(bits) / jnp.maximum(scales, _LEAST))[..., None])
-
-
-def dequantize(q: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``Q_k(c)``: decodes levels from :func:`quantize`; float32."""
-    return q * (scales / levels(bits))[..., None]
-
-
-def quantize_roots(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels ``r`` without error feedback, 8 bits: ``round(levels sgn(c) sqrt(|c| / s))``.
-
-    Args are those of :func:`quantize`.
-
-    >>> c = jnp.array([[-2.0, 0.0, 0.02, 2.0]])
-    >>> quantize_roots(c, block_scales(c), bits=8).tolist()
-    [[-127.0, 0.0, 13.0, 127.0]]
-    """
-    share = jnp.abs(c) * (1 / jnp.maximum(scales, _LEAST))[..., None]
-    return jnp.sign(c) * jnp.round(levels(bits) * jnp.sqrt(share))
-
-
-def dequantize_roots(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``s r |r| / levels^2``: decodes levels from :func:`quantize_roots`; float32."""
-    return dequantize(r * jnp.abs(r) / levels(bits), scales, bits)
-
-
-def dither(scales: jax.Array) -> jax.Array:
-    """23 random bits for each value of a block: float32 ``[...]`` to uint32 ``[..., 256]``."""
-    # Without the last bits, in which programs may differ.
-    h = (lax.bitcast_convert_type(scales, jnp.uint32) >> 8) * jnp.uint32(0x9E3779B9)
-    h = (h ^ (h >> 15)) * jnp.uint32(0x85EBCA6B)
-    # Multiples of the golden ratio: the places of a block share out the unit interval evenly.
-    places = jnp.arange(BLOCK, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
-    return ((h ^ (h >> 13))[..., None] + places) >> 9
-
-
-def quantize_powers(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """The levels ``r`` without error feedback, 2 or 4 bits, of ``s sgn(r) 2**(|r| - levels)``.
-
-    Args are those of :func:`quantize`.
-
-    >>> c = jnp.zeros(256).at[:4].set(jnp.array([-2.0, 0.0, 1.0, 0.125]))[None]
-    >>> quantize_powers(c, block_scales(c), bits=4)[0, :4].tolist()
-    [-7.0, 0.0, 6.0, 3.0]
-    """
-    top, scales = levels(bits), jnp.maximum(scales, _LEAST)
-    share, random = jnp.abs(c) * (1 / scales)[..., None], dither(scales)
-    # The mantissa carries into the exponent as often as the value is near to the next power.
-    carried = (lax.bitcast_convert_type(share, jnp.uint32) + random) >> 23
-    power = jnp.minimum(carried.astype(jnp.int32) - (127 - top), top).astype(jnp.float32)
-    least = 2.0 ** (1 - top)
-    below = (random.astype(jnp.float32) * (least * 2.0**-23) < share).astype(jnp.float32)
-    return jnp.where(c < 0, -1.0, 1.0) * jnp.where(share < least, below, power)
-
-
-def dequantize_powers(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``s sgn(r) 2**(|r| - levels)``, 0 for 0: decodes :func:`quantize_powers`; float32."""
-    exponent = jnp.abs(r).astype(jnp.uint32) + (127 - levels(bits))
-    return jnp.sign(r) * lax.bitcast_convert_type(exponent << 23, jnp.float32) * scales[..., None]
-
-
-def residual(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
-    """``c - Q_k(c)``, with error feedback."""
-    return c - dequantize(quantize(c, scales, bits), scales, bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +88,7 @@ class KBits:
         shape = layout.scale_shape if layout.compresses else (1,)
         nodes = (layout.axes.nodes,) if layout.compresses else ()
         worker, server = (1, *nodes, *shape), (1, *shape)
-        scales = (jnp.full(x, _LEAST, jnp.float32) for x in (worker, server))
+        scales = (jnp.full(x, LEAST, jnp.float32) for x in (worker, server))
         return begin(layout, jnp.float32, *scales)
 
     def compress(

@@ -8,8 +8,9 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.compressor import Compressor
 from onebit_jax.collectives.error_feedback import Arrived, Call, Calls, ExchangeState
-from onebit_jax.collectives.exchange import Compressor, Exchange
+from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation

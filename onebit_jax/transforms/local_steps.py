@@ -11,8 +11,9 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.compressor import Compressor
 from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Compressor, Exchange, dense_mean
+from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
 from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
 from onebit_jax.collectives.xla_workarounds import overwrite_one

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.k_bits import (
-    KBits,
+from onebit_jax.collectives.k_bits import KBits
+from onebit_jax.collectives.layout import BLOCK
+from onebit_jax.collectives.rounding import (
     block_scales,
     dequantize,
     dequantize_powers,
@@ -17,7 +18,6 @@ from onebit_jax.collectives.k_bits import (
     quantize,
     quantize_powers,
 )
-from onebit_jax.collectives.layout import BLOCK
 from tests import reference
 from tests.collectives.exchanging import Exchanging, flat, leaves
 from tests.workers import AXIS, BINDINGS, assert_workers_agree, on_workers
