@@ -97,6 +97,22 @@ def check_positive(name: str, value: Any, usual: float) -> None:
     _check_number(name, value, lambda x: 0 < x < math.inf, expected)
 
 
+def check_loss_scale(value: Any) -> None:
+    """Raises ``ValueError`` unless ``value`` is None or a finite number above zero.
+
+    Of an array only the type is checked: its number may be under way still.
+    """
+    if value is None:
+        return
+    if not hasattr(value, "dtype"):
+        check_positive("loss_scale", value, usual=2.0**15)
+    elif value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(
+            f"loss_scale has shape {value.shape} and dtype {value.dtype}, expected one floating-"
+            f"point number, with which the loss is multiplied."
+        )
+
+
 def check_not_negative(name: str, value: Any) -> None:
     """Raises ``ValueError`` unless ``value`` is finite and at least zero."""
     expected = "a finite number of at least 0; 0 is usual"

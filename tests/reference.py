@@ -403,18 +403,20 @@ def quantized_layout(shapes, workers, bits, large=2**16):
     ]
 
 
-def dither(s):
+def dither(s, call=0, worker=0, server=False):
     """Numbers in [0, 1), float64 ``[..., 256]``, of blocks with these scales ``[..., 1]``."""
     golden, low = np.uint64(0x9E3779B9), np.uint64(2**32 - 1)
     h = (s.view(np.uint32) >> 8).astype(np.uint64) * golden & low
     h = (h ^ h >> np.uint64(15)) * np.uint64(0x85EBCA6B) & low
     places = np.arange(256, dtype=np.uint64) * golden & low
-    return ((h ^ h >> np.uint64(13)) + places & low) // 2**9 / 2**23
+    of_calls, of_workers = (0x91E10DA5, 0xC13FA9A9) if server else (0xC13FA9A9, 0x91E10DA5)
+    offset = np.uint64(call * of_calls) + np.asarray(worker, np.uint64) * np.uint64(of_workers)
+    return ((h ^ h >> np.uint64(13)) + offset + places & low) // 2**9 / 2**23
 
 
-def to_powers(c, s, levels):
+def to_powers(c, s, levels, call=0, worker=0, server=False):
     """Values ``[..., 256]``, each rounded to one of the two powers of two beside it, or to 0."""
-    share, u = np.abs(c) * (np.float32(1) / s), dither(s)
+    share, u = np.abs(c) * (np.float32(1) / s), dither(s, call, worker, server)
     mantissa, exponent = np.frexp(share)
     least = 2.0 ** (1 - levels)
     # Half of what `frexp` calls the mantissa is the power below.
@@ -423,7 +425,7 @@ def to_powers(c, s, levels):
     return (np.sign(c) * rounded).astype(np.float32) * s
 
 
-def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True):
+def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True, numbers=None):
     """The mean at 2, 4 or 8 bits, call after call: section 10 of the algorithms.
 
     Args:
@@ -433,6 +435,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
       residual_decay: what residuals are multiplied with.
       feedback: whether rounding errors are added later. Without it levels are spaced as squares at
         8 bits, and powers of two at fewer.
+      numbers: of the calls, for the random rounding to powers of two.
 
     Returns:
       The means, a list; and after the last call the workers' residuals, ``[workers, elements]``,
@@ -443,10 +446,11 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
     if layout is None:
         layout = quantized_layout([(elements,)], workers, bits)
 
-    def compress(c):
+    def compress(c, number, server=False):
         s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
         if not feedback and bits < 8:
-            return to_powers(c, s, levels)
+            which = np.arange(len(c)).reshape(-1, *[1] * (c.ndim - 1))
+            return to_powers(c, s, levels, number, which, server)
         if not feedback:
             r = np.sign(c) * np.round(levels * np.sqrt(np.abs(c) / s))
             return r * np.abs(r) * (s / levels**2)
@@ -455,16 +459,16 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
     e = [np.zeros((workers, *part.shape), np.float32) for part in layout]
     E = [np.zeros(part.shape, np.float32) for part in layout]
     means = []
-    for call in values:
+    for number, call in zip(numbers or range(len(values)), values, strict=True):
         mean = np.zeros(elements, np.float32)
         for i, part in enumerate(layout):
             z = np.where(part >= 0, call[:, part], np.float32(0))
             c = z + np.float32(residual_decay * feedback) * e[i]
-            sent = compress(c)
+            sent = compress(c, number)
             e[i] = c - sent
             a = sent.mean(0) + np.float32(residual_decay * feedback) * E[i]
             # Two workers average what both sent.
-            answer = a if workers == 2 else compress(a)
+            answer = a if workers == 2 else compress(a, number, server=True)
             E[i] = a - answer
             mean[part[part >= 0]] = answer[part >= 0]
         means.append(mean)

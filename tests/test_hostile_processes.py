@@ -19,9 +19,10 @@ from tests.processes import join_processes, run_processes
 # What the second process has otherwise, and what it is told.
 CASES = {
     "max_skipped": "differ in max_skipped",
-    "program": "differ in max_skipped, the loss, the optimizer or the shapes",
+    "program": "differ in max_skipped, the loss, the optimizer, arrays that they capture or",
     "accumulation": "differ in accumulation, the loss",
-    "warmup": "differ in the loss, the optimizer or the shapes of the arguments",
+    "warmup": "differ in the loss, the optimizer, arrays that they capture or the shapes of",
+    "captured": "differ in the loss, the optimizer, arrays that they capture or",
     "rows": "jax.make_array_from_process_local_data",
     "x64": "differ in jax_enable_x64",
     "prng": "differ in jax_default_prng_impl",
@@ -45,7 +46,8 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
             "accumulation": {"accumulation": 2},
         }.get(case, {})
         warmup = 5 if second and case == "warmup" else 3
-        tx = onebit_jax.onebit_adam(1e-2, warmup=warmup, axis_name="data")
+        learning_rate = jnp.float32(2e-2 if second and case == "captured" else 1e-2)
+        tx = onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name="data")
         step = onebit_jax.train_step(loss_fn, tx, mesh, **(options if second else {}))
         params = {"w": np.zeros(5, np.float32)}
         state = onebit_jax.init(tx, params, mesh)

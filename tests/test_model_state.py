@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import onebit_jax
 from onebit_jax.training.gradients import loss_and_gradients
 from tests.small_task import (
     MESH,
@@ -147,6 +149,30 @@ def test_equal_keys_in_a_batch_are_refused(on_mesh):
 
 
 # A model's state
+
+
+@pytest.mark.parametrize("workers", [4, 41])
+def test_numbers_that_all_workers_have_stay_the_same(workers):
+    """41 times the rounded 1 / 41 is not 1; and the sum of the largest numbers is infinite."""
+
+    def counting(params, batch, model_state):
+        new = model_state | {"count": model_state["count"] + 1, "steps": model_state["steps"] + 1}
+        return jnp.mean((batch @ params) ** 2), {}, new
+
+    mesh = jax.sharding.AbstractMesh((workers,), ("data",))
+    tx = optax.chain(onebit_jax.mean_gradients("data"), optax.sgd(0.01))
+    params = jnp.ones(4)
+    opt_state = onebit_jax.init(tx, params, mesh)
+    step = onebit_jax.train_step(counting, tx, mesh)
+    least = np.finfo(np.float32).min
+    model_state = {"count": np.int32(0), "steps": np.float32(0), "greatest": least}
+    for _ in range(3):
+        params, opt_state, model_state, metrics = step(
+            params, opt_state, np.ones((workers, 4), np.float32), model_state=model_state
+        )
+    assert metrics["skipped"] == 0
+    np.testing.assert_allclose(model_state.pop("greatest"), least, rtol=1e-6)
+    assert model_state == {"count": 3, "steps": 3.0}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

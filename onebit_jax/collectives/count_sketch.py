@@ -75,12 +75,13 @@ class CountSketch:
         read = [sign * row[column] for row, (column, sign) in zip(table, hashed, strict=True)]
         return _median(read)
 
-    def cleared(self, table: jax.Array, places: jax.Array) -> jax.Array:
-        """The table with zeros wherever one of these places is added."""
-        hashed = self.columns_of(places)
-        return jnp.stack(
-            [row.at[column].set(0.0) for row, (column, _) in zip(table, hashed, strict=True)]
-        )
+    def cleared(self, table: jax.Array, places: jax.Array, applied: jax.Array) -> jax.Array:
+        """The table with zeros wherever one of these places is added, of those ``applied``."""
+        rows = []
+        for row, (column, _) in zip(table, self.columns_of(places), strict=True):
+            column = jnp.where(applied, column, self.columns)
+            rows.append(row.at[column].set(0.0, mode="drop"))
+        return jnp.stack(rows)
 
 
 def _median(values: list[jax.Array]) -> jax.Array:

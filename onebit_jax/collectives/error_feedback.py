@@ -156,6 +156,7 @@ class Call(NamedTuple):
       late: whether the call counts, in addition to ``when``, but nothing that is sent waits for it.
         None for true.
       weight: the worker's weight in a vote.
+      number: of the call, for random numbers of a compressor without a state; int32 ``[]``.
     """
 
     when: ArrayLike = True
@@ -163,6 +164,7 @@ class Call(NamedTuple):
     server_decay: ArrayLike = 1.0
     late: Late | None = None
     weight: ArrayLike = 1.0
+    number: ArrayLike = 0
 
 
 class Calls(NamedTuple):

@@ -310,8 +310,8 @@ class BoundExchange:
 
     def average_in_stages(self, tree: Any, state: Any, call: Call) -> Stages[tuple[Any, Any]]:
         """The stages of :meth:`average`."""
-        if not self.compresses and not isinstance(state, ExchangeState):
-            # A single node has nowhere to keep the mean, and no other use for it.
+        if not self.compresses:
+            # A single node has no use for a mean that is kept, as residuals are in bfloat16.
             return self.node_mean_tree(tree), state
         received, state = yield from self._stages(self.node_mean(tree), state, call)
         return self.mean(received, state), state

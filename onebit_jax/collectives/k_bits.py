@@ -11,7 +11,7 @@ value, 4.1 in one stage; without error feedback :math:`e_i = E_j = 0`, and there
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from onebit_jax.collectives.rounding import (
     dequantize_powers,
     dequantize_roots,
     levels,
+    offset_of,
     quantize,
     quantize_powers,
     quantize_roots,
@@ -43,7 +44,6 @@ from onebit_jax.collectives.rounding import (
 from onebit_jax.collectives.xla_workarounds import rounded_product, separate
 from onebit_jax.markers import PerWorker
 
-Rounding = Callable[[jax.Array, jax.Array, int], jax.Array]
 # The number of values of a piece from which a norm is estimated.
 _SAMPLE = 2**14
 
@@ -73,13 +73,18 @@ class KBits:
         """The number of values per byte."""
         return 8 // self.bits
 
-    @property
-    def _rounding(self) -> tuple[Rounding, Rounding]:
-        if self.keeps_residuals:
-            return quantize, dequantize
+    def _rounded(self, c: jax.Array, s: jax.Array, offset: jax.Array) -> jax.Array:
+        """The levels without error feedback, as they are packed."""
         if self.bits == 8:
-            return quantize_roots, dequantize_roots
-        return quantize_powers, dequantize_powers
+            return self._offset(quantize_roots(c, s, self.bits))
+        return self._offset(quantize_powers(c, s, self.bits, offset))
+
+    def _decoded(self, levels: jax.Array, scales: jax.Array) -> jax.Array:
+        if self.keeps_residuals:
+            return dequantize(levels, scales, self.bits)
+        if self.bits == 8:
+            return dequantize_roots(levels, scales, self.bits)
+        return dequantize_powers(levels, scales, self.bits)
 
     def init(self, layout: Layout) -> Any:
         """The state before the first call: no residuals."""
@@ -96,7 +101,7 @@ class KBits:
     ) -> tuple[list[jax.Array], Any]:
         """The worker's stage: sections of rows to send, ``[chunks, bytes]``; the next state."""
         if not self.keeps_residuals:
-            return self._rounded(layout, values), ()
+            return self._sections(layout, values, call), ()
         compensated = self._compensated(layout, values, state, call)
         scales, sections = [], []
         squared = jnp.float32(0)
@@ -150,11 +155,11 @@ class KBits:
             c = made[place] = lax.optimization_barrier(c)
         return [made[place] for place in range(len(held))]
 
-    def _rounded(self, layout: Layout, values: Sequence[jax.Array]) -> list[jax.Array]:
+    def _sections(self, layout: Layout, values: Sequence[jax.Array], call: Call) -> list[jax.Array]:
         """The sections to send without error feedback."""
-        scales, (rounded, _) = [block_scales(z) for z in values], self._rounding
+        scales, offset = [block_scales(z) for z in values], offset_of(call.number, _worker(layout))
         sections = [
-            piece.pack(self._offset(rounded(z, s, self.bits)), self.bits)
+            piece.pack(self._rounded(z, s, offset), self.bits)
             for piece, z, s in zip(layout.pieces, values, scales, strict=True)
         ]
         return [*sections, scale_bytes(jnp.concatenate(scales, -1))]
@@ -165,14 +170,16 @@ class KBits:
         """The server's stage: sections ``[bytes]`` to send to all, and the next state."""
         if not self.keeps_residuals:
             a = lax.optimization_barrier(self._mean(layout, rows, 0.0))
-            return self._answer(a, block_scales(a)[0]), ()
+            S = block_scales(a)[0]
+            offset = offset_of(call.number, _worker(layout), server=True)
+            return _answer(self._rounded(a, S[None], offset)[0], S, self.bits), ()
         [last], last_scales = state.server.value
         E = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
         a = jnp.where(call.when, self._mean(layout, rows, E), last)
         a = lax.optimization_barrier(a)
         S = jnp.where(call.when, block_scales(a)[0], last_scales)
         kept = state._replace(server=PerWorker(Compensated([a], S)))
-        return self._answer(a, S), kept
+        return _answer(self._offset(quantize(a, S[None], self.bits)[0]), S, self.bits), kept
 
     def _mean(self, layout: Layout, rows: jax.Array, residual: jax.Array | float) -> jax.Array:
         """The mean of the workers' rows of a chunk, plus the server's residual."""
@@ -187,11 +194,6 @@ class KBits:
         first, others = (jax.tree.map(lambda x, i=i: x[i], received) for i in (0, slice(1, None)))
         total = residual + rounded_product(self._numbers(*first))[None]
         return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
-
-    def _answer(self, a: jax.Array, S: jax.Array) -> list[jax.Array]:
-        rounded, _ = self._rounding
-        section = pack(self._offset(rounded(a, S[None], self.bits)[0]), self.bits, 1).reshape(-1)
-        return [section, scale_bytes(S[0])]
 
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""
@@ -242,8 +244,15 @@ class KBits:
     def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
         """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
         unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
-        _, decoded = self._rounding
-        return decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales, self.bits)
+        return self._decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales)
+
+
+def _worker(layout: Layout) -> jax.Array:
+    return lax.axis_index(layout.axes.node)
+
+
+def _answer(levels: jax.Array, S: jax.Array, bits: int) -> list[jax.Array]:
+    return [pack(levels, bits, 1).reshape(-1), scale_bytes(S[0])]
 
 
 def _sampled_rows(rows: int, size: int) -> tuple[slice, float]:

@@ -41,7 +41,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
 from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.selection import kth_largest, places_of
+from onebit_jax.collectives.selection import check_places, kth_largest, places_of
 from onebit_jax.markers import PerWorker
 
 # Odd, and about the golden section of 2**32: multiples of it are evenly spread.
@@ -95,6 +95,7 @@ class LargestValues:
 
     def init(self, layout: Layout) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
+        check_places(sum(math.prod(piece.shape) for piece in layout.pieces), "LargestValues")
         zero = jnp.zeros((1,), jnp.float32)
         threshold = Threshold(zero, jnp.zeros((1,), jnp.int32))
         return begin(layout, jnp.float32, threshold, zero)
@@ -108,7 +109,9 @@ class LargestValues:
         count, age = self._capacity(layout), threshold.age[0]
         size = jnp.abs(c)
         tau = lax.cond(
-            age == 0,
+            # A threshold of 0 comes of a gradient that is 0 nearly everywhere, such as the first
+            # behind an output layer of zeros.
+            (age == 0) | (threshold.value[0] == 0),
             lambda size, tau: kth_largest(size, count),
             lambda size, tau: tau,
             size,

@@ -87,6 +87,12 @@ class Layout:
         self.payload = sum(stack.count * math.prod(stack.plane) for stack in self.stacks)
         scales = sum(stack.scales for stack in self.stacks)
         self.scale_shape = (planes, scales) if self._in_blocks else (scales,)
+        row = self.payload + 4 * math.prod(self.scale_shape)
+        if row >= 2**32:
+            raise ValueError(
+                f"one worker's message to another would have {row} bytes, 4 GiB or more, whose "
+                f"places do not fit uint32: split the model (docs/sharded.md), or send fewer bits."
+            )
         firsts = [self.tensors[piece.tensors[0]][0] for piece in self.pieces]
         self.names = [jax.tree_util.keystr(paths[leaf]) for leaf in firsts]
         self._hide_places()

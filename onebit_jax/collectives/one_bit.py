@@ -369,7 +369,7 @@ class OneBit:
             blocks = (chunks * stack.count, *stack.plane)
             # A byte stands for eight elements.
             in_bytes = [
-                evenly_sampled(stack.bytes(rows).reshape(blocks), _SAMPLE // (8 * chunks))
+                evenly_sampled(stack.bytes(rows).reshape(blocks), max(_SAMPLE // (8 * chunks), 1))
                 for rows in (active.bits, *received)
             ]
             (flags, *sent), (times, *_) = zip(*in_bytes, strict=True)

@@ -20,13 +20,16 @@ their own size, must not all become 0. With 8 bits levels are spaced as squares,
 
 With fewer they are 0 and powers of two, :math:`s \, 2^{r - \ell}` for :math:`r = 1, \dots, \ell`,
 and a value between two of them becomes the upper one with a probability that makes the mean of
-:math:`Q_k(c)` equal to :math:`c`. The random bits are a hash of the block's scale and the value's
-place in its block: they need no state, and are the same however an exchange is cut.
+:math:`Q_k(c)` equal to :math:`c`. The random bits are a hash of the block's scale, to which the
+value's place in its block, the number of the call and the worker's are added, each times a number
+that spreads them evenly where scales repeat: they need no state, and are the same however an
+exchange is cut.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from onebit_jax.collectives.layout import BLOCK
 
@@ -90,27 +93,38 @@ def dequantize_roots(r: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
     return dequantize(r * jnp.abs(r) / levels(bits), scales, bits)
 
 
-def dither(scales: jax.Array) -> jax.Array:
+def offset_of(call: ArrayLike, worker: ArrayLike, *, server: bool = False) -> jax.Array:
+    """What :func:`dither` adds in a call on a worker or a server: uint32 ``[]``."""
+    # Inverse powers of the plastic number: as coordinates their multiples fill the unit square
+    # evenly, and so the two roundings of a value, by its worker and its server, are independent.
+    of_calls, of_workers = jnp.uint32(0xC13FA9A9), jnp.uint32(0x91E10DA5)
+    if server:
+        of_calls, of_workers = of_workers, of_calls
+    calls, workers = jnp.asarray(call).astype(jnp.uint32), jnp.asarray(worker).astype(jnp.uint32)
+    return calls * of_calls + workers * of_workers
+
+
+def dither(scales: jax.Array, offset: ArrayLike) -> jax.Array:
     """23 random bits for each value of a block: float32 ``[...]`` to uint32 ``[..., 256]``."""
     # Without the last bits, in which programs may differ.
     h = (lax.bitcast_convert_type(scales, jnp.uint32) >> 8) * jnp.uint32(0x9E3779B9)
     h = (h ^ (h >> 15)) * jnp.uint32(0x85EBCA6B)
     # Multiples of the golden ratio: the places of a block share out the unit interval evenly.
     places = jnp.arange(BLOCK, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
-    return ((h ^ (h >> 13))[..., None] + places) >> 9
+    return ((h ^ (h >> 13))[..., None] + offset + places) >> 9
 
 
-def quantize_powers(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:
+def quantize_powers(c: jax.Array, scales: jax.Array, bits: int, offset: ArrayLike = 0) -> jax.Array:
     """The levels ``r`` without error feedback, 2 or 4 bits, of ``s sgn(r) 2**(|r| - levels)``.
 
-    Args are those of :func:`quantize`.
+    Args are those of :func:`quantize`, and ``offset`` from :func:`offset_of`.
 
     >>> c = jnp.zeros(256).at[:4].set(jnp.array([-2.0, 0.0, 1.0, 0.125]))[None]
     >>> quantize_powers(c, block_scales(c), bits=4)[0, :4].tolist()
     [-7.0, 0.0, 6.0, 3.0]
     """
     top, scales = levels(bits), jnp.maximum(scales, LEAST)
-    share, random = jnp.abs(c) * (1 / scales)[..., None], dither(scales)
+    share, random = jnp.abs(c) * (1 / scales)[..., None], dither(scales, offset)
     # The mantissa carries into the exponent as often as the value is near to the next power.
     carried = (lax.bitcast_convert_type(share, jnp.uint32) + random) >> 23
     power = jnp.minimum(carried.astype(jnp.int32) - (127 - top), top).astype(jnp.float32)

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from onebit_jax.plan.model import Prediction, Setting, check, predict
+from onebit_jax.plan.model import Prediction, Setting, check, covered, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, Optimizer, local_steps, rows, state_bytes
 from onebit_jax.plan.quantities import format_rate, format_size, format_table, format_time
 from onebit_jax.transforms.onebit_adam import WARMUP
@@ -62,12 +62,11 @@ def plan(setting: Setting) -> Plan:
     dense = tuple(predict(optimizer, setting) for optimizer in (FLOAT32, BFLOAT16))
     bits = dict.fromkeys((32, setting.local_bits))
     asked = (*rows(), *(local_steps(setting.every, each) for each in bits))
-    kinds = setting.calibration
-    covered = [x for x in asked if kinds is None or kinds.keys() >= {*x.kinds(setting.warmup_bits)}]
-    left_out = tuple(optimizer for optimizer in asked if optimizer not in covered)
-    onebit = tuple(predict(optimizer, setting) for optimizer in covered)
+    timed = covered(asked, setting)
+    left_out = tuple(optimizer for optimizer in asked if optimizer not in timed)
+    onebit = tuple(predict(optimizer, setting) for optimizer in timed)
     thresholds = {
-        x.name: (_threshold(x, FLOAT32, setting), _threshold(x, BFLOAT16, setting)) for x in covered
+        x.name: (_threshold(x, FLOAT32, setting), _threshold(x, BFLOAT16, setting)) for x in timed
     }
     made = Plan(setting, dense, onebit, left_out, thresholds, advice="")
     return made._replace(advice=_advice(made))

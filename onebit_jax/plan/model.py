@@ -43,7 +43,7 @@ over all steps.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from onebit_jax import validation
@@ -154,7 +154,8 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     """Predicts a run with one optimizer, for a setting that ``check`` has checked."""
     exchange, sent = _exchange(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
-    hidden = 1.0 if optimizer.late else setting.overlap if optimizer.rounds == 1 else 0.0
+    beside_backward = optimizer.rounds == 1 and not optimizer.local
+    hidden = 1.0 if optimizer.late else setting.overlap if beside_backward else 0.0
     waited = _waited(exchange, setting.step_time, hidden)
     step = setting.step_time + optimizer.rounds * (waited + work)
     step_bytes = optimizer.rounds * sent
@@ -175,6 +176,14 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
         run += refreshes * added
         run_bytes += refreshes * warming_bytes
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
+
+
+def covered(optimizers: Sequence[Optimizer], setting: Setting) -> list[Optimizer]:
+    """Those whose kinds the setting's calibration has; without one all."""
+    kinds = setting.calibration
+    return [
+        x for x in optimizers if kinds is None or kinds.keys() >= {*x.kinds(setting.warmup_bits)}
+    ]
 
 
 def _refreshes(begin: float, end: float) -> float:

@@ -62,6 +62,7 @@ class Optimizer(NamedTuple):
         own update does.
       late: whether an exchange is needed only at the end of the next step, so that all of its
         compute may hide it.
+      local: whether what is exchanged is known only after the update, so that no compute hides it.
       advised: whether the advice may be to use it: for a dense run's loss alone, and with nothing
         else to choose.
       make: makes it, for the size of its state.
@@ -76,6 +77,7 @@ class Optimizer(NamedTuple):
     refreshed: bool = False
     encoding_bytes: float = 0.0
     late: bool = False
+    local: bool = False
     advised: bool = False
     make: Callable[[registry.Setting], optax.GradientTransformation] = _adam
 
@@ -173,6 +175,7 @@ def local_steps(every: int, bits: int) -> Optimizer:
         benchmark,
         rounds=1 / every,
         encoding_bytes=encoding + 28,
+        local=True,
         make=_local("local steps", bits, every).make,
     )
 

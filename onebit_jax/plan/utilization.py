@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onebit_jax.plan.model import Setting, check, predict
+from onebit_jax.plan.model import Setting, check, covered, predict
 from onebit_jax.plan.optimizers import BFLOAT16, FLOAT32, local_steps, rows
 from onebit_jax.plan.quantities import format_rate, format_table
 
@@ -54,9 +54,11 @@ def utilization(
     compared["1-bit Adam"] = [row for row in rows() if row.advised]
     for bits in dict.fromkeys((32, setting.local_bits)):
         compared |= {row.name: [row] for row in (local_steps(steps, bits) for steps in every)}
+    compared = {name: covered(forms, setting) for name, forms in compared.items()}
     shares = {
         name: tuple(at.step_time / min(predict(x, at).step for x in forms) for at in settings)
         for name, forms in compared.items()
+        if forms
     }
     return Utilization(tuple(bandwidths), shares)
 

@@ -148,7 +148,11 @@ def _accumulated(
 def _unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
     if loss_scale is None:
         return tree
-    return jax.tree.map(lambda x: (x.astype(jnp.float32) / loss_scale).astype(x.dtype), tree)
+
+    def unscaled(x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / loss_scale).astype(x.dtype)
+
+    return jax.tree.map(unscaled, tree)
 
 
 def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
@@ -194,4 +198,7 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any
             )
     if model_state is not None:
         check_same_state(new_state, model_state)
-    return loss, (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics), new_state)
+    return jnp.asarray(loss), (
+        jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics),
+        new_state,
+    )

@@ -152,20 +152,23 @@ def _update(
             f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; "
             f"give them other names."
         )
-    finite = None if health is None else finite.astype(jnp.float32)
+    unfit = None if health is None else 1 - finite.astype(jnp.float32)
     # What optimizers report may differ between shards, and then is averaged over these too.
-    metrics, model_state, finite = mean_over_workers(
-        (metrics | own, model_state, finite), setup.mesh.axis_names
+    metrics, model_state, unfit = mean_over_workers(
+        (metrics | own, model_state, unfit), setup.mesh.axis_names
     )
     if options.grad_norm_every is not None:
         metrics["grad_norm"] = jnp.sqrt(metrics["grad_norm"])
     model_state = model_states.with_keys_of(given.model_state, model_state)
     if health is not None:
-        fit = health.fit & (finite == 1)
+        fit = health.fit & (unfit == 0)
         to_blame = jnp.where(health.fit, UPDATE, health.tensor)
         skips = skips.after(health._replace(fit=fit, tensor=to_blame))
         metrics |= skips.metrics()
         model_state = keep(fit, model_state, given.model_state)
+    if phase is not None:
+        # An update that an optimizer refuses leaves everything as it was.
+        model_state = keep(~jnp.any(outlook[:, 0] > 0), model_state, given.model_state)
     return (params, opt_state, model_state), metrics, outlook, skips
 
 

@@ -80,6 +80,7 @@ class TrainStep:
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         check_batch(self._setup, batch)
+        validation.check_loss_scale(loss_scale)
         given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         # Before the phase is read from the state.
         placement.check_donated(given.donated())
@@ -100,7 +101,7 @@ class TrainStep:
         with placement.computing_on(self._setup.devices, concretely=not traced):
             program = self._program(placed, phase)
             if jax.process_count() > 1 and not traced and not self._calls:
-                check_agreement(self._setup, program.trace(*placed.by_donation()).jaxpr.jaxpr)
+                check_agreement(self._setup, program.trace(*placed.by_donation()).jaxpr)
             _, results, metrics, outlook, skips = program(*placed.by_donation())
         if not traced:
             run.phases.observe(results[1], outlook, phase)
@@ -132,6 +133,7 @@ class TrainStep:
         ``phase`` runs another program.
         """
         check_batch(self._setup, batch)
+        validation.check_loss_scale(loss_scale)
         given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
         with placement.computing_on(self._setup.devices):
             shapes = jax.eval_shape(lambda x: x, given)
@@ -238,7 +240,8 @@ def train_step(
         An update that is not finite, because of a schedule of the learning rate or of the decay, is
         detected only after it is made: parameters stay as they were and the step counts as skipped,
         but the optimizer's state has changed. The check reads the smallest update of a matrix, of a
-        vector and so on, since a pass over all updates would cost as much as writing them.
+        vector and so on, since a pass over all updates would cost as much as writing them: of
+        groups in an ``optax.partition``, each with its own schedule, it may read one alone.
         Optimizers whose states hold updates (``local_steps``, ``zero_one_adam``, ``ef_signsgd``) do
         not recover, and raise after ``max_skipped`` steps.
       max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
@@ -262,8 +265,8 @@ def train_step(
         worker changes it on its own share of the batch, one microbatch after the other; then float
         leaves are averaged over the workers, together with the metrics. Other leaves must become
         equal on all workers. Random keys in it, as of Flax NNX, are folded for each worker;
-      - ``loss_scale``, a factor of the loss by which gradients are divided again afterwards, for
-        gradients that float16 would round to 0;
+      - ``loss_scale``, a factor of the loss above 0, by which gradients are divided again
+        afterwards, for gradients that float16 would round to 0;
       - any argument of the optimizer's ``update``, the same on all workers, such as ``value`` for
         :func:`optax.contrib.reduce_on_plateau`: the loss of an earlier step costs no waiting.
 
@@ -273,7 +276,8 @@ def train_step(
       - ``grad_norm``, in calls that measure it: the root of the workers' mean squared gradient
         norm, before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
-        "refresh"; -1 if it was refused, 0 for an optimizer without phases;
+        "refresh"; -1 if it was refused, or skipped before any was made; 0 for an optimizer without
+        phases;
       - ``skipped``, the number of skipped steps of this run, and ``skipped_in_a_row``, unless
         ``max_skipped`` is None;
       - further metrics of the optimizer's state, such as ``residual_ratio``. If several optimizers

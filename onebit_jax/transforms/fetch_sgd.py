@@ -14,7 +14,7 @@ from onebit_jax.collectives.count_sketch import CountSketch
 from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.layout import end_to_end
-from onebit_jax.collectives.selection import places_of_largest
+from onebit_jax.collectives.selection import check_places, places_of_largest
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, at_count, transformation
 from onebit_jax.transforms.phases import Progress, keep
@@ -67,7 +67,8 @@ class FetchSgd(Algorithm):
                 f"fetch_sgd sketches whole tensors, but here they are split over {shards}: train "
                 f"the model whole, or take compressed_mean."
             )
-        sketch, _ = self._sketch(params)
+        sketch, size = self._sketch(params)
+        check_places(size, "fetch_sgd")
         empty = jnp.zeros((sketch.rows, sketch.columns), jnp.float32)
         sizes = jax.tree.map(lambda p: jnp.uint32(p.size), params)
         return FetchSgdState(phases.begin(), sizes, empty, empty)
@@ -91,8 +92,10 @@ class FetchSgd(Algorithm):
         estimates = sketch.estimates(v, size)
         places = places_of_largest(jnp.abs(estimates), math.ceil(self.share * size))
         taken = jnp.zeros_like(flat).at[places].set(estimates[places])
-        new = sketch.cleared(u, places), sketch.cleared(v, places)
-        u, v = keep(update.when, new, (state.momentum, state.error))
+        # Where nothing is applied, as at a learning rate of 0, nothing is cleared.
+        applied = estimates[places] != 0
+        new = (sketch.cleared(x, places, applied) for x in (u, v))
+        u, v = keep(update.when, tuple(new), (state.momentum, state.error))
         steps, start = [], 0
         for x in update.grads:
             steps.append(-taken[start : start + x.size].reshape(x.shape))

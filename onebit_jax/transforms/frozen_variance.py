@@ -114,7 +114,7 @@ class FrozenVariance(PhasedAlgorithm):
         m = list(state.momentum.m_then_compensated.value)
         averaged = self.gradient_mean.compresses
         if averaged:
-            grads = self.gradient_mean.average(grads)
+            grads = self.gradient_mean.average(grads, state.progress.count)
         for places in layout.quarters():
             leaves = [i for place in places for i in layout.leaves_of(place)]
 

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.error_feedback import Call
 from onebit_jax.collectives.exchange import Exchange, dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.k_bits import KBits
@@ -45,11 +47,11 @@ class GradientMean:
         """The exchange at a few bits."""
         return self.options.travel().of(self.axis_name, KBits(self.bits or 8, False))
 
-    def average(self, grads: Arrays) -> Arrays:
-        """The mean over all workers, float32."""
+    def average(self, grads: Arrays, count: jax.Array) -> Arrays:
+        """The mean over all workers, float32; ``count`` of updates keys the random rounding."""
         if not self.compresses:
             return self.dense(grads)
-        return self.exchange().over(grads).average(grads, ())[0]
+        return self.exchange().over(grads).average(grads, (), Call(number=count))[0]
 
     def dense(self, grads: Arrays) -> Arrays:
         """The mean, summed in float32 or bfloat16; float32."""

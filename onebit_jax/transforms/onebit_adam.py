@@ -185,7 +185,7 @@ class OnebitAdam(FrozenVariance):
     def refresh_step(self, state: State, update: Update) -> State:
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
         exchange, t = self.bound(state), state.progress.count + 1
-        mean = self.gradient_mean.average(update.grads)
+        mean = self.gradient_mean.average(update.grads, state.progress.count)
         _, correction = self.corrections(t)
         share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
         old, tree = jax.tree.flatten(state.v_then_inverse_root)

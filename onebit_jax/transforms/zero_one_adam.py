@@ -199,7 +199,7 @@ class ZeroOneAdam(PhasedAlgorithm):
 
     def dense_step(self, state: State, update: Update) -> State:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
-        g = self.gradient_mean.average(update.grads)
+        g = self.gradient_mean.average(update.grads, state.progress.count)
         exchange = self._bound(state)
         alike = exchange.layout.alike()
         old, g_stacked = alike.stack(jax.tree.leaves(state.v_then_y)), alike.stack(g)

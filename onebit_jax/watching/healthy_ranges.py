@@ -101,7 +101,7 @@ RANGES = (
         "of nine in ten coordinates all recent gradients had one sign, so that their bits are no "
         "longer random, and every step goes the same way. Look whether every worker gets new "
         "batches; if so, take a higher learning rate or a larger b.",
-        lambda figures: figures["updates"] >= 100,
+        lambda figures: figures.get("updates", 0) >= 100,
     ),
     Range(
         "greatest_ratio",

@@ -1,6 +1,7 @@
 """The scalars that a training step reports."""
 
 import collections
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import DictKey
 
+from onebit_jax.collectives.xla_workarounds import hide_constants
 from onebit_jax.transforms.algorithm import has_progress
 
 Metrics = dict[str, jax.Array]
@@ -31,8 +33,9 @@ def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metri
     These are the results of ``metrics()`` and, if ``diagnostics`` is true, of ``diagnostics()``,
     which take another pass over the state. ``phase`` is 0 if no part reports it.
 
-    A name that several parts report is prefixed with each part's label in ``optax.partition`` or
-    ``optax.named_chain``, or with its place in the state if labels do not tell the parts apart.
+    Where several parts report one name, all that these parts report is prefixed with each part's
+    label in ``optax.partition`` or ``optax.named_chain``, or with its place in the state if labels
+    do not tell the parts apart.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_reports)
     reports = [(path, _of_part(node, diagnostics)) for path, node in leaves if _reports(node)]
@@ -43,22 +46,34 @@ def of_optimizers(opt_state: optax.OptState, diagnostics: bool = False) -> Metri
         labels = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in reports]
     times = collections.Counter(name for _, metrics in reports for name in metrics)
     phase = {} if times["phase"] else {"phase": jnp.int32(0)}
-    return phase | {
-        name if times[name] == 1 else f"{label}/{name}": value
-        for label, (_, metrics) in zip(labels, reports, strict=True)
-        for name, value in metrics.items()
-    }
+    named = dict(phase)
+    for label, (_, metrics) in zip(labels, reports, strict=True):
+        prefix = f"{label}/" if any(times[name] > 1 for name in metrics) else ""
+        named |= {prefix + name: value for name, value in metrics.items()}
+    return named
+
+
+def _mean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    workers = math.prod(lax.axis_size(name) for name in axes)
+    # Before the sum, so that the largest numbers do not overflow in it.
+    power = 2 ** (workers - 1).bit_length()
+    total = lax.psum(x / power, axes)
+    if workers == power:
+        return total
+    # XLA would multiply with the rounded reciprocal of a constant: 41 times 1 / 41 is not 1.
+    return total / (hide_constants([workers], axes[0])[workers].astype(x.dtype) / power)
 
 
 def mean_over_workers(tree: Any, axes: tuple[str, ...]) -> Any:
     """Averages float arrays in one exchange, in float32 unless one of them is wider.
 
-    Other arrays, such as integers, stay as they are.
+    Other arrays, such as integers, stay as they are. A number that all workers have stays the same,
+    if its product with their number is exact, as that of a counter is.
     """
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floats))
     flat, unravel = ravel_pytree([leaves[i].astype(dtype) for i in floats])
-    for i, mean in zip(floats, unravel(lax.pmean(flat, axes)), strict=True):
+    for i, mean in zip(floats, unravel(_mean(flat, axes)), strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return structure.unflatten(leaves)

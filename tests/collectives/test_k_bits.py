@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onebit_jax.collectives.error_feedback import Call
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import BLOCK
@@ -15,6 +16,7 @@ from onebit_jax.collectives.rounding import (
     dequantize,
     dequantize_powers,
     levels,
+    offset_of,
     quantize,
     quantize_powers,
 )
@@ -97,9 +99,11 @@ def test_powers_of_two_are_right_on_average(bits):
     c[:, 128:] *= 1e-3
     c[::7] = 0
     s = block_scales(jnp.asarray(c))
-    r = quantize_powers(jnp.asarray(c), s, bits)
+    call, worker = 70_000, 3
+    r = quantize_powers(jnp.asarray(c), s, bits, offset_of(call, worker))
     got, top = np.asarray(dequantize_powers(r, s, bits)), levels(bits)
-    np.testing.assert_array_equal(got, reference.to_powers(c, np.asarray(s)[:, None], top))
+    expected = reference.to_powers(c, np.asarray(s)[:, None], top, call, worker)
+    np.testing.assert_array_equal(got, expected)
     assert set(np.unique(np.abs(r))) == set(range(top + 1))
     for half in (slice(128), slice(128, None)):
         error = (np.abs(got[:, half]) - np.abs(c[:, half])) / np.asarray(s)[:, None]
@@ -109,6 +113,22 @@ def test_powers_of_two_are_right_on_average(bits):
     scale = block_scales(powers)
     same = dequantize_powers(quantize_powers(powers, scale, bits), scale, bits)
     np.testing.assert_array_equal(same, powers)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_what_stays_the_same_comes_through_on_average_without_feedback(workers):
+    """Where scales repeat in every call and on every worker, as after a clip of elements."""
+    rng = np.random.default_rng(0)
+    values = np.broadcast_to(rng.uniform(2e-2, 1, (1, 512)), (workers, 512)).astype(np.float32)
+    values = np.where(np.arange(512) % 256 == 0, np.float32(1), values)
+
+    def means(x: jax.Array) -> jax.Array:
+        exchange = Exchange(AXIS, KBits(4, keeps_residuals=False)).over([x])
+        calls = jnp.arange(200)
+        return jax.lax.map(lambda i: exchange.average([x], (), Call(number=i))[0][0], calls)
+
+    got = np.asarray(on_workers(means, workers)(values))[0]
+    np.testing.assert_allclose(got.mean(0), values[0], rtol=0.04)
 
 
 @pytest.mark.parametrize("workers", [2, 4])

@@ -29,7 +29,7 @@ def test_a_sketch_is_linear_and_finds_what_is_large():
     estimates = np.asarray(sketch.estimates(sketch.table(jnp.asarray(x)), x.size))
     assert set(np.argsort(-np.abs(estimates))[:3]) == {3, 77, 4999}
     np.testing.assert_allclose(estimates[[3, 77, 4999]], [10, -20, 30], atol=3)
-    cleared = sketch.cleared(both, jnp.arange(5000, dtype=jnp.uint32))
+    cleared = sketch.cleared(both, jnp.arange(5000, dtype=jnp.uint32), jnp.full(5000, True))
     assert not np.any(cleared)
 
 
@@ -47,6 +47,17 @@ def test_fetch_sgd_takes_a_schedule_of_float64():
         state = on_workers(tx.init, 2)(np.ones((2, 9), np.float32))
         _, after = on_workers(tx.update, 2)(np.ones((2, 9), np.float32), state)
         assert after.error.dtype == np.float32
+
+
+def test_fetch_sgd_clears_nothing_where_nothing_is_applied():
+    """As in the first update of a schedule that begins at 0."""
+    tx = onebit_jax.fetch_sgd(optax.linear_schedule(0.0, 0.1, 5), axis_name=AXIS, share=0.1)
+    gradients = draw(0, 2, shapes=(100,))
+    state = on_workers(tx.init, 2)(gradients)
+    updates, after = on_workers(tx.update, 2)(gradients, state)
+    assert not np.any(updates)
+    sketch = CountSketch(5, after.momentum.shape[-1])
+    np.testing.assert_allclose(after.momentum[0], sketch.table(gradients.mean(0)), atol=1e-6)
 
 
 @pytest.mark.parametrize("binding", ["vmap", "shard_map"])

@@ -116,6 +116,7 @@ def exact_means(case: Case, gradients: Any) -> list[Any]:
         case.bits,
         layout,
         feedback=False,
+        numbers=exact,
     )
     return [
         map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)
