@@ -385,3 +385,30 @@ def test_from_adam_of_something_else():
     other = optax.adam(0.1).init({"w": jnp.zeros(5)})
     with pytest.raises(ValueError, match="adam_state is of parameters of the shapes"):
         onebit_jax.from_adam(other, tx, params, make_mesh((2,), (AXIS,)))
+
+
+NO_TENSORS = {
+    "Muon of matrices": lambda: onebit_jax.onebit_muon(1e-2, axis_name=AXIS),
+    "Muon of matrices, late": lambda: onebit_jax.onebit_muon(1e-2, delay=1, axis_name=AXIS),
+    "an unused group": lambda: optax.partition(
+        {name: onebit_jax.onebit_adam(1e-2, axis_name=AXIS) for name in "ab"}, {"w": "a"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_a_group_without_tensors_comes_along(name):
+    tx, params = NO_TENSORS[name](), {"w": jnp.ones((6, 3))}
+    before, after = (jax.sharding.AbstractMesh((n,), (AXIS,)) for n in (4, 2))
+    state = onebit_jax.init(tx, params, before)
+    step = onebit_jax.train_step(loss_of_rows, tx, before)
+    params, state, _ = step(params, state, np.ones((4, 3), np.float32))
+    moved = onebit_jax.resize(state, tx, params, after, from_axes=before)
+    fresh = onebit_jax.init(tx, params, after)
+    assert jax.tree.structure(moved) == jax.tree.structure(fresh)
+    step = onebit_jax.train_step(loss_of_rows, tx, after)
+    step(params, moved, np.ones((4, 3), np.float32))
+
+
+def loss_of_rows(params, batch):
+    return jnp.mean((batch @ params["w"].T - 1) ** 2)

@@ -8,10 +8,11 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
+import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
@@ -125,6 +126,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._waited_for = _ENDS_WITH_PYTHON
         if error is None:
             self.close()
             return
@@ -171,20 +173,24 @@ class Checkpoints:
           params: the parameters.
           opt_state: the optimizer state in the mesh view, as a step returns it.
           others: any other tree of arrays and numbers, such as random keys or a model's state.
-          extra: what JSON can hold, such as the place in the data. Each process has its own.
+          extra: what JSON can hold, such as the place in the data; tuples come back as lists. Each
+            process has its own.
           metric: of ``keep_best``, the smaller the better; the same on all processes. NaN is never
             among the best.
-          tx: the optimizer, whose hyperparameters ``restore`` then compares with its own ``tx``.
+          tx: the optimizer, whose hyperparameters ``restore`` then compares with its own ``tx``;
+            the one that :func:`onebit_jax.on_mesh` was given, not wrapped.
 
         Raises:
           ValueError: for a step that is not after all checkpoints that are there, or whose name
             another folder or file has; for an ``extra`` that JSON cannot hold as it is, with keys
-            that are no strings among it; for ``others`` that are no arrays or numbers, and a
-            ``metric`` that is no number; for arrays on the devices of one process, if there are
-            several.
+            that are no strings among it; for ``others`` that are no arrays or real numbers, two
+            of them under one name, and a ``metric`` that is no number; for arrays on the devices of
+            one process, if there are several.
           OSError: the folder is gone or cannot be written, or the save before this one failed.
         """
         validation.check_step_count("step", step, 1, "Give the number of updates made.")
+        if tx is not None:
+            validation.check_transformation("tx", tx)
         if metric is not None and not validation.is_real(metric):
             raise ValueError(f"metric={metric!r} must be a real number, or None.")
         step, metric = int(step), None if metric is None else float(metric)
@@ -264,6 +270,7 @@ class Checkpoints:
             where = f"the checkpoint {path}"
             try:
                 written, extra, sums = loading.on_all_processes(loading.read, path)
+                manifest.check_splits(written, tree, where)
                 like, move, axes = tree, None, written["axes"]
                 differ = workers.differ(axes, workers.axes(tree))
                 if tx is not None and (saved_tx is not None or differ):
@@ -295,10 +302,7 @@ class Checkpoints:
         """Waits for the save that is under way, then deletes superfluous checkpoints."""
         if not self._finish():
             return
-        if jax.process_index() == 0:
-            for path in self._superfluous():
-                shutil.rmtree(path)
-        _meet("superfluous checkpoints are gone")
+        _by_first_process(self._delete_superfluous)
 
     def _finish(self, timeout: float | None = None) -> bool:
         """Waits so many seconds for the save that is under way; whether there was one."""
@@ -325,6 +329,12 @@ class Checkpoints:
                 f"it are as they were"
             ) from error
 
+    def _delete_superfluous(self) -> None:
+        for path in self._superfluous():
+            # What a kill leaves of it is then deleted by the next save.
+            gone = path.rename(f"{path}{_TEMPORARY}-superfluous")
+            shutil.rmtree(gone)
+
     def _superfluous(self) -> list[pathlib.Path]:
         """Whole checkpoints, links excluded, that are neither among the latest nor the best."""
         metrics = {}
@@ -343,7 +353,8 @@ class Checkpoints:
         if self._begun and not self.folder.is_dir():
             raise FileNotFoundError(f"{self.folder} is gone; put it back, or begin in another one")
         self._begun = True
-        if jax.process_index() == 0:
+
+        def tidy() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob(f"[0-9]*{_TEMPORARY}*"):
                 shutil.rmtree(path)
@@ -351,14 +362,27 @@ class Checkpoints:
                 aside = self.folder / f"{step}.damaged"
                 shutil.rmtree(aside, ignore_errors=True)
                 (self.folder / str(step)).rename(aside)
+
+        _by_first_process(tidy)
         self._damaged = []
-        _meet("the folder of checkpoints is tidy")
 
 
-def _meet(where: str) -> None:
-    """Waits for all processes."""
+def _by_first_process(work: Callable[[], None]) -> None:
+    """Lets process 0 work, and all wait for it; raises ``OSError`` on all if it did there."""
+    problem = None
+    if jax.process_index() == 0:
+        try:
+            work()
+        except OSError as error:
+            problem = error
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(where)
+        failed = multihost_utils.process_allgather(np.array(problem is not None))
+        if problem is None and np.any(failed):
+            problem = OSError(
+                "process 0 could not tidy the folder of checkpoints up: see its error"
+            )
+    if problem is not None:
+        raise problem
 
 
 class _Files:

@@ -31,22 +31,34 @@ def checksums(x: Any) -> dict[str, int]:
 def differing(x: Any, expected: Mapping[str, int]) -> list[str]:
     """Names the parts of an array whose checksums are not the given ones.
 
-    Each process checks the parts that it holds. The array may be split otherwise than it was when
-    it was saved, as long as each saved part lies within one part now.
+    The array may be split otherwise than it was when it was saved. Each process checks the saved
+    parts of which it holds all.
     """
     held = {box: part for box, part, _ in _parts(x)}
-    wrong = []
-    for name, crc in expected.items():
-        box = _box(name)
-        for outer, part in held.items():
-            places = list(zip(outer, box, strict=True))
-            if all(a <= c and d <= b for (a, b), (c, d) in places):
-                inner = tuple(slice(c - a, d - a) for (a, _), (c, d) in places)
-                # On the host: JAX would look for the part on a mesh that the caller has set.
-                if _crc(np.asarray(part)[inner]) != crc:
-                    wrong.append(name)
-                break
-    return wrong
+    found = {name: _assembled(_box(name), held) for name in expected}
+    return [
+        name for name, part in found.items() if part is not None and _crc(part) != expected[name]
+    ]
+
+
+def _assembled(box: Box, held: Mapping[Box, Any]) -> Any:
+    """The part of an array at a place, from parts elsewhere; None if they do not cover it."""
+    whole, covered = None, 0
+    for outer, part in held.items():
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(outer, box, strict=True)]
+        if any(a > b or (a == b and c < d) for (a, b), (c, d) in zip(common, box, strict=True)):
+            continue
+        inner = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, outer, strict=True))
+        # On the host: JAX would look for the part on a mesh that the caller has set.
+        own = np.asarray(part)[inner]
+        if tuple(common) == box:
+            return own
+        if whole is None:
+            whole = np.empty([stop - start for start, stop in box], own.dtype)
+        at = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+        whole[at] = own
+        covered += own.size
+    return whole if whole is not None and covered == whole.size else None
 
 
 def _parts(x: Any) -> Iterator[tuple[Box, Any, int]]:

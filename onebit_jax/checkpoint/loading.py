@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
@@ -119,7 +120,8 @@ def filled(tree: Any) -> Any:
 def _filled_up(x: Any, like: Any) -> Any:
     """Undoes :func:`filled`."""
     if x is None:
-        return like
+        shapes_alone = isinstance(like, jax.ShapeDtypeStruct)
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding) if shapes_alone else like
     return like.dtype.type(x) if isinstance(like, np.generic) else x
 
 

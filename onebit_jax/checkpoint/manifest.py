@@ -1,5 +1,6 @@
 """The manifest of a checkpoint, which is checked before anything is restored."""
 
+import collections
 import contextlib
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ from onebit_jax.markers import nodes
 
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
-FORMAT = 10
+FORMAT = 11
 _PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -67,15 +68,31 @@ def _check_keys(content: Any) -> None:
 
 
 def check_leaves(tree: Any) -> None:
-    """Raises ``ValueError`` for a leaf that is neither an array nor a number."""
+    """Raises ``ValueError`` for a leaf that is neither an array nor a number, or named as another.
+
+    Orbax joins the names of nodes by dots, the manifest by slashes.
+    """
+    for separator in "/.":
+        named = collections.Counter(
+            jax.tree_util.keystr(path, simple=True, separator=separator)
+            for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        )
+        if twice := [name for name, times in named.items() if times > 1]:
+            raise ValueError(
+                f"two arrays would both be saved as {twice[0]!r}: give one of their nodes another "
+                f"name, without {separator!r} in it."
+            )
     for name, x in leaves(tree):
+        known = hasattr(x, "dtype") or isinstance(x, (bool, int, float))
         try:
             jnp.result_type(x)
         except TypeError:
+            known = False
+        if not known:
             raise ValueError(
-                f"{name} is {x!r:.60}, of type {type(x).__name__}, but only arrays and numbers are "
-                f"saved as such: give it as extra."
-            ) from None
+                f"{name} is {x!r:.60}, of type {type(x).__name__}, but only arrays and real "
+                f"numbers are saved as such: give it as extra."
+            )
 
 
 def check_places(tree: Any) -> None:
@@ -104,6 +121,7 @@ def describe(step: int, tree: Any) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "processes": jax.process_count(),
         "axes": workers.axes(tree),
+        "splits": workers.splits(tree),
         "types": types(tree),
         "plans": plans(tree),
         "arrays": arrays(tree),
@@ -167,6 +185,7 @@ def check_format(manifest: Any, where: str) -> None:
             "format": int(),
             "processes": int(processes),
             "axes": list(axes),
+            "splits": dict(),
             "types": dict(),
             "plans": dict(plans),
             "arrays": dict(arrays),
@@ -218,8 +237,8 @@ def check(manifest: Any, tree: Any, where: str) -> None:
             raise ValueError(
                 f"{where} is of another tree: {name} {_in_words(dtype, shape)} there and "
                 f"{_in_words(*wanted.get(name, [None, None]))} here. It was saved with another "
-                f"model or other options of the optimizer: go on with those, or begin in another "
-                f"folder."
+                f"model, other options of the optimizer or another number of simulated workers: "
+                f"go on with those, or begin in another folder."
             )
     for path, node in nodes(tree):
         plan = manifest["plans"].get(_name(path))
@@ -229,6 +248,37 @@ def check(manifest: Any, tree: Any, where: str) -> None:
             node._replace(
                 plan=type(node.plan)(**saved), since_sync=jnp.int32(plan["since_sync"])
             ).check_plan(type(node.plan)(*expected))
+
+
+def check_splits(manifest: Any, tree: Any, where: str) -> None:
+    """Checks that parameters are split over a mesh's axes as they were when they were saved.
+
+    Raises:
+      ValueError: they are not; arguments are those of :func:`check`, the tree as it is to be.
+    """
+    now = workers.axes(tree)
+    if not manifest["axes"] or not now:
+        return
+    saved, here = manifest["splits"], workers.splits(tree)
+    was, is_now = _by_order(saved, manifest["axes"]), _by_order(here, now)
+    for name in sorted(saved.keys() & here.keys()):
+        if was[name] != is_now[name]:
+            raise ValueError(
+                f"{where} is of a model that was split otherwise: the axes of params{name} lay "
+                f"along {saved[name]} of the mesh axes {[x for x, _ in manifest['axes']]} and are "
+                f"to lie along {here[name]} of {[x for x, _ in now]}, but the optimizer's state "
+                f"holds each device's part. Go on with the mesh and the param_specs that it was "
+                f"saved with."
+            )
+
+
+def _by_order(splits: dict[str, Any], axes: list[list[Any]]) -> dict[str, Any]:
+    """The splits with numbers in place of names, in the mesh's order: names do not matter."""
+    used = {name for parts in splits.values() for part in parts for name in part}
+    order = [name for name, _ in axes if name in used]
+    return {
+        name: [[order.index(x) for x in part] for part in parts] for name, parts in splits.items()
+    }
 
 
 def _workers(axes: list[list[Any]], fast: list[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_per_worker, outermost
+from onebit_jax.markers import is_per_worker, named_leaves, outermost
 from onebit_jax.states.specs import names_in
 
 
@@ -26,8 +26,13 @@ def axes(tree: Any) -> list[list[Any]]:
 
 
 def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
-    """Whether axes that are both known have different sizes; their names do not matter."""
-    return bool(before and now) and [size for _, size in before] != [size for _, size in now]
+    """Whether axes that are both known have other sizes, or another order; names do not matter."""
+    if not before or not now:
+        return False
+    if [size for _, size in before] != [size for _, size in now]:
+        return True
+    was, has = ([name for name, size in axes if size > 1] for axes in (before, now))
+    return was != has and sorted(was) == sorted(has)
 
 
 def mesh_of(tree: Any) -> Any:
@@ -68,6 +73,23 @@ def split_of(tree: Any) -> dict[str, Any]:
         return {}
     specs = jax.tree.map(lambda x: x.sharding.spec, one_worker(tree))
     return {"axis_name": sharding.spec[0], "param_specs": specs}
+
+
+def splits(tree: Any) -> dict[str, list[list[str]]]:
+    """For each parameter on a mesh, the mesh's axes along which its own axes are split.
+
+    Axes of size 1 split nothing.
+    """
+
+    def split(sharding: NamedSharding) -> list[list[str]]:
+        sizes = sharding.mesh.shape
+        parts = [[name for name in names_in(part) if sizes[name] > 1] for part in sharding.spec]
+        while parts and not parts[-1]:
+            parts.pop()
+        return parts
+
+    shardings = [(name, getattr(x, "sharding", None)) for name, x in named_leaves(one_worker(tree))]
+    return {name: split(x) for name, x in shardings if isinstance(x, NamedSharding)}
 
 
 def is_copy(x: Any, slow: tuple[str, ...]) -> bool:

@@ -2,7 +2,7 @@ r"""DRIVE: signs after a random rotation, with a scale per 256 values and no err
 
 A block :math:`x` of 256 values is rotated by :math:`R = H D / 16`, where :math:`D` is diagonal with
 random signs and :math:`H` is the Hadamard matrix of order 256. Rotated values are all about the
-same size, whatever :math:`x` is, so their signs and one scale say most about them:
+same size, so their signs and one scale say most about them:
 
 .. math::
 
@@ -11,9 +11,10 @@ same size, whatever :math:`x` is, so their signs and one scale say most about th
     s = \frac{\|R x\|_1}{256} \text{ (least error)}
 
 Every worker draws new signs in every call, so that errors are independent: the error of an unbiased
-mean falls as :math:`1/n`. A server decodes the workers' rows of its chunk, and rotates and sends
-the mean in the same way; in one stage every worker decodes and averages. Rows contain the key from
-which the signs are drawn.
+mean falls as :math:`1/n`. It is unbiased where no value exceeds all others of its block together:
+one of five times their norm decides all signs, and they are never sent. A server decodes the
+workers' rows of its chunk, and rotates and sends the mean in the same way; in one stage every
+worker decodes and averages. Rows contain the key from which the signs are drawn.
 
 Each way sends ``1/8 + 4/256`` bytes per value, and the state is the number of calls alone.
 :class:`~onebit_jax.collectives.one_bit.OneBit` keeps residuals, which correct rounding errors over
@@ -108,9 +109,9 @@ class Drive:
     feedback. :func:`onebit_jax.local_steps` and :func:`onebit_jax.compressed_mean` take it.
 
     Attributes:
-      scale: ``"unbiased"``, whose errors average out over workers and calls, at an error of about
-        0.57 of a worker's squared norm; or ``"least_error"``, at 0.36, which shrinks values to 0.64
-        of their size.
+      scale: ``"unbiased"``, whose errors average out over workers and calls unless one value is far
+        above its block, at an error of about 0.57 of a worker's squared norm; or
+        ``"least_error"``, at 0.36, which shrinks values to 0.64 of their size.
       seed: the seed of all random signs, an int in ``[0, 2**32)``.
 
     Raises:

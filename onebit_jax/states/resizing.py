@@ -1,6 +1,7 @@
 """Optimizer states taken from one number of workers to another."""
 
 import functools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -11,11 +12,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.markers import is_key, is_per_worker, named_leaves, on_key_data
-from onebit_jax.programs.over_workers import Axes, abstract_mesh
+from onebit_jax.programs.over_workers import Axes, abstract_mesh, mesh_of_arrays
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
-from onebit_jax.states.sharded_model import ShardedModel, sharded_model
+from onebit_jax.states.sharded_model import ShardedModel, check_split, sharded_model
 from onebit_jax.states.specs import MeshAxes, Specs
 from onebit_jax.states.state_layout import by_place, from_places, map_placed
 from onebit_jax.states.worker_step import row_of
@@ -85,6 +87,17 @@ class Side(NamedTuple):
             self.shapes,
             specs,
         )
+
+    def check_split(self, state: Any) -> None:
+        """Raises ``ValueError`` for arrays that lie otherwise than ``specs`` says."""
+        if self.split is None or jax.tree.structure(state) != jax.tree.structure(self.shapes):
+            return
+        likes, specs = jax.tree.leaves(self.shapes), jax.tree.leaves(self.specs)
+        leaves = named_leaves(state, "opt_state")
+        for (name, x), like, spec in zip(leaves, likes, specs, strict=True):
+            if np.ndim(x) > like.ndim:  # of copies
+                spec = P(self.workers.mesh.axis_names, *spec)
+            check_split(name, x, spec)
 
     def from_mesh_view(self, state: Any) -> Any:
         """The state by place, checked."""
@@ -162,13 +175,21 @@ def resize(
       >>> opt_state = onebit_jax.resize(opt_state, tx, params, mesh_of(2), from_axes={"data": 4})
     """
     from_tx = tx if from_tx is None else from_tx
+    for name, given in (("tx", tx), ("from_tx", from_tx)):
+        validation.check_transformation(name, given)
+    if not isinstance(from_axes, (Mesh, AbstractMesh, Mapping)):
+        raise ValueError(
+            f"from_axes={from_axes!r} must be the mesh that the state was on, or the sizes of its "
+            f"axes by name, such as {{'data': 4}}."
+        )
     before, after = both_sides(from_tx, tx, params, mesh, from_axes, axis_name, param_specs)
     copies = before.are_copies(opt_state)
+    before.check_split(opt_state)
     # In a thread of its own no mesh is set, whose devices would all take part.
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(_on_host, opt_state, copies).result()
         moved = thread.submit(_moved, held, before, after).result()
-    return _on_devices(moved, after, mesh, copies)
+    return _on_devices(moved, after, mesh_of_arrays(mesh), copies)
 
 
 def _on_host(state: Any, copies: bool) -> Any:
@@ -292,12 +313,16 @@ def both_sides(
     if model is None:
         return _whole(from_tx, params, before), _whole(tx, params, after)
     fast = [name for name in mesh.axis_names if name not in model.axes.slow_names]
-    was, will_be = ({x: axes.shape.get(x, 1) for x in fast} for axes in (before, after))
-    if was != will_be:
+    was, will_be = (
+        {x: size for x, size in axes.shape.items() if x in fast and size > 1}
+        for axes in (before, after)
+    )
+    # In order, too: states are split over the axes one within the other.
+    if list(was.items()) != list(will_be.items()):
         raise ValueError(
             f"the state was on axes of the sizes {dict(before.shape)}, which split a model over "
             f"{was}, and is to go on with {will_be}: resize takes it to another number of workers, "
-            f"split as it was. Take a mesh with the same fast axes."
+            f"split as it was. Take a mesh with the same fast axes, in the same order."
         )
     specs = model.specs(params)
     slow = tuple(name for name in before.axis_names if name not in fast)

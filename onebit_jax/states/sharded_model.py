@@ -105,8 +105,11 @@ class ShardedModel:
 
         with placement.computing_on(mesh):
             params = placement.place(params, _shardings(mesh, specs))
-            mapped = over_workers(of_shards, mesh, (specs,), self.state_specs(params))
-            return jax.jit(mapped, keep_unused=True)(params)
+            of_state = self.state_specs(params)
+            mapped = over_workers(of_shards, mesh, (specs,), of_state)
+            # Without shardings of its own a state of one worker would not show its axis.
+            shardings = _shardings(mesh, of_state)
+            return jax.jit(mapped, keep_unused=True, out_shardings=shardings)(params)
 
     def check_state(self, params: Any, opt_state: Any) -> None:
         """Checks a state that no step on this mesh has returned.
@@ -120,16 +123,7 @@ class ShardedModel:
         expected = jax.tree.leaves(self.state_specs(params))
         leaves = named_leaves(opt_state, "opt_state")
         for (name, x), spec in zip(leaves, expected, strict=True):
-            known = getattr(x, "sharding", None)
-            # Shapes to lower for have no devices, and on Explicit meshes an abstract mesh.
-            if not isinstance(known, NamedSharding) or not isinstance(known.mesh, Mesh):
-                continue
-            if not known.is_equivalent_to(NamedSharding(mesh, spec), x.ndim):
-                raise ValueError(
-                    f"{name} is split by {known.spec}, but {spec} "
-                    f"is needed: param_specs changed since init. Take those that the state was "
-                    f"made for, or call onebit_jax.init again."
-                )
+            check_split(name, x, spec, mesh)
 
     def own_parameters(self, params: Any, opt_state: Any) -> tuple[Any, int | None]:
         """The parameters that each worker trains, and their axis of workers, 0 or None.
@@ -233,6 +227,25 @@ class ShardedModel:
         out_specs = jax.tree.leaves(of_state), specs, of_state, P()
         mapped = over_workers(of_shards, axes.mesh, in_specs, out_specs)
         return mapped(params, opt_state, grads, rows, shared)
+
+
+def check_split(name: str, x: Any, spec: P, mesh: Mesh | None = None) -> None:
+    """Raises ``ValueError`` for an array that its mesh's axes split otherwise than ``spec`` says.
+
+    ``mesh`` is the one it must be on; None for its own.
+    """
+    known = getattr(x, "sharding", None)
+    # Shapes to lower for have no devices, and on Explicit meshes an abstract mesh.
+    if not isinstance(known, NamedSharding) or not isinstance(known.mesh, Mesh):
+        return
+    mesh = known.mesh if mesh is None else mesh
+    if not {*names_of(spec)} <= {*mesh.axis_names}:
+        return
+    if not known.is_equivalent_to(NamedSharding(mesh, spec), x.ndim):
+        raise ValueError(
+            f"{name} is split by {known.spec}, but {spec} is needed: param_specs changed since "
+            f"init. Take those that the state was made for, or call onebit_jax.init again."
+        )
 
 
 def _shardings(mesh: Mesh, specs: Any) -> Any:

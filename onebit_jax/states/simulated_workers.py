@@ -21,7 +21,7 @@ from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.markers import is_key, is_per_worker, on_key_data
 from onebit_jax.programs.over_workers import over_axes, over_workers
 from onebit_jax.states.placement import state_specs
-from onebit_jax.transforms.algorithm import Noted, algorithms_of
+from onebit_jax.transforms.algorithm import Noted, algorithms_of, emptied, filled
 
 
 class Workers(NamedTuple):
@@ -106,10 +106,27 @@ def carried(noted: Noted, state: Any, workers: Workers) -> Any:
     without, progress = state._replace(progress=()), progress_of(state, workers)
 
     def give(own: Any) -> Any:
-        return noted.algorithm.carry(own._replace(progress=progress), noted.like)
+        own = _without_fillers(noted, own._replace(progress=progress))
+        return noted.algorithm.carry(own, noted.like)
 
     specs = state_specs(without, workers.mesh.axis_names)
     return _in_worker_view(give, workers, (specs,), P(), without)
+
+
+def _without_fillers(noted: Noted, state: Any, shape: Callable[[Any], Any] = lambda x: x) -> Any:
+    """The state as its algorithm knows it: that of no tensors has arrays in place of empty lists.
+
+    ``shape`` makes of a whole state one like the given one.
+    """
+    if jax.tree.leaves(noted.like):
+        return state
+    made = shape(jax.eval_shape(noted.algorithm.init, noted.like))
+    return emptied(state, made._replace(progress=state.progress))
+
+
+def _shared(state: Any) -> Any:
+    """The state without what each worker has for itself."""
+    return jax.tree.map(lambda x: () if is_per_worker(x) else x, state, is_leaf=is_per_worker)
 
 
 def progress_of(state: Any, workers: Workers) -> Any:
@@ -128,15 +145,16 @@ def resumed(noted: Noted, state: Any, carried: Any, workers: Workers) -> Any:
       workers: those that go on.
     """
     without, progress = state._replace(progress=()), progress_of(state, workers)
-    shared = jax.tree.map(lambda x: () if is_per_worker(x) else x, without, is_leaf=is_per_worker)
 
     def take(carried: Any, shared: Any) -> Any:
-        own = shared._replace(progress=progress)
+        own = _without_fillers(noted, shared._replace(progress=progress), _shared)
         fields = noted.algorithm.resume(own, carried, noted.like)
+        if not jax.tree.leaves(noted.like):
+            fields = filled(fields)
         return _on_shared(lambda x: jnp.expand_dims(x, 0), fields)
 
     of_rows = P(workers.mesh.axis_names)
-    rows = _in_worker_view(take, workers, (P(), P()), of_rows, carried, shared)
+    rows = _in_worker_view(take, workers, (P(), P()), of_rows, carried, _shared(without))
     return state._replace(**_on_shared(lambda x: x[0], rows))
 
 

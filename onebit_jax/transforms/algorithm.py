@@ -239,7 +239,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         bound_axes(algorithm.exchange.axis_name)
         state = begun(params)
         _note(state.progress.count, algorithm, params)
-        return state if jax.tree.leaves(params) else _filled(state)
+        return state if jax.tree.leaves(params) else filled(state)
 
     @usual_promotion()
     @jax.named_scope(OWN_SCOPE)
@@ -261,7 +261,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         check_own_gradients(updates, axes)
         no_tensors = not jax.tree.leaves(updates)
         if no_tensors:
-            state = _emptied(state, jax.eval_shape(begun, updates))
+            state = emptied(state, jax.eval_shape(begun, updates))
         like = algorithm.tree(state)
         if like is not None:
             for tree in (updates,) if params is None else (updates, params):
@@ -293,7 +293,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             u = keep(accepted, u, jax.tree.map(jnp.zeros_like, u))
         u = [x.astype(g.dtype) for x, g in zip(u, grads, strict=True)]
         if no_tensors:
-            new = _filled(new)
+            new = filled(new)
         return structure.unflatten(u), new if when is None else when.keep(new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -313,15 +313,15 @@ def _is_empty(node: Any) -> bool:
     return isinstance(node, (list, dict)) and not node
 
 
-def _filled(state: Any) -> Any:
+def filled(state: Any) -> Any:
     """The state of no tensors, with an array in place of each empty list."""
     return jax.tree.map(
         lambda x: jnp.zeros((1,), jnp.bool) if _is_empty(x) else x, state, is_leaf=_is_empty
     )
 
 
-def _emptied(state: Any, template: Any) -> Any:
-    """Undoes :func:`_filled`, by the shapes of the state that it was made from."""
+def emptied(state: Any, template: Any) -> Any:
+    """Undoes :func:`filled`, by the shapes of the state that it was made from."""
     return jax.tree.map(
         lambda like, x: like if _is_empty(like) else x, template, state, is_leaf=_is_empty
     )

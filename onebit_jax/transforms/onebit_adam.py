@@ -47,8 +47,8 @@ class ScaleByOnebitAdamState(NamedTuple):
       variance_record: the changes of the variance, from which the end of warm-up is decided.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
         int32 ``[]``.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
-        for inactive elements; float32, a tree like the parameters.
+      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, v bias-
+        corrected, with 0 for inactive elements; float32, a tree like the parameters.
       momentum: ``m``, and the state of its exchange.
     """
 

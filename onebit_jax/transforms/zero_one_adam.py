@@ -403,7 +403,10 @@ def zero_one_adam(
     precision in every update, and take local steps together.
 
     Args:
-      learning_rate: a number, or a schedule of the number of updates made.
+      learning_rate: a number, or a schedule of the number of updates made that, once v is frozen,
+        falls smoothly and stays above 0. :math:`B` also holds residuals of earlier rates: a rate
+        cut to a tenth at once makes :math:`B / G` several times too long for a few updates, and a
+        sync at a rate of 0 sets the momentum to 0.
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.

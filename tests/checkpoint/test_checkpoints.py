@@ -314,13 +314,13 @@ def test_a_folder_that_went_away_is_an_error(tmp_path):
 def test_an_error_in_the_loop_waits_for_no_other_process(tmp_path, monkeypatch):
     """Another process that has not failed would never come; what is being saved is saved."""
 
-    def meet(where):
-        pytest.fail(f"waits for the others until {where}")
+    def meet(work):
+        pytest.fail(f"waits for the others and {work}")
 
     def train():
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(1, *make(1))
-            monkeypatch.setattr(checkpoints_module, "_meet", meet)
+            monkeypatch.setattr(checkpoints_module, "_by_first_process", meet)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -365,6 +365,18 @@ def test_checksums_of_parts():
     assert checksums.differing(whole.at[2, 1].add(1e-6), sums) == ["2:3,0:3"]
     assert list(checksums.checksums(whole)) == ["0:4,0:3"]
     assert checksums.checksums(jax.random.key(1)) != checksums.checksums(jax.random.key(2))
+
+
+def test_checksums_of_parts_that_are_split_finer_or_otherwise():
+    mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    mesh = jax.sharding.Mesh(mesh.devices, ("a", "b"))
+    x = np.arange(24.0).reshape(4, 6)
+    for before, after in ((P(), P("a")), (P("a"), P(None, "b")), (P("a", "b"), P("b", "a"))):
+        sums = checksums.checksums(jax.device_put(x, NamedSharding(mesh, before)))
+        now = jax.device_put(x, NamedSharding(mesh, after))
+        assert checksums.differing(now, sums) == []
+        changed = jax.device_put(x + 1e-6 * (x == 9), NamedSharding(mesh, after))
+        assert len(checksums.differing(changed, sums)) == 1
 
 
 def test_a_manifest_knows_of_every_change(tmp_path):

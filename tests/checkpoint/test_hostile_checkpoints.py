@@ -78,7 +78,7 @@ def test_others_of_scalars_come_back_as_they_were(tmp_path):
     assert {k: type(v) for k, v in restored.items()} == {k: type(v) for k, v in others.items()}
 
 
-@pytest.mark.parametrize("text", ["text", np.array(["text"])])
+@pytest.mark.parametrize("text", ["text", "float32", np.array(["text"]), 1j])
 def test_others_of_text_are_named(tmp_path, text):
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match=r"^others/a/0 is .*give it as extra"):
@@ -139,6 +139,42 @@ def test_a_checkpoint_whose_manifest_is_gone_is_not_deleted(tmp_path):
     (tmp_path / "1" / "manifest" / "manifest.json").unlink()
     save(tmp_path, 2, 3, 4)
     assert Checkpoints(tmp_path).steps() == [1, 3, 4]
+
+
+def test_what_a_kill_left_of_a_superfluous_checkpoint_is_deleted(tmp_path, monkeypatch):
+    def killed(path):
+        (path / "manifest" / "manifest.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        checkpoints = Checkpoints(tmp_path, keep_last=1)
+        checkpoints.save(1, PARAMS, STATE)
+        checkpoints.save(2, PARAMS, STATE)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.close()
+    assert Checkpoints(tmp_path).steps() == [2]
+    save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["3"]
+
+
+def test_a_save_after_a_block_waits_as_one_before_it_does(tmp_path, monkeypatch):
+    """With Python 3.12 and later, where nobody waits for it at the end."""
+    monkeypatch.setattr("onebit_jax.checkpoint.checkpoints._ENDS_WITH_PYTHON", False)
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints:
+        checkpoints.save(1, PARAMS, STATE)
+    checkpoints.save(2, PARAMS, STATE)
+    assert checkpoints._saving is None
+
+
+@pytest.mark.parametrize("others", [{"a.b": 1, "a": {"b": 2}}, {"a/b": 1, "a": {"b": 2}}])
+def test_two_arrays_of_one_name_are_refused(tmp_path, others):
+    with (
+        Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"^two arrays would both be saved as 'others.a.b'"),
+    ):
+        checkpoints.save(1, PARAMS, STATE, others)
 
 
 def test_a_file_in_a_checkpoints_place(tmp_path):

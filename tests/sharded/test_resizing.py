@@ -5,6 +5,8 @@ an unsplit state of these shards, taken from the devices of the place by hand. A
 an unsplit model's small tensors travel together, a split one's alone.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -181,3 +183,56 @@ def test_another_split_is_refused():
     four = jax.make_mesh((2, 4), (SLOW, "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match=r"split a model over \{'fsdp': 2\}, and is to go on with"):
         onebit_jax.resize(opt_state, tx, params, four, from_axes=before, **split_of(four))
+
+
+def test_parameters_that_are_split_otherwise_are_refused(tmp_path):
+    """Shapes are the same, but each device's part of the state is that of other elements."""
+    tx, mesh = onebit_jax.onebit_adam(1e-2, axis_name=SLOW), mesh_of(2)
+    params = draw(mesh)
+    opt_state = onebit_jax.init(tx, params, mesh, **split_of(mesh))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, params, opt_state)
+    other = {"axis_name": SLOW, "param_specs": SPECS | {"columns": P("fsdp", None)}}
+    columns = jax.device_put(params["columns"], NamedSharding(mesh, P("fsdp", None)))
+    moved = params | {"columns": columns}
+    fresh = onebit_jax.init(tx, moved, mesh, **other)
+    for given in ({}, {"tx": tx}, {"tx": tx, "saved_tx": tx}):
+        with (
+            Checkpoints(tmp_path) as checkpoints,
+            pytest.raises(ValueError, match=r"params\['columns'\] lay along \[\[\], \['fsdp'\]\]"),
+        ):
+            checkpoints.restore(moved, fresh, **given)
+    with pytest.raises(ValueError, match="param_specs changed since init"):
+        onebit_jax.resize(opt_state, tx, moved, mesh, from_axes=mesh, **other)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_fast_axes_in_another_order_are_refused(workers, tmp_path):
+    tx, specs, made = onebit_jax.compressed_mean(SLOW), P("fsdp", "tensor"), []
+    split: Any = {"axis_name": SLOW, "param_specs": specs}
+    for count, names in ((2, ("fsdp", "tensor")), (workers, ("tensor", "fsdp"))):
+        mesh = make_mesh((count, 2, 2), (SLOW, *names), AxisType.Auto)
+        params = {"w": jax.device_put(np.ones((4, 4), np.float32), NamedSharding(mesh, specs))}
+        made.append((mesh, params, onebit_jax.init(tx, params, mesh, **split)))
+    (before, params, opt_state), (after, moved, fresh) = made
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, params, opt_state)
+        for given in ({}, {"tx": tx}):
+            with pytest.raises(ValueError, match=r"lay along \[\['fsdp'\], \['tensor'\]\] of"):
+                checkpoints.restore(moved, fresh, **given)
+    with pytest.raises(ValueError, match="in the same order"):
+        onebit_jax.resize(opt_state, tx, moved, after, from_axes=before, **split)
+
+
+def test_one_worker_goes_on_from_a_checkpoint_of_two(tmp_path):
+    tx = onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=SLOW)
+    before, after = mesh_of(2), make_mesh((1, 2), (SLOW, "fsdp"), AxisType.Auto)
+    params, opt_state = train(before, tx)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(6, params, opt_state)
+        fresh = draw(after)
+        state = onebit_jax.init(tx, fresh, after, **split_of(after))
+        restored = checkpoints.restore(fresh, state, tx=tx)
+    expected = onebit_jax.resize(opt_state, tx, params, after, from_axes=before, **split_of(after))
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, expected)
+    train(after, tx, (restored.params, restored.opt_state), steps=1)
