@@ -120,7 +120,7 @@ def resize(
     opt_state: StateT,
     tx: optax.GradientTransformation,
     params: optax.Params,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     from_axes: Axes,
     from_tx: optax.GradientTransformation | None = None,
@@ -150,7 +150,7 @@ def resize(
         NumPy's, as restored ones may be.
       tx: the optimizer that continues with it; the one that ``on_mesh`` was given, not wrapped.
       params: the parameters, or their shapes, without an axis of workers.
-      mesh: the mesh on which it continues.
+      mesh: the mesh on which it continues; one without devices for simulated workers.
       from_axes: the mesh that it was on, or the sizes of its axes by name, in order.
       from_tx: the optimizer that made it; by default ``tx``. The two may differ in
         ``axis_name``, ``bits``, ``residual_dtype`` and other options of the exchange.
@@ -302,7 +302,7 @@ def both_sides(
     from_tx: optax.GradientTransformation,
     tx: optax.GradientTransformation,
     params: Any,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     from_axes: Axes,
     axis_name: str | tuple[str, str] | None = None,
     param_specs: Specs = None,
