@@ -299,6 +299,20 @@ def test_a_state_of_birder_that_no_update_makes_is_told_of():
     assert "Go back to a checkpoint" in only(diagnosis, "greatest_ratio")
 
 
+def test_figures_of_an_optimizer_stay_together_where_another_reports_some_of_them():
+    adam = onebit_jax.onebit_adam(1e-3, warmup=3, axis_name="data")
+    others = onebit_jax.onebit_lamb_published(1e-3, warmup=3, axis_name="data")
+    tx = optax.partition({"a": adam, "b": others}, {"v": "a", "w": "b"})
+    params = replicated({"v": np.ones(8, np.float32), "w": np.ones(8, np.float32)})
+    names = onebit_jax.diagnose(params, onebit_jax.init(tx, params, MESH), MESH).figures.keys()
+    assert {"a/variance_at", "a/variance_growth", "b/variance_growth", "b/frozen_at"} <= names
+    assert not {"variance_at", "frozen_at", "dead_share"} & names
+
+
+def test_a_figure_of_another_optimizer_needs_no_number_of_updates():
+    assert healthy_ranges.warnings_of({"saturation": 0.95}, 4) == ()
+
+
 def test_of_several_optimizers_the_label_is_told():
     [warning] = healthy_ranges.warnings_of(
         {"rest/residual_ratio": 3.0, "matrices/residual_ratio": 101.0}, 4

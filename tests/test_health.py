@@ -116,6 +116,13 @@ def test_a_scaled_loss_has_the_same_gradients():
     assert_equal(scaled, plain)
 
 
+@pytest.mark.parametrize("scale", [jnp.ones(1), 1 + 0j, "a", 0.0, float("nan"), jnp.int32(2)])
+def test_a_loss_scale_that_is_no_positive_float_is_refused(scale):
+    step, state = start(dense(), loss_fn=faulty_loss)
+    with pytest.raises(ValueError, match=r"^loss_scale"):
+        step(*state, with_fault(make_batches(1)[0]), loss_scale=scale)
+
+
 def test_a_scaled_loss_of_parameters_in_float16_is_refused():
     params = {"w": jnp.ones(3, jnp.float16)}
     step, state = start(dense(), params=params, loss_fn=lambda p, x: jnp.sum(p["w"]) * jnp.mean(x))

@@ -165,6 +165,24 @@ def assert_untouched(after, before):
     jax.tree.map(np.testing.assert_array_equal, forget(after), forget(before))
 
 
+@pytest.mark.parametrize("max_skipped", [None, 3])
+def test_what_is_refused_leaves_the_models_state(max_skipped):
+    def counting(params, batch, model_state):
+        return jnp.mean((batch @ params) ** 2), {}, {"count": model_state["count"] + 1}
+
+    tx = adam(5)
+    params, state = jnp.ones(4), {"count": np.int32(0)}
+    mesh = jax.sharding.AbstractMesh((2,), ("data",))
+    opt_state = onebit_jax.init(tx, params, mesh)
+    step = onebit_jax.train_step(counting, tx, mesh, max_skipped=max_skipped)
+    for phase, refused in (("warmup", False), ("compression", True)):
+        params, opt_state, state, metrics = step(
+            params, opt_state, np.ones((8, 4), np.float32), model_state=state, phase=phase
+        )
+        assert int(state["count"]) == 1
+        assert (metrics["phase"] == -1) == refused
+
+
 def test_what_is_refused_leaves_all_of_a_chain_as_it_was():
     """Here a decay and a momentum of the user's own would move parameters and state."""
     loop = Loop(optax.chain(adam(1), optax.add_decayed_weights(-0.1), optax.trace(0.9)))

@@ -412,6 +412,26 @@ def test_optimizers_that_a_calibration_does_not_have_are_left_out(tmp_path, caps
     assert f"\nLeft out, since the calibration does not have them: {names}.\n" in printed
 
 
+def test_utilization_leaves_out_what_a_calibration_does_not_have(tmp_path):
+    kinds = ("Adam, no exchange", "Adam with pmean", "1-bit Adam", "1-bit Adam, warm-up")
+    path = write_calibration(
+        tmp_path / "step.json", kinds={kind: {"seconds": [0.5]} for kind in kinds}
+    )
+    setting = DENSE_WARMUP._replace(calibration=plan.read_calibration(path))
+    rows = plan.utilization(setting, (1e9,), (1,)).rows
+    assert [*rows] == ["dense float32", "dense bfloat16", "1-bit Adam", "DiLoCo, every 1"]
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_no_compute_hides_an_exchange_of_local_steps(bits):
+    """What they exchange is known after the update alone, also where they do so in each."""
+    setting = SETTING._replace(overlap=0.5)
+    every = [plan.predict(plan.local_steps(n, bits), setting).step for n in (1, 2, 4)]
+    assert every[0] > every[1] > every[2]
+    alone = plan.predict(plan.local_steps(1, bits), SETTING._replace(overlap=0.0))
+    assert every[0] == alone.step
+
+
 def test_an_optimizer_without_its_warm_up_in_the_calibration_is_left_out(tmp_path):
     calibration = plan.read_calibration(write_calibration(tmp_path / "step.json"))
     del calibration["1-bit LAMB, warm-up"]

@@ -62,6 +62,15 @@ def test_a_call_that_is_not_made_changes_nothing():
     assert_equal(exchange.state, before)
 
 
+def test_a_first_gradient_of_zeros_does_not_set_the_threshold():
+    exchange = Exchanging(LargestValues(0.02, 1000), {"w": (100,)}, 2)
+    values = {"w": np.zeros((2, 100), np.float32)}
+    exchange(values)
+    values["w"] = values["w"] + np.linspace(0, 0.01, 100, dtype=np.float32)
+    values["w"][:, 50] = 100
+    assert exchange(values)["w"][0, 50] == 100
+
+
 # Which they are.
 
 
