@@ -175,7 +175,8 @@ def test_what_is_refused_leaves_the_models_state(max_skipped):
     mesh = jax.sharding.AbstractMesh((2,), ("data",))
     opt_state = onebit_jax.init(tx, params, mesh)
     step = onebit_jax.train_step(counting, tx, mesh, max_skipped=max_skipped)
-    for phase, refused in (("warmup", False), ("compression", True)):
+    calls: list[tuple[Phase, bool]] = [("warmup", False), ("compression", True)]
+    for phase, refused in calls:
         params, opt_state, state, metrics = step(
             params, opt_state, np.ones((8, 4), np.float32), model_state=state, phase=phase
         )
