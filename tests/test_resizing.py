@@ -387,6 +387,17 @@ def test_from_adam_of_something_else():
         onebit_jax.from_adam(other, tx, params, make_mesh((2,), (AXIS,)))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizers_state_comes_along(name):
+    tx = OPTIMIZERS[name].make(AXIS)
+    params = {"w": jnp.ones((6, 3)), "b": jnp.ones(3)}
+    before, after = (make_mesh((n,), (AXIS,)) for n in (4, 2))
+    state = onebit_jax.init(tx, params, before)
+    moved = onebit_jax.resize(state, tx, params, after, from_axes=before)
+    fresh = onebit_jax.init(tx, params, after)
+    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, fresh)
+
+
 NO_TENSORS = {
     "Muon of matrices": lambda: onebit_jax.onebit_muon(1e-2, axis_name=AXIS),
     "Muon of matrices, late": lambda: onebit_jax.onebit_muon(1e-2, delay=1, axis_name=AXIS),

@@ -251,34 +251,43 @@ def check(manifest: Any, tree: Any, where: str) -> None:
 
 
 def check_splits(manifest: Any, tree: Any, where: str) -> None:
-    """Checks that parameters are split over a mesh's axes as they were when they were saved.
+    """Checks that a model is split over fast axes as it was when it was saved.
 
     Raises:
-      ValueError: they are not; arguments are those of :func:`check`, the tree as it is to be.
+      ValueError: it is not; arguments are those of :func:`check`, the tree as it is to be.
     """
-    now = workers.axes(tree)
-    if not manifest["axes"] or not now:
-        return
+    now, slow = workers.axes(tree), workers.slow_names(tree)
+    fast = {name for name, size in now if size > 1 and name not in slow}
+    if not fast or not fast <= {name for name, _ in manifest["axes"]}:
+        return  # whole, or on axes of other names
     saved, here = manifest["splits"], workers.splits(tree)
-    was, is_now = _by_order(saved, manifest["axes"]), _by_order(here, now)
-    for name in sorted(saved.keys() & here.keys()):
-        if was[name] != is_now[name]:
+    shapes = arrays({"params": tree["params"]})
+    for name in sorted(saved.keys() & here.keys() & manifest["arrays"].keys()):
+        was, is_now = (
+            _over(fast, axes, parts[name])
+            for axes, parts in ((manifest["axes"], saved), (now, here))
+        )
+        # Only one of them may have an axis of workers.
+        more = len(manifest["arrays"][name][1]) - len(shapes[name][1])
+        if _stripped(was[max(more, 0) :]) != _stripped(is_now[max(-more, 0) :]):
             raise ValueError(
-                f"{where} is of a model that was split otherwise: the axes of params{name} lay "
-                f"along {saved[name]} of the mesh axes {[x for x, _ in manifest['axes']]} and are "
-                f"to lie along {here[name]} of {[x for x, _ in now]}, but the optimizer's state "
-                f"holds each device's part. Go on with the mesh and the param_specs that it was "
-                f"saved with."
+                f"{where} is of a model that was split otherwise: the axes of {name} lay along "
+                f"{saved[name]} of the mesh axes {[x for x, _ in manifest['axes']]} and are to lie "
+                f"along {here[name]} of {[x for x, _ in now]}, but the optimizer's state holds "
+                f"each device's part. Go on with the mesh and the param_specs that it was saved "
+                f"with."
             )
 
 
-def _by_order(splits: dict[str, Any], axes: list[list[Any]]) -> dict[str, Any]:
-    """The splits with numbers in place of names, in the mesh's order: names do not matter."""
-    used = {name for parts in splits.values() for part in parts for name in part}
-    order = [name for name, _ in axes if name in used]
-    return {
-        name: [[order.index(x) for x in part] for part in parts] for name, parts in splits.items()
-    }
+def _over(fast: set[str], axes: list[list[Any]], parts: list[list[str]]) -> list[list[int]]:
+    """What splits the axes of an array, of the fast axes, each by its place among these."""
+    order = [name for name, _ in axes if name in fast]
+    return [[order.index(name) for name in part if name in fast] for part in parts]
+
+
+def _stripped(parts: list[list[int]]) -> list[list[int]]:
+    last = max((i for i, part in enumerate(parts) if part), default=-1)
+    return parts[: last + 1]
 
 
 def _workers(axes: list[list[Any]], fast: list[str]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_per_worker, named_leaves, outermost
+from onebit_jax.markers import is_per_worker, outermost
 from onebit_jax.states.specs import names_in
 
 
@@ -76,19 +76,20 @@ def split_of(tree: Any) -> dict[str, Any]:
 
 
 def splits(tree: Any) -> dict[str, list[list[str]]]:
-    """For each parameter on a mesh, the mesh's axes along which its own axes are split.
+    """For each parameter on a mesh, by name, the mesh's axes along which its own axes are split.
 
-    Axes of size 1 split nothing.
+    Axes of size 1 split nothing. Copies have their axis of workers.
     """
 
     def split(sharding: NamedSharding) -> list[list[str]]:
         sizes = sharding.mesh.shape
-        parts = [[name for name in names_in(part) if sizes[name] > 1] for part in sharding.spec]
-        while parts and not parts[-1]:
-            parts.pop()
-        return parts
+        return [[name for name in names_in(part) if sizes[name] > 1] for part in sharding.spec]
 
-    shardings = [(name, getattr(x, "sharding", None)) for name, x in named_leaves(one_worker(tree))]
+    leaves = jax.tree_util.tree_leaves_with_path({"params": tree["params"]})
+    shardings = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), getattr(x, "sharding", None))
+        for path, x in leaves
+    ]
     return {name: split(x) for name, x in shardings if isinstance(x, NamedSharding)}
 
 

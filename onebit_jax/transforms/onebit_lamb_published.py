@@ -236,15 +236,16 @@ class OnebitLambPublished(FrozenVariance):
         factors = alike.numbers(state.factors)
         return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
 
-    def carry(self, state: State, like: Any) -> tuple[Any, ...]:
-        """Momentum, residuals and the fresh variance of each tensor."""
+    def carry(self, state: State, like: Any) -> Any:
+        """Momentum and residuals; and the fresh variance of each tensor."""
         fresh = fused.cut(self.exchange.over(like), state.fresh_variance)
-        return *super().carry(state, like), fresh
+        return super().carry(state, like), fresh
 
     def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
         """Momentum, residuals and the fresh variance of each tensor."""
-        fresh = fused.join(self.exchange.over(like), carried[2])
-        return {**super().resume(state, carried, like), "fresh_variance": fresh}
+        kept, fresh_of_tensors = carried
+        fresh = fused.join(self.exchange.over(like), fresh_of_tensors)
+        return {**super().resume(state, kept, like), "fresh_variance": fresh}
 
 
 def scale_by_onebit_lamb_published(
