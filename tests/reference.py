@@ -449,7 +449,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
     def compress(c, number, server=False):
         s = np.maximum(np.abs(c).max(-1, keepdims=True), np.float32(2.0**-117))
         if not feedback and bits < 8:
-            which = np.arange(len(c)).reshape(-1, *[1] * (c.ndim - 1))
+            which: Any = np.arange(len(c)).reshape(-1, *[1] * (c.ndim - 1))
             return to_powers(c, s, levels, number, which, server)
         if not feedback:
             r = np.sign(c) * np.round(levels * np.sqrt(np.abs(c) / s))
