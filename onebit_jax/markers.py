@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 class PerWorker(NamedTuple):
@@ -87,3 +88,20 @@ def nodes(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
 def nodes_with(method: str, tree: Any) -> list[Any]:
     """The nodes of a tree that have a method, such as an optimizer's state may have."""
     return [node for _, node in nodes(tree) if hasattr(node, method)]
+
+
+def is_masked(node: Any) -> bool:
+    """True where a tree has no leaf of its own, as within ``optax.masked`` and ``partition``."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def in_place_of(tree: Any, params: Any) -> Any:
+    """The leaves of a tree in the dtypes of ``params``, and ``params`` where it is masked.
+
+    >>> params = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.zeros(1)}
+    >>> in_place_of({"w": jnp.zeros(2), "b": optax.MaskedNode()}, params)
+    {'b': Array([0.], dtype=float32), 'w': Array([0, 0], dtype=bfloat16)}
+    """
+    return jax.tree.map(
+        lambda x, p: p if is_masked(x) else x.astype(p.dtype), tree, params, is_leaf=is_masked
+    )

@@ -1,14 +1,16 @@
-"""Two processes that do not make the same step: told so at its first call, before they could wait.
+"""Two processes that do not make the same step, or from other numbers: told so before they wait.
 
 Run as `python -m tests.test_hostile_processes FOLDER PROCESSES RANK PORT` it is one of them.
 """
 
+import functools
 import os
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,22 +19,39 @@ import onebit_jax
 from tests.processes import join_processes, run_processes
 
 # What the second process has otherwise, and what it is told.
+_PROGRAM = "differ in the loss, the optimizer or arrays that they capture"
 CASES = {
     "max_skipped": "differ in max_skipped",
-    "program": "differ in max_skipped, the loss, the optimizer, arrays that they capture or",
-    "accumulation": "differ in accumulation, the loss",
-    "warmup": "differ in the loss, the optimizer, arrays that they capture or the shapes of",
-    "captured": "differ in the loss, the optimizer, arrays that they capture or",
+    "program": "differ in max_skipped",
+    "accumulation": "differ in accumulation",
+    "warmup": _PROGRAM,
+    "captured": _PROGRAM,
+    "direction": _PROGRAM,
     "rows": "jax.make_array_from_process_local_data",
     "x64": "differ in jax_enable_x64",
+    "precision": "differ in jax_default_matmul_precision",
     "prng": "differ in jax_default_prng_impl",
     "flags": "differ in XLA_FLAGS",
+    "seed": "params['w'] is not the same on all processes",
+    "checkpoint": "opt_state[0].progress.count is not the same on all processes",
+    "later checkpoint": "opt_state[0].progress.count is not the same on all processes",
     "nothing": "",
 }
 
 
 def loss_fn(params, batch):
     return jnp.mean((params["w"] - batch) ** 2)
+
+
+def running_sums(reverse, updates, params):
+    del params
+    return jax.tree.map(lambda x: jax.lax.cumsum(x, reverse=reverse), updates)
+
+
+def on_all(mesh, x):
+    """A global array of which this process gives its own device's copy, compared with no other."""
+    own = jax.device_put(x, jax.local_devices()[0])
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), [own])
 
 
 def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
@@ -48,16 +67,33 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
         warmup = 5 if second and case == "warmup" else 3
         learning_rate = jnp.float32(2e-2 if second and case == "captured" else 1e-2)
         tx = onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name="data")
+        if case == "direction":
+            tx = optax.chain(tx, optax.stateless(functools.partial(running_sums, second)))
         step = onebit_jax.train_step(loss_fn, tx, mesh, **(options if second else {}))
         params = {"w": np.zeros(5, np.float32)}
         state = onebit_jax.init(tx, params, mesh)
+        made_here = functools.partial(on_all, mesh)
+        if case == "seed":
+            params = {"w": made_here(np.full(5, rank, np.float32))}
+        if case == "later checkpoint":
+            params, state, _ = step(params, state, np.ones((8, 5), np.float32))
+        if "checkpoint" in case:
+            # As restored from this process's own disk.
+            own, *others = state
+            progress = own.progress._replace(count=made_here(np.int32(rank)))
+            state = (own._replace(progress=progress), *others)
         batch = np.full((8, 5), 1.0 + rank * (case == "rows"), np.float32)
         try:
             prng = "rbg" if second and case == "prng" else "threefry2x32"
             # JAX has read its flags; what is compared is what it was started with.
             flags = "--xla_cpu_enable_fast_math=true" if second and case == "flags" else ""
             os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / str(rank)} {flags}"
-            with jax.enable_x64(second and case == "x64"), jax.default_prng_impl(prng):
+            precision = "float32" if second and case == "precision" else None
+            with (
+                jax.enable_x64(second and case == "x64"),
+                jax.default_prng_impl(prng),
+                jax.default_matmul_precision(precision),
+            ):
                 params, state, _ = step(params, state, batch)
             told[case] = np.array("")
         except ValueError as error:

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, Literal
 
+import jax.core
+
 from onebit_jax import validation
 from onebit_jax.collectives.compressor import Compressor, Form
 from onebit_jax.collectives.exchange import Exchange
@@ -106,3 +108,28 @@ def check_compressor(compressor: Any, bits: int, default_bits: int) -> None:
         )
     if bits != default_bits:
         raise ValueError(f"bits={bits} and compressor={compressor} exclude each other: give one.")
+
+
+def check_decay_counts(name: str, decay: Any, compressor: Compressor | None) -> None:
+    """Raises ``ValueError`` for a decay of residuals other than 1 where none are kept.
+
+    Args:
+      name: the argument's.
+      decay: the factor of residuals; not looked at where it is traced.
+      compressor: what is given; None for 32 bits.
+    """
+    known = not isinstance(decay, jax.core.Tracer)
+    if known and float(decay) != 1 and not hasattr(compressor, "residuals"):
+        which = "bits=32" if compressor is None else compressor
+        raise ValueError(
+            f"{name}={decay!r} multiplies residuals, but {which} keeps none: leave it out."
+        )
+
+
+def check_unused(exchange: ExchangeOptions) -> None:
+    """Raises ``ValueError`` for options of an exchange at 32 bits, which compresses nothing."""
+    if exchange != ExchangeOptions():
+        raise ValueError(
+            f"exchange={exchange!r} are options of an exchange of fewer bits, but with bits=32 "
+            f"nothing is compressed: leave them out, or give 1, 2, 4 or 8 bits."
+        )

@@ -31,7 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
+from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.error_feedback import Call, Calls
 from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
 from onebit_jax.collectives.one_bit import power_sum, scaled_signs
@@ -44,7 +46,9 @@ class MajorityVote:
 
     For the argument ``compressor`` of :func:`onebit_jax.local_steps`, whose ``update`` takes a
     worker's weight as ``vote_weight``, and of :func:`onebit_jax.compressed_mean`. It sends a bit
-    per parameter each way, keeps no state of full size, and has no error feedback.
+    per parameter each way, keeps no state of full size, and has no error feedback. ``vote_weight``
+    is a worker's own number, or a vector of all workers', as :func:`onebit_jax.train_step` passes
+    it on; a node's weight is the sum of its devices'.
 
     Example:
       GeoMesh: Lion on every worker, a vote of 50 updates' progress, Nesterov momentum outside:
@@ -78,7 +82,10 @@ class MajorityVote:
             sections.append(piece.pack(jnp.where(zero_is_positive, z >= 0, z > 0), 1))
             sums.append(power_sum(z if piece.joined else z[None], "mean_abs"))
         magnitudes = jnp.concatenate(sums) / jnp.maximum(_sizes(layout), 1)
-        sent = jnp.append(magnitudes, jnp.asarray(call.weight, jnp.float32))
+        weight = _own_weight(call.weight, layout.axes)
+        if layout.axes.local is not None:
+            weight = lax.psum(weight, layout.axes.local)
+        sent = jnp.append(magnitudes, weight)
         return [
             *sections,
             scale_bytes(jnp.broadcast_to(sent, (layout.axes.nodes, sent.size))),
@@ -103,6 +110,22 @@ class MajorityVote:
     def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """The numbers ``s v`` that rows stand for, in pieces."""
         return scaled_signs(layout, rows)
+
+
+def _own_weight(given: ArrayLike, axes: Axes) -> jax.Array:
+    """A worker's weight: the number that it gives, or its own of a vector for all workers."""
+    weights = jnp.asarray(given, jnp.float32)
+    if weights.shape == (axes.workers,):
+        own = jnp.int32(0)
+        for name in axes.names:
+            own = own * lax.axis_size(name) + lax.axis_index(name)
+        return weights[own]
+    if weights.shape:
+        raise ValueError(
+            f"vote_weight has shape {weights.shape}, but must be one number, a worker's own, or "
+            f"have one for each of the {axes.workers} workers."
+        )
+    return weights
 
 
 def _sizes(layout: Layout) -> jax.Array:

@@ -14,7 +14,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_key, is_per_worker, named_leaves, nodes_with, on_key_data
+from onebit_jax.markers import (
+    is_key,
+    is_masked,
+    is_per_worker,
+    named_leaves,
+    nodes_with,
+    on_key_data,
+)
 from onebit_jax.programs import replica_check
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.transforms.promotion import usual_promotion
@@ -123,11 +130,25 @@ def strong(x: Any) -> Any:
 
 
 def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The parameters that a worker trains: those in the state if it has such, else ``params``."""
+    """The parameters that a worker trains: those in the state if it has such, else ``params``.
+
+    Several optimizers may have some each, within ``optax.partition``.
+    """
     for node in nodes_with("worker_parameters", opt_state):
-        if jax.tree.structure(node.own.value) == jax.tree.structure(params):
-            return node.worker_parameters(params)
+        if _fits(node.own.value, params):
+            params = node.worker_parameters(params)
     return params
+
+
+def _fits(tree: Any, params: optax.Params) -> bool:
+    """Whether a tree is one like the parameters; it may be masked in places."""
+    try:
+        masked_alike = jax.tree.map(
+            lambda x, p: x if is_masked(x) else p, tree, params, is_leaf=is_masked
+        )
+    except ValueError:
+        return False
+    return jax.tree.structure(masked_alike) == jax.tree.structure(tree)
 
 
 def is_placed(x: Any, sharding: NamedSharding) -> bool:

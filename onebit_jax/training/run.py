@@ -24,6 +24,12 @@ class Run:
         self.phases = PhaseChoice()
         self.skips: collections.deque[Skips] = collections.deque([no_skips()], maxlen=2)
         self._returned: Any = lambda: None
+        self._observed = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call has returned a state of it yet."""
+        return not self._observed
 
     def returned(self, params: optax.Params, opt_state: optax.OptState) -> bool:
         """Whether the last call returned this state."""
@@ -35,7 +41,7 @@ class Run:
 
     def observe(self, params: optax.Params, opt_state: optax.OptState, skips: Skips) -> None:
         """Records the results of a call."""
-        self._returned = weakref.ref(_first_array(params, opt_state))
+        self._returned, self._observed = weakref.ref(_first_array(params, opt_state)), True
         self.skips.append(skips)
 
     def check(self, params: optax.Params, max_skipped: int) -> None:

@@ -15,7 +15,7 @@ from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
 from onebit_jax.states import placement
 from onebit_jax.states.sharded_model import sharded_model
 from onebit_jax.states.specs import Specs
-from onebit_jax.training.agreement import check_agreement
+from onebit_jax.training import agreement
 from onebit_jax.training.arguments import Arguments, Options, Placements, Setup, check_batch
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.model_state import check_shared_model_state
@@ -97,11 +97,16 @@ class TrainStep:
                 phase = run.phases.choose(opt_state, phase)
             given = given._replace(measured=np.bool(measured), skips=run.skips[-1])
             placed = self._placements.place(given)
+            several = jax.process_count() > 1 and not traced
+            if several and not self._calls:
+                agreement.check_options(self._setup, placed)
+            if several and run.is_new:
+                agreement.check_values(placed)
         # With the mesh itself, not its abstract form, a call and `lower` share compiled programs.
         with placement.computing_on(self._setup.devices, concretely=not traced):
             program = self._program(placed, phase)
-            if jax.process_count() > 1 and not traced and not self._calls:
-                check_agreement(self._setup, program.trace(*placed.by_donation()).jaxpr)
+            if several and not self._calls:
+                agreement.check_program(program.trace(*placed.by_donation()).jaxpr)
             _, results, metrics, outlook, skips = program(*placed.by_donation())
         if not traced:
             run.phases.observe(results[1], outlook, phase)

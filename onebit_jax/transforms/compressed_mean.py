@@ -11,7 +11,13 @@ from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.compressor import Compressor
 from onebit_jax.collectives.error_feedback import Arrived, Call, Calls, ExchangeState
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
+from onebit_jax.collectives.exchange_options import (
+    ExchangeOptions,
+    check_compressor,
+    check_decay_counts,
+    check_options,
+    check_unused,
+)
 from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
 from onebit_jax.transforms.mean_gradients import mean_gradients
@@ -86,6 +92,7 @@ class CompressedMean(Algorithm):
         """``u = EC(g_1, ..., g_n)``."""
         exchange = self.exchange.over(update.grads, state.exchange)
         call = update.call(self.residual_decay, self.residual_decay)
+        call = call._replace(weight=update.extra_args.get("vote_weight", 1.0))
         mean, kept = exchange.average(update.grads, state.exchange, call)
         return state._replace(exchange=kept), mean
 
@@ -188,7 +195,8 @@ def compressed_mean(
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of
     :func:`onebit_jax.onebit_adam`. Transformations of each worker's own gradients, such as
-    clipping, go before it. ``update`` accepts any ``phase`` and ignores it.
+    clipping, go before it. ``update`` accepts any ``phase`` and ignores it, and a
+    ``vote_weight`` for :class:`onebit_jax.MajorityVote`.
 
     Args:
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
@@ -254,8 +262,11 @@ def compressed_mean(
         )
     if compressor is not None:
         check_compressor(compressor, bits, 1)
+        check_decay_counts("residual_decay", residual_decay, compressor)
         return transformation(CompressedMean(residual_decay, exchange.of(axis_name, compressor)))
     if bits == 32:
+        check_unused(exchange)
+        check_decay_counts("residual_decay", residual_decay, None)
         return _uncompressed(axis_name)
     algorithm = DelayedMean if delay else CompressedMean
     return transformation(algorithm(residual_decay, exchange.at_bits(axis_name, bits)))

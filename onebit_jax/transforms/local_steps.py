@@ -14,7 +14,13 @@ from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.compressor import Compressor
 from onebit_jax.collectives.error_feedback import Call
 from onebit_jax.collectives.exchange import Exchange, dense_mean
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_compressor, check_options
+from onebit_jax.collectives.exchange_options import (
+    ExchangeOptions,
+    check_compressor,
+    check_decay_counts,
+    check_options,
+    check_unused,
+)
 from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
 from onebit_jax.collectives.xla_workarounds import overwrite_one
 from onebit_jax.markers import as_own, own
@@ -61,11 +67,11 @@ class LocalSteps(Algorithm):
 
     def init(self, params: optax.Params) -> State:
         """Sets ``x`` and all ``x_i`` to the parameters."""
-        state = self.inner.init(params)
-        check_exchanges_nothing(self.inner, params, state)
-        check_moves(self.outer, params)
         # Copies: a step donates the state and the parameters.
         shared = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
+        state = self.inner.init(shared)
+        check_exchanges_nothing(self.inner, shared, state)
+        check_moves(self.outer, params)
         groups = Fragments(shared, self.fragments).split(shared)
         return LocalStepsState(
             progress=begin(),
@@ -113,9 +119,8 @@ class LocalSteps(Algorithm):
         """
         tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
-        steps, inner_state = self.inner.update(
-            tree.unflatten(update.grads), inner, tree.unflatten(update.params), **update.extra_args
-        )
+        grads = tree.unflatten([g.astype(jnp.float32) for g in update.grads])
+        steps, inner_state = self.inner.update(grads, inner, x, **update.extra_args)
         steps = jax.tree.map(lambda u: u.astype(jnp.float32), steps)
         moved = jax.tree.map(jnp.add, x, steps)
         inner_state, moved = keep(update.when, (inner_state, moved), (inner, x))
@@ -302,8 +307,8 @@ def local_steps(
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Its state is the inner and
-      the outer state, ``x`` and ``x_i`` at 8 bytes per parameter, and the residuals of
-      :func:`onebit_jax.compressed_mean`.
+      the outer state, of float32 parameters whatever their dtype, ``x`` and ``x_i`` at 8 bytes per
+      parameter, and the residuals of :func:`onebit_jax.compressed_mean`.
 
     Raises:
       ValueError: for an invalid option; from ``init`` for an inner optimizer that exchanges
@@ -354,14 +359,15 @@ def local_steps(
     check_options(exchange)
     if compressor is not None:
         check_compressor(compressor, bits, 32)
+        check_decay_counts("error_decay", error_decay, compressor)
         how = exchange.of(axis_name, compressor)
+    elif bits == 32:
+        check_unused(exchange)
+        check_decay_counts("error_decay", error_decay, None)
+        # Only the axis counts.
+        how = exchange.at_bits(axis_name, 8)
     else:
-        # At 32 bits nothing is compressed, and only the axis counts.
-        how = (
-            exchange.travel().at_bits(axis_name, 8)
-            if bits == 32
-            else exchange.at_bits(axis_name, bits)
-        )
+        how = exchange.at_bits(axis_name, bits)
     compresses = bits < 32 or compressor is not None
     inner = optax.with_extra_args_support(inner)
     return transformation(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, in_place_of, own
 from onebit_jax.transforms.phases import Progress
 
 
@@ -53,12 +53,15 @@ class LocalStepsState(NamedTuple):
     exchange: tuple[Any, ...]
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
-        """``x``, in the dtypes of ``params``: the parameters to evaluate and to publish."""
-        return jax.tree.map(lambda x, p: x.astype(p.dtype), self.shared, params)
+        """``x``, in the dtypes of ``params``: the parameters to evaluate and to publish.
+
+        Those of other optimizers, within ``optax.partition``, are returned as they are.
+        """
+        return in_place_of(self.shared, params)
 
     def worker_parameters(self, params: optax.Params) -> optax.Params:
         """``x_i``, in the dtypes of ``params``, in the worker view: the parameters in training."""
-        return jax.tree.map(lambda x, p: x[0].astype(p.dtype), self.own.value, params)
+        return in_place_of(own(self.own), params)
 
     def metrics(self) -> dict[str, jax.Array]:
         """Scalars to log, as one worker sees them.

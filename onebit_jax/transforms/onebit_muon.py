@@ -1,7 +1,6 @@
 """Muon on gradients that are exchanged at a few bits per parameter."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
+from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options, check_unused
 from onebit_jax.transforms.compressed_mean import compressed_mean
 from onebit_jax.transforms.late_correction import late_correction
 from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
@@ -135,7 +134,8 @@ def onebit_muon(
     _check_static(nesterov, ns_steps, consistent_rms, bits, adam_bits, delay)
     check_options(exchange)
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
-    mean_of = functools.partial(compressed_mean, axis_name, delay=delay)
+    if bits == adam_bits == 32:
+        check_unused(exchange)
     correction = [late_correction()] if delay else []
     muon = optax.chain(
         orthogonalized_momentum(
@@ -150,6 +150,11 @@ def onebit_muon(
         *correction,
         optax.scale_by_learning_rate(rate),
     )
+
+    def mean_of(bits: int, **options: Any) -> optax.GradientTransformationExtraArgs:
+        # At 32 bits nothing is compressed, and no option applies.
+        return compressed_mean(axis_name, bits, delay=delay, **(options if bits < 32 else {}))
+
     mean_of_matrices = mean_of(bits, residual_decay=residual_decay, exchange=of_matrices)
     parts: dict[Any, Any] = {
         "muon": in_float32(optax.chain(mean_of_matrices, muon)),

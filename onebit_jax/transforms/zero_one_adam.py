@@ -16,7 +16,7 @@ from onebit_jax.collectives.error_feedback import Call, ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
 from onebit_jax.collectives.xla_workarounds import materialize
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, in_place_of
 from onebit_jax.transforms import phases, step_sets, warmup
 from onebit_jax.transforms.algorithm import (
     Arrays,
@@ -70,12 +70,12 @@ class ZeroOneAdamState(NamedTuple):
           params: the parameters that belong to this state.
 
         Returns:
-          ``y``, in the dtypes of ``params``, or ``params`` themselves until v is frozen.
+          ``y``, in the dtypes of ``params``, or ``params`` themselves until v is frozen, and
+          where they belong to another optimizer, within ``optax.partition``.
         """
         frozen = self.progress.frozen_at >= 0
-        return jax.tree.map(
-            lambda y, p: jnp.where(frozen, y.astype(p.dtype), p), self.v_then_y, params
-        )
+        synced = in_place_of(self.v_then_y, params)
+        return jax.tree.map(lambda y, p: jnp.where(frozen, y, p), synced, params)
 
     def metrics(self) -> dict[str, jax.Array]:
         """Scalars to log, as one worker sees them.

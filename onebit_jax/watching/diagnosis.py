@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.markers import nodes
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states import placement
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
@@ -26,6 +26,8 @@ from onebit_jax.watching.replica_checksums import (
     checksum,
     find_divergences,
     holders,
+    leaves_by_name,
+    shared_names,
 )
 
 # Scales begin at 0, or at 2**-117 where there are several bits.
@@ -109,10 +111,10 @@ def diagnose(
     if are_copies(axes, state):
         state = mesh_view(axes, state)
     own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
-    leaves = _leaves(state)
+    leaves = leaves_by_name(state)
     specs = [_spec(axes, x, is_own) for x, is_own in zip(leaves.values(), own, strict=True)]
     _check_placed(leaves, specs, mesh)
-    shared = _shared_names(state, own) if isinstance(mesh, Mesh) else {}
+    shared = shared_names(state, own) if isinstance(mesh, Mesh) else {}
     with placement.computing_on(mesh_of_arrays(mesh)):
         tree, places = jax.tree.structure(state), tuple(shared.values())
         program = _program(mesh, axes.slow, tree, tuple(specs), tuple(own), places)
@@ -128,14 +130,6 @@ def diagnose(
     if sent and mesh.shape[axes.slow_names[0]] > 1:
         values["workers_alike"] = float(any(_are_alike(x, y, mesh, axes) for x, y in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
-
-
-def _leaves(state: dict[str, Any]) -> dict[str, Any]:
-    """All leaves by their names, such as ``params['w']``."""
-    return {
-        f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
 
 
 def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
@@ -161,23 +155,6 @@ def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | Abstr
                 f"onebit_jax.train_step returned last, and the mesh and the axis_name that it was "
                 f"made for; in a loop of your own place arrays by onebit_jax.state_specs."
             )
-
-
-def _shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
-    """The names of the leaves that must be the same on all workers, with their places."""
-    states = nodes_with("own_parameters", state["opt_state"])
-    trees = (_leaves({"params": x.own_parameters()}) for x in states)
-    differing = {name for tree in trees for name, differs in tree.items() if differs}
-    leaves = _leaves(state)
-    # An optimizer whose tree is not like the parameters, as within optax.lookahead, does not tell
-    # which of them it means.
-    if not differing <= leaves.keys():
-        differing = {name for name in leaves if name.startswith("params")}
-    return {
-        name: place
-        for place, (name, is_own) in enumerate(zip(leaves, own, strict=True))
-        if not is_own and name not in differing
-    }
 
 
 def _are_alike(

@@ -8,7 +8,7 @@ places arrays wrongly, a kernel whose results depend on the machine.
 import collections
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from onebit_jax.markers import is_key
+from onebit_jax.markers import is_key, nodes_with
 from onebit_jax.states.specs import names_of
 
 # Of a tensor: which devices, by their place in the mesh, hold the same of it, and their checksums.
@@ -110,6 +110,36 @@ def _words(x: jax.Array) -> jax.Array:
         return x.astype(jnp.int32).astype(jnp.uint32)
     word = {8: jnp.uint8, 16: jnp.uint16}.get(bits, jnp.uint32)
     return lax.bitcast_convert_type(x, word).astype(jnp.uint32)
+
+
+def leaves_by_name(state: dict[str, Any]) -> dict[str, Any]:
+    """All leaves of the trees in a dict by their names, such as ``params['w']``."""
+    return {
+        f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
+    """The names of the leaves that must be the same on all workers, with their places.
+
+    Args:
+      state: ``params`` and ``opt_state``, and what else the workers share.
+      own: for each leaf whether it is in a :class:`~onebit_jax.PerWorker`.
+    """
+    states = nodes_with("own_parameters", state["opt_state"])
+    trees = (leaves_by_name({"params": x.own_parameters()}) for x in states)
+    differing = {name for tree in trees for name, differs in tree.items() if differs}
+    leaves = leaves_by_name(state)
+    # An optimizer whose tree is not like the parameters, as within optax.lookahead, does not tell
+    # which of them it means.
+    if not differing <= leaves.keys():
+        differing = {name for name in leaves if name.startswith("params")}
+    return {
+        name: place
+        for place, (name, is_own) in enumerate(zip(leaves, own, strict=True))
+        if not is_own and name not in differing
+    }
 
 
 def holders(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> np.ndarray:

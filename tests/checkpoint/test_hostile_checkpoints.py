@@ -154,9 +154,8 @@ def test_what_a_kill_left_of_a_superfluous_checkpoint_is_deleted(tmp_path, monke
         checkpoints = Checkpoints(tmp_path, keep_last=1)
         checkpoints.save(1, PARAMS, STATE)
         # With Python 3.12 and later `save` itself waits here, and raises.
-        with pytest.raises(Killed):
+        with pytest.raises(Killed), checkpoints:
             checkpoints.save(2, PARAMS, STATE)
-            checkpoints.close()
     assert Checkpoints(tmp_path).steps() == [2]
     save(tmp_path, 3, keep_last=1)
     assert names(tmp_path) == ["3"]

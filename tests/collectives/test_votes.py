@@ -13,6 +13,7 @@ from onebit_jax.collectives import votes
 from onebit_jax.collectives.votes import Votes
 from tests import reference
 from tests.collectives.exchanging import Exchanging, averaged
+from tests.runs import axis_of
 from tests.workers import AXIS, assert_workers_agree, draw, on_workers
 
 
@@ -169,6 +170,33 @@ def test_nodes_vote_and_one_node_averages(sizes):
             own = slice(start, start + held)
             expected[own] = np.mean([np.abs(x[own]).mean() for x in means]) * v[own]
     np.testing.assert_allclose(got[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [WORKERS, (2, 2)])
+@pytest.mark.parametrize("weights", [[10, 1, 1, 1], [1, 10, 5, 5]])
+def test_one_vector_may_hold_all_weights(sizes, weights):
+    """A node's weight is the sum of its devices'."""
+    tx = onebit_jax.compressed_mean(axis_of(sizes), compressor=onebit_jax.MajorityVote())
+    signs = np.array([1, -1, -1, -1] if sizes == WORKERS else [1, 1, -1, -1], np.float32)
+
+    def vote(g, own, together):
+        return [tx.update(g, tx.init(g), vote_weight=weight)[0] for weight in (own, together, 1.0)]
+
+    grads = np.repeat(signs[:, None], 40, 1)
+    together = np.tile(np.float32(weights), (WORKERS, 1))
+    own, by_place, alike = on_workers(vote, sizes)(grads, np.float32(weights), together)
+    total = np.dot(signs, weights)
+    np.testing.assert_array_equal(own, np.full((WORKERS, 40), np.sign(total)))
+    np.testing.assert_array_equal(by_place, own)
+    if sizes == WORKERS:
+        np.testing.assert_array_equal(alike, -np.ones((WORKERS, 40)))
+
+
+def test_weights_of_another_number_of_workers_are_refused():
+    tx = onebit_jax.compressed_mean(AXIS, compressor=onebit_jax.MajorityVote())
+    vote = on_workers(lambda g: tx.update(g, tx.init(g), vote_weight=jnp.ones(3))[0], WORKERS)
+    with pytest.raises(ValueError, match=r"^vote_weight has shape \(3,\), but .* of the 4 workers"):
+        vote(np.ones((WORKERS, 8), np.float32))
 
 
 @pytest.mark.parametrize(

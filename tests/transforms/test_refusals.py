@@ -166,6 +166,8 @@ HALF = {"exchange": ExchangeOptions(residual_dtype="bfloat16")}
 BUCKETS = {"exchange": ExchangeOptions(bucket_bytes=128)}
 MULTIPLE = r"must be a number, and a multiple of fragments=4"
 BOUND: dict[str, Any] = {"axis_name": AXIS}
+AT_32 = BOUND | {"bits": 32}
+VOTE = BOUND | {"compressor": onebit_jax.MajorityVote()}
 THRESHOLD = BOUND | {"compressor": onebit_jax.LargestValues(), "exchange": TWO_STAGES}
 IDENTITY = {"variance_refreshes": lambda count: count}
 adam, local, muon = onebit_jax.onebit_adam, onebit_jax.local_steps, onebit_jax.onebit_muon
@@ -198,6 +200,15 @@ mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
             RATED | {"exchange": ONE_STAGE},
             r"^form='one-stage' is not a form of Votes.*has 'two-stage' only: leave it out",
         ),
+        (
+            mean,
+            AT_32 | {"exchange": ONE_STAGE},
+            "^exchange=.* with bits=32 nothing is compressed",
+        ),
+        (local, LOCAL | {"exchange": ONE_STAGE}, "^exchange=.* with bits=32 nothing is compressed"),
+        (mean, AT_32 | {"residual_decay": 0.5}, "^residual_decay=0.5 .* but bits=32 keeps none"),
+        (local, LOCAL | {"error_decay": 0.5}, "^error_decay=0.5 .* but bits=32 keeps none"),
+        (mean, VOTE | {"residual_decay": 0.5}, "^residual_decay=0.5 .* but MajorityVote.* keeps"),
         (local, LOCAL | {"fragments": 4}, f"^every=6 {MULTIPLE}"),
         (local, LOCAL | {"fragments": 4, "every": 3}, f"^every=3 {MULTIPLE}"),
         (
@@ -220,6 +231,8 @@ NODES = [x for x in OUT_OF_RANGE if "exchange" in inspect.signature(x).parameter
 @pytest.mark.parametrize("make", NODES, ids=lambda make: make.__name__)
 def test_options_of_an_exchange_between_nodes_are_named(make):
     usual, _ = OUT_OF_RANGE[make]
+    if make is local:
+        usual = usual | {"bits": 8}  # 32, its default, has no options
     half: Any = "float16"
     message = r"^local_dtype='float16' must be 'float32' or 'bfloat16'"
     with pytest.raises(ValueError, match=message):
