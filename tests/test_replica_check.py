@@ -328,3 +328,11 @@ def test_a_condition_that_workers_do_not_share_is_refused(name):
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_a_condition_that_they_share_is_not(name):
     check_waits(ACCEPTED[name])
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_empty_parameters_may_be_all_that_an_optimizer_has(shape):
+    params = {"matrix": jnp.zeros((7, 5)), "empty": jnp.zeros(shape)}
+    onebit_jax.init(onebit_jax.onebit_muon(1e-2, axis_name="data"), params, MESH)
+    tx = optax.chain(onebit_jax.compressed_mean("data"), optax.adam(1e-2))
+    onebit_jax.init(tx, {"empty": params["empty"]}, MESH)

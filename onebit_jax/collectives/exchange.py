@@ -310,6 +310,9 @@ class BoundExchange:
 
     def average_in_stages(self, tree: Any, state: Any, call: Call) -> Stages[tuple[Any, Any]]:
         """The stages of :meth:`average`."""
+        if not self.layout.pieces:
+            # Empty tensors: these are the same on all workers, to the checks of programs too.
+            return self.layout.full(0.0), state
         if not self.compresses:
             # A single node has no use for a mean that is kept, as residuals are in bfloat16.
             return self.node_mean_tree(tree), state

@@ -113,10 +113,17 @@ def _advice(plan: Plan) -> str:
         below = plan.thresholds[name][1]
         if gain <= 1 and 0 < below < math.inf:
             sentences.append(f"It would be faster below {format_rate(below)}.")
-    if setting.steps <= WARMUP.min_steps:
+    earliest, modelled = WARMUP.earliest_end(), setting.warmup * setting.steps
+    if setting.steps <= earliest:
         sentences.append(
-            f"onebit_adam's default warm-up does not end before update {WARMUP.min_steps}, and "
+            f"onebit_adam's default warm-up does not end before update {earliest}, and "
             f"this run has {setting.steps}: give it warmup=N, a number of updates."
+        )
+    elif modelled < earliest:
+        sentences.append(
+            f"onebit_adam's default warm-up does not end before update {earliest}, but this counts "
+            f"{modelled:.0f}: --warmup {earliest / setting.steps:.2g} counts all, or give it "
+            f"warmup=N."
         )
     return " ".join(sentences).replace("%", " %")
 

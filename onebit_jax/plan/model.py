@@ -38,13 +38,18 @@ arrive, the share ``overlap`` of a step's compute, 0 unless it is given; one who
 one step late, by all of the compute. A run is its warm-up, whose gradients travel in
 ``warmup_bits``, never hidden, and the steps after it: 32 and 16 are dense all-reduces, 8 and 4 the
 optimizer's exchange at that many bits. An optimizer whose variance is refreshed makes that exchange
-again in 16 steps of each octave. If only some steps exchange, their time and bytes are averaged
+again in 16 steps of each octave. 0/1 Adam refreshes its variance, dense in float32, and syncs in
+its published step sets. If only some steps exchange, their time and bytes are averaged
 over all steps.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from onebit_jax import validation
 from onebit_jax.plan import calibration
@@ -57,6 +62,8 @@ from onebit_jax.plan.optimizers import (
     bytes_at,
     encoding_bytes_at,
 )
+from onebit_jax.transforms.step_sets import published_sync_steps, published_variance_steps
+from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
 # In an octave of updates, by `step_sets.published_variance_steps(16)`.
 _REFRESHES = 16
@@ -154,12 +161,15 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
     """Predicts a run with one optimizer, for a setting that ``check`` has checked."""
     exchange, sent = _exchange(optimizer.exchange, optimizer.bytes_per_parameter, setting)
     work = _work(optimizer.benchmark, optimizer.encoding_bytes, setting)
-    beside_backward = optimizer.rounds == 1 and not optimizer.local
+    every_step = optimizer.rounds == 1 and not optimizer.published_steps
+    beside_backward = every_step and not optimizer.local
     hidden = 1.0 if optimizer.late else setting.overlap if beside_backward else 0.0
     waited = _waited(exchange, setting.step_time, hidden)
     step = setting.step_time + optimizer.rounds * (waited + work)
     step_bytes = optimizer.rounds * sent
     steps = setting.steps
+    if optimizer.published_steps:
+        return _in_published_steps(optimizer, exchange, work, waited, sent, setting)
     if not optimizer.warmup:
         run, run_bytes = steps * step, steps * step_bytes
         return Prediction(optimizer, exchange, work, step, None, run, step_bytes, run_bytes)
@@ -176,6 +186,50 @@ def predict(optimizer: Optimizer, setting: Setting) -> Prediction:
         run += refreshes * added
         run_bytes += refreshes * warming_bytes
     return Prediction(optimizer, exchange, work, step, warmup_step, run, step_bytes, run_bytes)
+
+
+def _in_published_steps(
+    optimizer: Optimizer,
+    exchange: float,
+    work: float,
+    waited: float,
+    sent: float,
+    setting: Setting,
+) -> Prediction:
+    """0/1 Adam: before the freeze it refreshes, dense, or compresses; then it syncs or is local."""
+    freeze = min(max(1, round(setting.warmup * setting.steps)), setting.steps)
+    refreshes, syncs = _published_counts(freeze, setting.steps)
+    dense, dense_bytes = _exchange("dense", FLOAT32_BYTES, setting)
+    compressions, later = freeze - refreshes, setting.steps - freeze
+    before = refreshes * dense + compressions * (waited + work)
+    after = syncs * (waited + work)
+    run = setting.steps * setting.step_time + before + after
+    run_bytes = refreshes * dense_bytes + (compressions + syncs) * sent
+    share = syncs / later if later else 1.0
+    return Prediction(
+        optimizer,
+        exchange,
+        work,
+        setting.step_time + share * (waited + work),
+        setting.step_time + before / freeze,
+        run,
+        share * sent,
+        run_bytes,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _published_counts(freeze: int, steps: int) -> tuple[int, int]:
+    """How many updates refresh the variance, and how many sync after the freeze."""
+    defaults = inspect.signature(zero_one_adam).parameters
+    scaler, *gaps = (
+        defaults[name].default
+        for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper")
+    )
+    counts = np.arange(steps)
+    refreshes = published_variance_steps(scaler)(counts[:freeze])
+    syncs = published_sync_steps(freeze, *gaps)(counts[freeze:])
+    return int(np.sum(refreshes)), int(np.sum(syncs))
 
 
 def covered(optimizers: Sequence[Optimizer], setting: Setting) -> list[Optimizer]:

@@ -58,6 +58,8 @@ class Optimizer(NamedTuple):
         ``warmup_bits``.
       refreshed: whether some steps after the warm-up, at growing gaps, exchange gradients as it
         does, too.
+      published_steps: whether it exchanges in the step sets that 0/1 Adam has by default, its
+        variance freezing at the end of the setting's warm-up.
       encoding_bytes: bytes an element that encoding and decoding read and write beyond what Adam's
         own update does.
       late: whether an exchange is needed only at the end of the next step, so that all of its
@@ -75,6 +77,7 @@ class Optimizer(NamedTuple):
     rounds: float = 1.0
     warmup: bool = False
     refreshed: bool = False
+    published_steps: bool = False
     encoding_bytes: float = 0.0
     late: bool = False
     local: bool = False
@@ -135,6 +138,7 @@ def row(name: str, exchange: Form = "hierarchical") -> Optimizer:
         rounds=entry.rounds,
         warmup=entry.warms_up,
         refreshed=entry.refreshed,
+        published_steps=name == "zero_one_adam",
         encoding_bytes=entry.encoding_bytes,
         advised=entry.advised,
         make=entry.make,

@@ -267,11 +267,10 @@ REGISTRY: dict[str, Entry] = {
         "1-bit LAMB, published", 1e-2, onebit_lamb_published
     )._replace(encoding_bytes=41, planned=False),
     # Its variance begins at 0 without bias correction, so steps are larger than Adam's at the same
-    # learning rate, and larger still with fewer refreshes. The published step sets exchange in this
-    # share of the paper's 152,000 updates, of which 12,500 come before the freeze. A sync reads and
-    # writes B and y, and does not decode m (14).
+    # learning rate, and larger still with fewer refreshes. A sync reads and writes B and y, and
+    # does not decode m (14).
     "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(
-        rounds=0.49, encoding_bytes=27, benchmark="0/1 Adam, sync"
+        encoding_bytes=27, benchmark="0/1 Adam, sync"
     ),
     # In the first update workers also share where they have gradients. It has no scales or
     # residuals, and reads both averages once more to draw signs.
