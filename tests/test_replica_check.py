@@ -336,3 +336,24 @@ def test_empty_parameters_may_be_all_that_an_optimizer_has(shape):
     onebit_jax.init(onebit_jax.onebit_muon(1e-2, axis_name="data"), params, MESH)
     tx = optax.chain(onebit_jax.compressed_mean("data"), optax.adam(1e-2))
     onebit_jax.init(tx, {"empty": params["empty"]}, MESH)
+
+
+def test_what_init_has_checked_a_step_does_not_trace_again():
+    traced = []
+
+    def update(updates, state, params=None):
+        del params
+        traced.append(updates)
+        return updates, state
+
+    counting = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    tx = optax.chain(onebit_jax.mean_gradients("data"), counting)
+    params = {"w": jnp.zeros(3)}
+    state = onebit_jax.init(tx, params, MESH)
+    assert len(traced) == 1
+    step = onebit_jax.train_step(lambda p, x: jnp.mean(p["w"] * x), tx, MESH)
+    step.lower(params, state, jnp.ones((8, 3)))
+    assert len(traced) == 2
+    other = {"w": jnp.zeros(4)}
+    onebit_jax.init(tx, other, MESH)
+    assert len(traced) == 3

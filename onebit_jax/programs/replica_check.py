@@ -5,6 +5,7 @@ same on all workers, except for state in a :class:`~onebit_jax.PerWorker`. The t
 whether they are (:mod:`onebit_jax.programs.collective_check`).
 """
 
+import weakref
 from typing import Any
 
 import jax
@@ -45,7 +46,34 @@ _NEEDS = {
 }
 
 
+# What has passed, by the optimizers' functions: `init` and every step check the same.
+_passed: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
 def check_replicas(
+    tx: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    specs: Any,
+    mesh: Mesh | AbstractMesh,
+    extra_args: dict[str, Any] | None = None,
+) -> None:
+    """:func:`checked_program`, traced only once for the same optimizer and shapes."""
+    given = jax.eval_shape(lambda x: x, (params, opt_state, extra_args or {}))
+    leaves = [(x.shape, x.dtype) for x in jax.tree.leaves(given)]
+    key = jax.tree.structure(given), tuple(leaves), tuple(jax.tree.leaves(specs)), mesh
+    try:
+        passed = _passed.setdefault(tx.update, set())
+    except TypeError:  # an object that is not hashable
+        passed = set()
+    if key in passed:
+        return
+    # One that needs arguments which are not known yet is checked once they are.
+    if checked_program(tx, params, opt_state, specs, mesh, extra_args) is not None:
+        passed.add(key)
+
+
+def checked_program(
     tx: optax.GradientTransformation,
     params: Any,
     opt_state: Any,

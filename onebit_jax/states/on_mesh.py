@@ -196,7 +196,7 @@ class OnMesh:
                 check_local_steps(self._tx, shards, split, mesh, axes)
             state = initial(P())
             of_workers = placement.state_specs(state, axes.slow)
-            program = replica_check.check_replicas(
+            program = replica_check.checked_program(
                 self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
             )
             if program is not None and split is not None:

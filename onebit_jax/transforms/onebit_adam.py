@@ -209,14 +209,14 @@ class OnebitAdam(FrozenVariance):
 
     def direction(self, state: State, update: Update) -> Arrays:
         """``m / (sqrt(v) + eps)``, bias-corrected; bounded once v is frozen."""
-        over_root, arrays = self.momentum_over_root(state, update)
-        return self.bound(state).layout.alike().map(over_root, *arrays)
+        exchange = self.bound(state)
+        over_root, arrays = self.momentum_over_root(exchange, state, update)
+        return exchange.layout.alike().map(over_root, *arrays)
 
     def momentum_over_root(
-        self, state: State, update: Update
+        self, exchange: BoundExchange, state: State, update: Update
     ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[Arrays, Arrays]]:
         """The direction as a function of one tensor's arrays, and the arrays of all tensors."""
-        exchange = self.bound(state)
         of_m, of_v = self.corrections(state.progress.count)
         frozen = state.progress.frozen_at >= 0
         compressed = update.phase in self.after()

@@ -104,7 +104,8 @@ class OnebitLamb(OnebitAdam):
 
     def direction(self, state: Any, update: Update) -> Arrays:
         """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
-        over_root, arrays = self.momentum_over_root(state, update)
+        exchange = self.bound(state)
+        over_root, arrays = self.momentum_over_root(exchange, state, update)
         frozen = jnp.where(state.running > 0, state.running, 1.0)
         dense = state.progress.phase == PHASES.index("warmup")
         factors = frozen
@@ -116,7 +117,7 @@ class OnebitLamb(OnebitAdam):
         def scaled(factor: Any, rate: Any, m: jax.Array, y: jax.Array, p: jax.Array) -> jax.Array:
             return factor * lamb.decayed(over_root(m, y), p, rate)
 
-        alike = self.bound(state).layout.alike()
+        alike = exchange.layout.alike()
         return alike.map(scaled, *arrays, update.params, numbers=(factors, rates))
 
 
