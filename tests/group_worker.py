@@ -1,8 +1,8 @@
 """One of the processes of `test_process_group.py`, which need no JAX.
 
-    python -m tests.group_worker ADDRESS ID COUNT TIMEOUT SEED [raise|interrupt|exit|leave|wait]
+    python -m tests.group_worker ADDRESS ID COUNT TIMEOUT SEED [HOW]
 
-meets the others, tells them its seed, makes three steps, and then fails, leaves, or waits.
+meets the others, tells them its seed, makes three steps, and then fails, leaves, or waits, as HOW says.
 """
 
 import os
@@ -17,6 +17,8 @@ from onebit_jax.training.process_member import Member
 def main(
     address: str, index: str, count: str, timeout: str, seed: str, then: str = "leave"
 ) -> None:
+    # Started in a shell's background, a process ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with Member(address, int(count), int(index), float(timeout), 5.0, exit_status) as member:
         member.agree({"--seed": seed})
         print("agreed", flush=True)
@@ -26,13 +28,20 @@ def main(
             case "raise":
                 raise ValueError("the disk is full")
             case "interrupt":
-                # Started in a shell's background, a process ignores it.
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                os.kill(os.getpid(), signal.SIGINT)
+                _interrupt()
+            case "interrupt twice":
+                threading.Timer(1, _interrupt).start()
+                _interrupt()
+            case "interrupt the wait for others":
+                threading.Timer(1, _interrupt).start()
             case "exit":
                 sys.exit(7)
             case "wait":
                 threading.Event().wait()
+
+
+def _interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,9 @@ def test_those_that_agree_leave_together():
         (1, "raise", 1, "ValueError: the disk is full"),
         slow(0, "raise", 1, "ValueError: the disk is full"),
         slow(1, "interrupt", 130, "it was interrupted"),
+        (1, "interrupt twice", 130, "it was interrupted"),
+        slow(0, "interrupt twice", 130, "it was interrupted"),
+        slow(1, "interrupt the wait for others", 130, "it was interrupted"),
         slow(1, "exit", 7, "it exited with 7"),
     ],
 )

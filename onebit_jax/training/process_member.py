@@ -103,12 +103,13 @@ class Member(ProcessGroup):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._left.set()
-        if not isinstance(error, RefusedError):
-            status = None if error is None else self._exit_status(error)
-            if error is not None and status is not None:
-                self._fail(error, *status)
-            self._send(left=self._calls)
-            self._await_answer()
+        while True:
+            try:
+                self._leave(error)
+                break
+            except KeyboardInterrupt as interrupt:
+                # If it left this block, JAX's own end would wait for the others.
+                error = interrupt
         self._over = True
         self._send(done=True)
         self._close()
@@ -116,6 +117,16 @@ class Member(ProcessGroup):
     def agree(self, same: Mapping[str, str]) -> None:
         """As of :class:`ProcessGroup`."""
         self._send(said=dict(same))
+        self._await_answer()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Waits until all processes leave; ends this one if it failed alone."""
+        if isinstance(error, RefusedError):
+            return
+        status = None if error is None else self._exit_status(error)
+        if error is not None and status is not None:
+            self._fail(error, *status)
+        self._send(left=self._calls)
         self._await_answer()
 
     def _await_answer(self) -> None:
@@ -129,7 +140,8 @@ class Member(ProcessGroup):
     def _fail(self, error: BaseException, code: int, text: str) -> None:
         """Ends the process: JAX's own end would wait for the others."""
         self.progress()  # lest the others take the wait for a stall
-        time.sleep(_NEWS_SECONDS)
+        with contextlib.suppress(KeyboardInterrupt):  # a second one ends the wait
+            time.sleep(_NEWS_SECONDS)
         self._over = True
         if code == FAILED and isinstance(error, Exception):
             traceback.print_exception(error)
@@ -172,10 +184,12 @@ class Member(ProcessGroup):
         self._exit(code)
 
     def _exit(self, code: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._close()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._close()
+        finally:
+            os._exit(code)
 
     def _close(self) -> None:
         """Ends the connection; process 0 waits a little until all others have read why."""
