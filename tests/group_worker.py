@@ -2,7 +2,7 @@
 
     python -m tests.group_worker ADDRESS ID COUNT TIMEOUT SEED [HOW]
 
-meets the others, tells them its seed, makes three steps, and then fails, leaves, or waits, as HOW says.
+meets the others, tells them its seed, makes three steps, and then fails, leaves, or waits: HOW.
 """
 
 import os
@@ -20,13 +20,16 @@ def main(
     # Started in a shell's background, a process ignores it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Member(address, int(count), int(index), float(timeout), 5.0, exit_status) as member:
-        member.agree({"--seed": seed})
+        # Longer than a message between processes may be.
+        member.agree({"--seed": seed * 2**21 if then == "leave at length" else seed})
         print("agreed", flush=True)
         for _ in range(3):
             member.progress()
         match then:
             case "raise":
                 raise ValueError("the disk is full")
+            case "raise at length":
+                raise ValueError("full " * 2**21)
             case "interrupt":
                 _interrupt()
             case "interrupt twice":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import onebit_jax
-from onebit_jax.training.process_messages import differing
+from onebit_jax.training.process_messages import as_said, differing
 from tests.train.together import ended, free_address, started
 
 WORKER = "tests.group_worker"
@@ -73,6 +73,56 @@ def test_a_limit_of_no_time_is_refused(name):
     limit: Any = {name: 0}
     with pytest.raises(ValueError, match=name), onebit_jax.process_group(**limit):
         pass
+
+
+@pytest.mark.parametrize(
+    ("same", "named"),
+    [
+        ({"learning rate": 1e-3}, "same has 'learning rate': 0.001, of types str and float"),
+        ({"seed": None}, "same has 'seed': None"),
+        ({7: "seed"}, "same has 7: 'seed', of types int and str"),
+        (["seed"], "same=['seed'] must be a dict"),
+    ],
+)
+def test_what_is_no_text_is_not_compared(same, named):
+    message = re.escape(named)
+    with pytest.raises(ValueError, match=message), onebit_jax.process_group(same=same):
+        pass
+    with (
+        onebit_jax.process_group(num_processes=1) as group,
+        pytest.raises(ValueError, match=message),
+    ):
+        group.agree(same)
+
+
+def test_values_too_many_for_a_message_are_refused():
+    as_said({str(name): "x" * 900 for name in range(500)})
+    with pytest.raises(ValueError, match=r"same has 600 names and values, .* give a digest"):
+        as_said({str(name): "x" * 900 for name in range(600)})
+
+
+def test_a_long_value_that_differs_is_named_by_its_beginning():
+    codes, errors = meet(*((index, 2, [str(index), "leave at length"]) for index in range(2)))
+    assert codes == [2, 2]
+    for error in errors:
+        assert re.match(
+            r"error: --seed: 0{100}\.\.\. \(2097152 characters, SHA-256 \w{16}\) on", error
+        )
+        assert len(error) < 500
+
+
+@pytest.mark.slow
+def test_those_that_agree_on_a_long_value_go_on():
+    codes, errors = meet(*((index, 2, ["7", "leave at length"]) for index in range(2)))
+    assert (codes, errors) == ([0] * 2, [""] * 2)
+
+
+def test_a_long_reason_is_cut():
+    # What the first one prints is read first: it fills the pipe.
+    codes, errors = meet((1, 2, ["7", "raise at length"]), (0, 2, ["7", "wait"]))
+    assert codes == [1, 1]
+    assert "stopped: ValueError: full full" in errors[1]
+    assert errors[1].endswith("... (10485772 characters)\n")
 
 
 def test_those_that_agree_leave_together():

@@ -7,10 +7,9 @@ import socket
 import time
 from typing import Any
 
-from onebit_jax.training.process_messages import is_message
+from onebit_jax.training.process_messages import LONGEST, is_message
 
 RETRY_SECONDS = 0.2
-_LONGEST = 2**20
 
 
 class Line:
@@ -36,7 +35,7 @@ class Line:
     def receive(self) -> dict[str, Any] | None:
         """The next message; None if the other side has ended, or is no process of any group."""
         try:
-            message = json.loads(self._incoming.readline(_LONGEST))
+            message = json.loads(self._incoming.readline(LONGEST))
         except (OSError, ValueError, RecursionError):
             return None
         return message if is_message(message) else None

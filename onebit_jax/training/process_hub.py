@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from onebit_jax.training.process_connections import RETRY_SECONDS, Line
-from onebit_jax.training.process_messages import FAILED, by_value, differing, named
+from onebit_jax.training.process_messages import FAILED, by_value, differing, named, shortened
 
 GONE = "it ended without a word; see what it printed itself"
 # In addition to the time in which all processes must have come: for those that come too late, and
@@ -129,7 +129,8 @@ class Hub(threading.Thread):
                 answer = answers[index]
                 place = f"at {answer['line']}, after {_times(answer['calls'])}"
             places[index] = place
-        listed = "; ".join(f"{named(ids)}: {place}" for place, ids in by_value(places).items())
+        having = by_value(places).items()
+        listed = shortened("; ".join(f"{named(ids)}: {place}" for place, ids in having))
         return (
             f"no process called progress() for {self._stall_timeout:g} s: {listed}. A collective "
             "and a checkpoint wait until every process calls them: make the same calls on all; or "

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from onebit_jax.training.process_connections import Line, connect, listen
 from onebit_jax.training.process_hub import GONE, LATE_SECONDS, Hub
-from onebit_jax.training.process_messages import FAILED
+from onebit_jax.training.process_messages import FAILED, as_said, check_same, shortened
 
 # What a process fails with may follow from the end of another one, of which it hears within this.
 _NEWS_SECONDS = 3.0
@@ -54,8 +54,10 @@ class ProcessGroup:
           same: values under names, the same on all processes.
 
         Raises:
-          ValueError: on all processes, naming what differs and who has which value.
+          ValueError: on all processes, naming what differs and who has which value; for what is
+            no text.
         """
+        check_same(same)
 
 
 class Member(ProcessGroup):
@@ -116,7 +118,8 @@ class Member(ProcessGroup):
 
     def agree(self, same: Mapping[str, str]) -> None:
         """As of :class:`ProcessGroup`."""
-        self._send(said=dict(same))
+        check_same(same)
+        self._send(said=as_said(same))
         self._await_answer()
 
     def _leave(self, error: BaseException | None) -> None:
@@ -147,7 +150,7 @@ class Member(ProcessGroup):
             traceback.print_exception(error)
         else:
             print(text, file=sys.stderr)
-        self._send(stopped=text.removeprefix("error: "), code=code)
+        self._send(stopped=shortened(text.removeprefix("error: ")), code=code)
         self._exit(code)
 
     def _watch(self, stall_timeout: float) -> None:
@@ -209,4 +212,4 @@ def _line_of(thread: int) -> str:
         return "the end of its thread"
     path, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, number).strip()
-    return f"{pathlib.Path(path).name}:{number}" + (f" ({text})" if text else "")
+    return shortened(f"{pathlib.Path(path).name}:{number}" + (f" ({text})" if text else ""))
