@@ -39,6 +39,13 @@ def main(
                 threading.Timer(1, _interrupt).start()
             case "exit":
                 sys.exit(7)
+            case "fork":
+                # The child lives until the test reads what this process printed.
+                if not os.fork():
+                    sys.stdin.read()
+                    os._exit(0)
+                print("forked", flush=True)
+                threading.Event().wait()
             case "wait":
                 threading.Event().wait()
 

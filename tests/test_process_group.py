@@ -153,12 +153,20 @@ def test_one_that_fails_ends_all(failing, how, code, why):
         )
 
 
-@pytest.mark.parametrize("victim", [slow(0), 1])
-def test_one_that_dies_ends_all(victim):
+@pytest.mark.parametrize(
+    ("victim", "how"), [slow(0, "wait"), slow(1, "wait"), slow(0, "fork"), (1, "fork")]
+)
+def test_one_that_dies_ends_all(victim, how):
+    """Also one whose children live on, as those of a data loader."""
     address = free_address()
-    commands = [[WORKER, address, str(index), "3", "15", "7", "wait"] for index in range(3)]
+    commands = [
+        [WORKER, address, str(index), "3", "15", "7", how if index == victim else "wait"]
+        for index in range(3)
+    ]
     with started(commands) as processes:
         _await_agreement(processes)
+        if how == "fork":
+            assert processes[victim].stdout.readline() == "forked\n"
         processes[victim].send_signal(signal.SIGKILL)
         codes, errors = ended([p for index, p in enumerate(processes) if index != victim])
     assert codes == [1, 1], errors
