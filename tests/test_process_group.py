@@ -191,6 +191,16 @@ def test_where_none_goes_on_all_say_where_they_are():
         assert "(threading.Event().wait()), after 3 calls of progress(); " in error
         assert "process 1: left the block after 3 calls of progress(); " in error
         assert "process 3: no answer within 3 s. " in error
+        assert "at one line" not in error
+
+
+@pytest.mark.slow
+def test_where_all_wait_at_one_line_they_may_run_different_programs():
+    codes, errors = meet(*((index, 2, ["7", "wait"]) for index in range(2)))
+    assert codes == [1, 1], errors
+    for error in errors:
+        assert "for 5 s: processes 0, 1: at group_worker.py:" in error
+        assert "All are at one line: they may run different programs there" in error
 
 
 def _await_agreement(processes):

@@ -131,10 +131,17 @@ class Hub(threading.Thread):
             places[index] = place
         having = by_value(places).items()
         listed = shortened("; ".join(f"{named(ids)}: {place}" for place, ids in having))
+        at_one_line = ""
+        if len(answers) == self._count and len({x["line"] for x in answers.values()}) == 1:
+            at_one_line = (
+                ". All are at one line: they may run different programs there, as with states of "
+                "different updates or dtypes; give all the same state and options"
+            )
         return (
             f"no process called progress() for {self._stall_timeout:g} s: {listed}. A collective "
             "and a checkpoint wait until every process calls them: make the same calls on all; or "
             "give a longer stall_timeout, if a step, an evaluation or a compilation takes so long"
+            f"{at_one_line}"
         )
 
     def _receive_all(self) -> str | None:
