@@ -6,6 +6,7 @@ Run as `python -m tests.test_hostile_processes FOLDER PROCESSES RANK PORT` it is
 import functools
 import os
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from tests.processes import join_processes, run_processes
 
+DIFFERS = "is not the same on all processes, but every process must give all of it"
 # What the second process has otherwise, and what it is told.
 _PROGRAM = "differ in the loss, the optimizer or arrays that they capture"
 CASES = {
@@ -27,7 +29,11 @@ CASES = {
     "warmup": _PROGRAM,
     "captured": _PROGRAM,
     "direction": _PROGRAM,
-    "rows": "jax.make_array_from_process_local_data",
+    "rows": f"batch, of shape (8, 5), {DIFFERS}. If each process has its own rows, make a global "
+    "array of them: jax.make_array_from_process_local_data",
+    "params": f"params['w'], of shape (5,), {DIFFERS}. Give all processes the same",
+    "params of a step": f"params['w'], of shape (5,), {DIFFERS}. Give all processes the same",
+    "extra argument": f"extra_args['value'], of shape (), {DIFFERS}. Give all processes the same",
     "x64": "differ in jax_enable_x64",
     "precision": "differ in jax_default_matmul_precision",
     "prng": "differ in jax_default_prng_impl",
@@ -54,6 +60,25 @@ def on_all(mesh, x):
     return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, P()), [own])
 
 
+def begun(case, step, tx, mesh, rank):
+    """Parameters and state, in some cases others on the second process."""
+    zeros = np.zeros(5, np.float32)
+    params: Any = {"w": zeros + rank * (case == "params")}
+    state = onebit_jax.init(tx, params, mesh)
+    if case == "params of a step":
+        params = {"w": zeros + rank}
+    if case == "seed":
+        params = {"w": on_all(mesh, zeros + np.float32(rank))}
+    if case == "later checkpoint":
+        params, state, _ = step(params, state, np.ones((8, 5), np.float32))
+    if "checkpoint" in case:
+        # As restored from this process's own disk.
+        own, *others = state
+        progress = own.progress._replace(count=on_all(mesh, np.int32(rank)))
+        state = (own._replace(progress=progress), *others)
+    return params, state
+
+
 def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarray]:
     mesh = jax.make_mesh((processes,), ("data",))
     told = {}
@@ -70,31 +95,21 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
         if case == "direction":
             tx = optax.chain(tx, optax.stateless(functools.partial(running_sums, second)))
         step = onebit_jax.train_step(loss_fn, tx, mesh, **(options if second else {}))
-        params = {"w": np.zeros(5, np.float32)}
-        state = onebit_jax.init(tx, params, mesh)
-        made_here = functools.partial(on_all, mesh)
-        if case == "seed":
-            params = {"w": made_here(np.full(5, rank, np.float32))}
-        if case == "later checkpoint":
-            params, state, _ = step(params, state, np.ones((8, 5), np.float32))
-        if "checkpoint" in case:
-            # As restored from this process's own disk.
-            own, *others = state
-            progress = own.progress._replace(count=made_here(np.int32(rank)))
-            state = (own._replace(progress=progress), *others)
+        extra: dict[str, Any] = {"value": np.float32(rank)} if case == "extra argument" else {}
         batch = np.full((8, 5), 1.0 + rank * (case == "rows"), np.float32)
         try:
+            params, state = begun(case, step, tx, mesh, rank)
             prng = "rbg" if second and case == "prng" else "threefry2x32"
+            precision = "float32" if second and case == "precision" else None
             # JAX has read its flags; what is compared is what it was started with.
             flags = "--xla_cpu_enable_fast_math=true" if second and case == "flags" else ""
             os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder / str(rank)} {flags}"
-            precision = "float32" if second and case == "precision" else None
             with (
                 jax.enable_x64(second and case == "x64"),
                 jax.default_prng_impl(prng),
                 jax.default_matmul_precision(precision),
             ):
-                params, state, _ = step(params, state, batch)
+                params, state, _ = step(params, state, batch, **extra)
             told[case] = np.array("")
         except ValueError as error:
             told[case] = np.array(str(error))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import onebit_jax
-from onebit_jax.training.process_messages import differing
+from onebit_jax.training.process_messages import as_said, differing
 from tests.train.together import ended, free_address, started
 
 WORKER = "tests.group_worker"
@@ -75,6 +75,56 @@ def test_a_limit_of_no_time_is_refused(name):
         pass
 
 
+@pytest.mark.parametrize(
+    ("same", "named"),
+    [
+        ({"learning rate": 1e-3}, "same has 'learning rate': 0.001, of types str and float"),
+        ({"seed": None}, "same has 'seed': None"),
+        ({7: "seed"}, "same has 7: 'seed', of types int and str"),
+        (["seed"], "same=['seed'] must be a dict"),
+    ],
+)
+def test_what_is_no_text_is_not_compared(same, named):
+    message = re.escape(named)
+    with pytest.raises(ValueError, match=message), onebit_jax.process_group(same=same):
+        pass
+    with (
+        onebit_jax.process_group(num_processes=1) as group,
+        pytest.raises(ValueError, match=message),
+    ):
+        group.agree(same)
+
+
+def test_values_too_many_for_a_message_are_refused():
+    as_said({str(name): "x" * 900 for name in range(500)})
+    with pytest.raises(ValueError, match=r"same has 600 names and values, .* give a digest"):
+        as_said({str(name): "x" * 900 for name in range(600)})
+
+
+def test_a_long_value_that_differs_is_named_by_its_beginning():
+    codes, errors = meet(*((index, 2, [str(index), "leave at length"]) for index in range(2)))
+    assert codes == [2, 2]
+    for error in errors:
+        assert re.match(
+            r"error: --seed: 0{100}\.\.\. \(2097152 characters, SHA-256 \w{16}\) on", error
+        )
+        assert len(error) < 500
+
+
+@pytest.mark.slow
+def test_those_that_agree_on_a_long_value_go_on():
+    codes, errors = meet(*((index, 2, ["7", "leave at length"]) for index in range(2)))
+    assert (codes, errors) == ([0] * 2, [""] * 2)
+
+
+def test_a_long_reason_is_cut():
+    # What the first one prints is read first: it fills the pipe.
+    codes, errors = meet((1, 2, ["7", "raise at length"]), (0, 2, ["7", "wait"]))
+    assert codes == [1, 1]
+    assert "stopped: ValueError: full full" in errors[1]
+    assert errors[1].endswith("... (10485772 characters)\n")
+
+
 def test_those_that_agree_leave_together():
     codes, errors = meet(*((index, 2, ["7"]) for index in range(2)))
     assert (codes, errors) == ([0] * 2, [""] * 2)
@@ -86,6 +136,9 @@ def test_those_that_agree_leave_together():
         (1, "raise", 1, "ValueError: the disk is full"),
         slow(0, "raise", 1, "ValueError: the disk is full"),
         slow(1, "interrupt", 130, "it was interrupted"),
+        (1, "interrupt twice", 130, "it was interrupted"),
+        slow(0, "interrupt twice", 130, "it was interrupted"),
+        slow(1, "interrupt the wait for others", 130, "it was interrupted"),
         slow(1, "exit", 7, "it exited with 7"),
     ],
 )
@@ -100,12 +153,20 @@ def test_one_that_fails_ends_all(failing, how, code, why):
         )
 
 
-@pytest.mark.parametrize("victim", [slow(0), 1])
-def test_one_that_dies_ends_all(victim):
+@pytest.mark.parametrize(
+    ("victim", "how"), [slow(0, "wait"), slow(1, "wait"), slow(0, "fork"), (1, "fork")]
+)
+def test_one_that_dies_ends_all(victim, how):
+    """Also one whose children live on, as those of a data loader."""
     address = free_address()
-    commands = [[WORKER, address, str(index), "3", "15", "7", "wait"] for index in range(3)]
+    commands = [
+        [WORKER, address, str(index), "3", "15", "7", how if index == victim else "wait"]
+        for index in range(3)
+    ]
     with started(commands) as processes:
         _await_agreement(processes)
+        if how == "fork":
+            assert processes[victim].stdout.readline() == "forked\n"
         processes[victim].send_signal(signal.SIGKILL)
         codes, errors = ended([p for index, p in enumerate(processes) if index != victim])
     assert codes == [1, 1], errors
@@ -130,6 +191,16 @@ def test_where_none_goes_on_all_say_where_they_are():
         assert "(threading.Event().wait()), after 3 calls of progress(); " in error
         assert "process 1: left the block after 3 calls of progress(); " in error
         assert "process 3: no answer within 3 s. " in error
+        assert "at one line" not in error
+
+
+@pytest.mark.slow
+def test_where_all_wait_at_one_line_they_may_run_different_programs():
+    codes, errors = meet(*((index, 2, ["7", "wait"]) for index in range(2)))
+    assert codes == [1, 1], errors
+    for error in errors:
+        assert "for 5 s: processes 0, 1: at group_worker.py:" in error
+        assert "All are at one line: they may run different programs there" in error
 
 
 def _await_agreement(processes):

@@ -156,12 +156,20 @@ def is_placed(x: Any, sharding: NamedSharding) -> bool:
     return getattr(x, "sharding", None) == sharding
 
 
-def place(tree: Any, shardings: Any) -> Any:
+def place(tree: Any, shardings: Any, name: str = "params") -> Any:
     """Puts arrays where they belong, unless they are there already.
 
     Arrays that are placed otherwise than a program's results would cost a second compilation, and
     be refused with explicit axes. With several processes JAX compares what each of them gives,
     which takes an exchange.
+
+    Args:
+      tree: the arrays.
+      shardings: where they belong, a tree like it.
+      name: what they are, an argument of a step.
+
+    Raises:
+      ValueError: processes give different arrays.
     """
 
     def put(x: Any, sharding: NamedSharding) -> Any:
@@ -173,11 +181,18 @@ def place(tree: Any, shardings: Any) -> Any:
         try:
             return jax.device_put(x, sharding)
         except AssertionError as error:
+            # Names take long to make.
+            which = next(path for path, leaf in named_leaves(tree, name) if leaf is x)
+            mend = (
+                "If each process has its own rows, make a global array of them: "
+                "jax.make_array_from_process_local_data(NamedSharding(mesh, P(mesh.axis_names)), "
+                "rows)."
+                if name == "batch"
+                else "Give all processes the same, as from one seed or one checkpoint."
+            )
             raise ValueError(
-                f"an array of shape {np.shape(x)} is not the same on all processes, but every "
-                f"process must give all of it. Of a batch of which each process has its own rows, "
-                f"make a global array: jax.make_array_from_process_local_data(NamedSharding(mesh, "
-                f"P(mesh.axis_names)), rows)."
+                f"{which}, of shape {np.shape(x)}, is not the same on all processes, but every "
+                f"process must give all of it. {mend}"
             ) from error
 
     return jax.tree.map(put, tree, shardings)

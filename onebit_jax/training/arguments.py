@@ -141,7 +141,8 @@ class Placements:
         rng = jax.tree.map(placement.place_random_key, given.rng, shardings.rng)
         # With several processes `place` compares what is on the host, which takes an exchange.
         apart = {"rng": None, "measured": None}
-        placed = placement.place(given._replace(**apart), shardings._replace(**apart))
+        arrays = given._replace(**apart), shardings._replace(**apart), given._fields
+        placed = Arguments(*map(placement.place, *arrays))
         return placed._replace(rng=rng, measured=given.measured)
 
 

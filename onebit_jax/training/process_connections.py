@@ -3,14 +3,31 @@
 import contextlib
 import errno
 import json
+import os
 import socket
 import time
+import weakref
 from typing import Any
 
-from onebit_jax.training.process_messages import is_message
+from onebit_jax.training.process_messages import LONGEST, is_message
 
 RETRY_SECONDS = 0.2
-_LONGEST = 2**20
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Closes what a child has of its parent's sockets.
+
+    While it held them, the others would not notice that the parent was killed.
+    """
+    for mine in list(_open):
+        if mine.fileno() >= 0:
+            # Not `close`, which waits for `Line`, nor `shutdown`, which would end the parent's too.
+            os.close(mine.detach())
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Line:
@@ -25,6 +42,7 @@ class Line:
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
+        _open.add(connection)
         # Unbuffered: a selector would not see what has been read ahead.
         self._incoming = connection.makefile("rb", buffering=0)
 
@@ -36,7 +54,7 @@ class Line:
     def receive(self) -> dict[str, Any] | None:
         """The next message; None if the other side has ended, or is no process of any group."""
         try:
-            message = json.loads(self._incoming.readline(_LONGEST))
+            message = json.loads(self._incoming.readline(LONGEST))
         except (OSError, ValueError, RecursionError):
             return None
         return message if is_message(message) else None
@@ -51,13 +69,15 @@ def listen(address: str, port: int) -> socket.socket | None:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        listening = socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
         raise ValueError(
             f"coordinator {address}: process 0 cannot listen there ({error}); give another port"
         ) from error
+    _open.add(listening)
+    return listening
 
 
 def connect(host: str, port: int, timeout: float) -> socket.socket:

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from onebit_jax import validation
 from onebit_jax.training.process_member import FAILED, Member, ProcessGroup
+from onebit_jax.training.process_messages import check_same
 
 _LONGEST_ADDRESS = 300
 # A process that fails first waits for news of others, for 3 s.
@@ -103,6 +104,7 @@ def process_group(
       ...         group.progress()
     """
     _check(coordinator_address, num_processes, process_id, timeout, stall_timeout)
+    check_same({} if same is None else same)
     timeouts: Any = {
         "initialization_timeout": timeout,
         "heartbeat_timeout_seconds": timeout // 3,

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from onebit_jax.training.process_connections import RETRY_SECONDS, Line
-from onebit_jax.training.process_messages import FAILED, by_value, differing, named
+from onebit_jax.training.process_messages import FAILED, by_value, differing, named, shortened
 
 GONE = "it ended without a word; see what it printed itself"
 # In addition to the time in which all processes must have come: for those that come too late, and
@@ -129,11 +129,19 @@ class Hub(threading.Thread):
                 answer = answers[index]
                 place = f"at {answer['line']}, after {_times(answer['calls'])}"
             places[index] = place
-        listed = "; ".join(f"{named(ids)}: {place}" for place, ids in by_value(places).items())
+        having = by_value(places).items()
+        listed = shortened("; ".join(f"{named(ids)}: {place}" for place, ids in having))
+        at_one_line = ""
+        if len(answers) == self._count and len({x["line"] for x in answers.values()}) == 1:
+            at_one_line = (
+                ". All are at one line: they may run different programs there, as with states of "
+                "different updates or dtypes; give all the same state and options"
+            )
         return (
             f"no process called progress() for {self._stall_timeout:g} s: {listed}. A collective "
             "and a checkpoint wait until every process calls them: make the same calls on all; or "
             "give a longer stall_timeout, if a step, an evaluation or a compilation takes so long"
+            f"{at_one_line}"
         )
 
     def _receive_all(self) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from onebit_jax.training.process_connections import Line, connect, listen
 from onebit_jax.training.process_hub import GONE, LATE_SECONDS, Hub
-from onebit_jax.training.process_messages import FAILED
+from onebit_jax.training.process_messages import FAILED, as_said, check_same, shortened
 
 # What a process fails with may follow from the end of another one, of which it hears within this.
 _NEWS_SECONDS = 3.0
@@ -54,8 +54,10 @@ class ProcessGroup:
           same: values under names, the same on all processes.
 
         Raises:
-          ValueError: on all processes, naming what differs and who has which value.
+          ValueError: on all processes, naming what differs and who has which value; for what is
+            no text.
         """
+        check_same(same)
 
 
 class Member(ProcessGroup):
@@ -103,19 +105,31 @@ class Member(ProcessGroup):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._left.set()
-        if not isinstance(error, RefusedError):
-            status = None if error is None else self._exit_status(error)
-            if error is not None and status is not None:
-                self._fail(error, *status)
-            self._send(left=self._calls)
-            self._await_answer()
+        while True:
+            try:
+                self._leave(error)
+                break
+            except KeyboardInterrupt as interrupt:
+                # If it left this block, JAX's own end would wait for the others.
+                error = interrupt
         self._over = True
         self._send(done=True)
         self._close()
 
     def agree(self, same: Mapping[str, str]) -> None:
         """As of :class:`ProcessGroup`."""
-        self._send(said=dict(same))
+        check_same(same)
+        self._send(said=as_said(same))
+        self._await_answer()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Waits until all processes leave; ends this one if it failed alone."""
+        if isinstance(error, RefusedError):
+            return
+        status = None if error is None else self._exit_status(error)
+        if error is not None and status is not None:
+            self._fail(error, *status)
+        self._send(left=self._calls)
         self._await_answer()
 
     def _await_answer(self) -> None:
@@ -129,13 +143,14 @@ class Member(ProcessGroup):
     def _fail(self, error: BaseException, code: int, text: str) -> None:
         """Ends the process: JAX's own end would wait for the others."""
         self.progress()  # lest the others take the wait for a stall
-        time.sleep(_NEWS_SECONDS)
+        with contextlib.suppress(KeyboardInterrupt):  # a second one ends the wait
+            time.sleep(_NEWS_SECONDS)
         self._over = True
         if code == FAILED and isinstance(error, Exception):
             traceback.print_exception(error)
         else:
             print(text, file=sys.stderr)
-        self._send(stopped=text.removeprefix("error: "), code=code)
+        self._send(stopped=shortened(text.removeprefix("error: ")), code=code)
         self._exit(code)
 
     def _watch(self, stall_timeout: float) -> None:
@@ -172,10 +187,12 @@ class Member(ProcessGroup):
         self._exit(code)
 
     def _exit(self, code: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._close()
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._close()
+        finally:
+            os._exit(code)
 
     def _close(self) -> None:
         """Ends the connection; process 0 waits a little until all others have read why."""
@@ -195,4 +212,4 @@ def _line_of(thread: int) -> str:
         return "the end of its thread"
     path, number = frame.f_code.co_filename, frame.f_lineno
     text = linecache.getline(path, number).strip()
-    return f"{pathlib.Path(path).name}:{number}" + (f" ({text})" if text else "")
+    return shortened(f"{pathlib.Path(path).name}:{number}" + (f" ({text})" if text else ""))
