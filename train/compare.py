@@ -182,8 +182,8 @@ class Comparison:
         swept, shorter = OPTIMIZERS[name].rate_of or name, config.of_sweep()
         rates = config.first_rates(swept)
         tried = {}
-        # A single one is the best without a sweep.
-        if len(rates) > 1:
+        # A single one that is not to be widened is the best without a sweep.
+        if len(rates) > 1 or config.widen:
             trained = functools.partial(self._training, swept, shorter, seed=seeds[0])
             tried = sweep(rates, config.widen, lambda rate: trained(rate)[0])
         best = min(tried, key=tried.__getitem__, default=rates[0])
@@ -197,7 +197,9 @@ class Comparison:
         self, name: str, config: Config, rate: float, seed: int
     ) -> tuple[float, pathlib.Path]:
         """The held-out loss of a training, and its folder."""
-        of = f"trainings/{config.steps}-{rate:g}-{seed}"
+        # All that a sweep's trainings, and those of a comparison of other lengths, may have else.
+        steps = f"{config.steps}-{config.warmup_steps}-{config.schedule_warmup_steps}"
+        of = f"trainings/{steps}-{rate!r}-{seed}"
         one = config.one(of, learning_rate=rate, seeds=(seed,))
         folder = one.folder / name
         new, start = not (folder / "result.json").exists(), time.perf_counter()

@@ -105,8 +105,8 @@ def _sent(count: int | None, first: Curve) -> str:
 
 def _sweep(curve: Curve) -> str:
     losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in curve.tried.items())
-    ends = (min(curve.tried), max(curve.tried))
-    at_end = ", an end of the sweep" if curve.learning_rate in ends else ""
+    swept, ends = len(curve.tried) > 1, (min(curve.tried), max(curve.tried))
+    at_end = ", an end of the sweep" if swept and curve.learning_rate in ends else ""
     return f"{curve.learning_rate:g}{at_end} ({losses})"
 
 

@@ -1,12 +1,10 @@
-"""What all runs have: options, their checks, and the folder that remembers them."""
+"""What all runs have: options, and their checks."""
 
 import dataclasses
 import inspect
 import json
 import math
-import os
 import pathlib
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
@@ -21,7 +19,6 @@ from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.registry import EXCHANGE
 from train.optimizers import OPTIMIZERS
 
-_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id", "process_timeout")
 MOST = 2**31 - 1
@@ -94,6 +91,7 @@ class RunConfig:
         MODEL: what output folders are called by.
         FREE: options that leave the trajectory alone, so a run may go on with others. Of workers it
             only follows how the exchange rounds: they share the same batches.
+        OWN: options of which each of several runs has its own, and a folder named by them.
         size: Size of the model.
         optimizers: Optimizers to train with, one after another.
         workers: Data-parallel workers, a device each, 4 by default; on CPUs they are simulated.
@@ -132,7 +130,7 @@ class RunConfig:
         seeds: Seeds of all that is random: parameters, batches, dropout; a run for each.
         out: Output folder; without it, one in runs/, named after the model and its size.
         log_every: Steps between two lines of metrics.
-        checkpoint_every: Steps between two checkpoints.
+        checkpoint_every: Steps between two checkpoints; 0/1 Adam's wait for its next sync.
         diagnose_every: Steps between two comparisons of replicas and looks at the optimizer's
             state; None: only before a checkpoint, which always has them.
         eval_batches: Held-out batches to evaluate on, at most.
@@ -160,6 +158,7 @@ class RunConfig:
         "eval_batches",
         "profile",
     )
+    OWN: ClassVar[tuple[str, ...]] = ("seeds",)
 
     size: str = ""
     optimizers: OptimizerNames = ("adam", "onebit_adam")
@@ -278,8 +277,10 @@ class RunConfig:
     def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Options, whether each suits the others, and what it must be; a subclass adds its own."""
         rises, steps, workers = self.schedule_warmup, self.steps, self.worker_count
-        suits = (isinstance(rises, int) and 0 <= rises < steps) or 0 <= rises < 1
-        expected = f"0 or more, and fewer than --steps {steps}; or a share of them below 1"
+        suits = (isinstance(rises, int) and rises >= 0) or 0 <= rises < 1
+        suits = suits and self.schedule_warmup_steps < steps
+        expected = f"0 or more, and fewer than --steps {steps}; or a share of them, "
+        expected += "rounded to fewer than all"
         yield "schedule_warmup", suits, expected
         is_path = self.out is None or ("://" not in self.out and "\0" not in self.out)
         yield "out", is_path, "the path of a folder; no URL, but a disk may be mounted at a path"
@@ -422,72 +423,6 @@ class TextConfig(SequenceConfig):
 
     corpus: str | None = None
     heldout: str | None = None
-
-
-def check_folder(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
-    """Checks that the output folder, where there is one, holds a run of the same trajectory.
-
-    Args:
-        config: the run.
-        identity: what must not have changed either, as for `write_config`.
-
-    Raises:
-        ValueError: what decides the trajectory differs, or the folder is something else.
-    """
-    path = config.folder / "config.json"
-    if not path.exists():
-        if config.folder.exists() and (not config.folder.is_dir() or os.listdir(config.folder)):
-            raise ValueError(
-                f"--out {config.folder}: exists and is no run of this program; give another folder"
-            )
-        return
-    earlier = _read(path)
-    # What a run of an earlier version had no option for was as it is by default.
-    seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
-    earlier = shared_options(type(config)()) | seeds | earlier
-    free = config.FREE
-    shares = isinstance(config.schedule_warmup, float) or isinstance(config.warmup, float)
-    follow = shares or any(OPTIMIZERS[name].follows_steps for name in config.optimizers)
-    if config.schedule == "exponential" and not follow:
-        free += ("steps",)  # nothing depends on how many will follow
-    for option, value in shared_options(config).items():
-        if option not in free and earlier.get(option) != value:
-            raise ValueError(
-                f"--out {config.folder}: holds a run with {option_name(option)} "
-                f"{earlier.get(option)}, this one has {value}; give the same, or another --out"
-            )
-    for name, value in identity.items():
-        if earlier.get(name) != value:
-            raise ValueError(
-                f"--out {config.folder}: holds a run whose {name} is {earlier.get(name)!r}, "
-                f"here it is {value!r}; put back what the run began with, or give another --out"
-            )
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    """The options in a `config.json`; a `ValueError` where it is damaged."""
-    try:
-        earlier = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        earlier = None
-    if not isinstance(earlier, dict):
-        raise ValueError(
-            f"{path} is damaged: what decides the run cannot be read from it. Put back a copy, or "
-            "give another --out"
-        )
-    return earlier
-
-
-def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
-    """Writes `config.json` into the output folder, which is made.
-
-    Args:
-        config: the run.
-        identity: what else it holds, under names that no option has.
-    """
-    config.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(shared_options(config) | dict(identity), indent=2) + "\n"
-    (config.folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def shared_options(config: RunConfig) -> dict[str, Any]:

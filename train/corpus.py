@@ -81,9 +81,15 @@ def read_texts(
         heldout: a folder of the held-out text; None to hold out a part of the corpus.
 
     Raises:
-        ValueError: a text is missing or unfit, or too short to hold a part out.
+        ValueError: a text is missing or unfit, too short to hold a part out, or held out and
+            trained on.
     """
     documents = read_corpus(corpus)
+    if corpus and heldout and pathlib.Path(corpus).resolve() == pathlib.Path(heldout).resolve():
+        raise ValueError(
+            f"corpus and heldout are one folder, {corpus}: what is trained on is not held out; "
+            "give another folder of held-out text, or none, and a part of the corpus is held out"
+        )
     return split_heldout(documents) if heldout is None else (documents, read_corpus(heldout))
 
 

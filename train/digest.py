@@ -1,8 +1,10 @@
 """Digests, by which runs and processes know whether they have the same input."""
 
 import hashlib
+import json
 import pathlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -27,3 +29,12 @@ def of_files(paths: Iterable[pathlib.Path]) -> str:
         content = path.read_bytes()
         found.update(f"{path.name} {len(content)} ".encode() + content)
     return found.hexdigest()
+
+
+def of_json(value: Any) -> str:
+    """A digest of what JSON can hold.
+
+    >>> of_json(["a", "b"]) == of_json(("a", "b")) != of_json(["b", "a"])
+    True
+    """
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

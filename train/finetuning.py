@@ -28,9 +28,14 @@ def packaged_weights() -> str:
 
 
 def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str, str]:
-    """What a fine-tuning must have kept to go on: its weights, and the files of its data."""
+    """What a fine-tuning must have kept to go on: its checkpoint, and the files of its data."""
     tensors = map(np.asarray, jax.tree.leaves(pretrained.params))
-    return {"weights_digest": digest.of_arrays(*tensors), "data_digest": digest.of_files(files)}
+    return {
+        "weights_digest": digest.of_arrays(*tensors),
+        "model_digest": digest.of_json(dataclasses.asdict(pretrained.config)),
+        "vocabulary_digest": digest.of_json(pretrained.tokenizer.vocabulary),
+        "data_digest": digest.of_files(files),
+    }
 
 
 Length = Annotated[
@@ -48,7 +53,8 @@ class FineTuneConfig(SequenceConfig):
         data: Folder of the official files.
         seeds: Seeds, one after another: of the head's parameters, the order of the examples,
             dropout.
-        epochs: Passes through the training examples.
+        epochs: Passes through the training examples; of SQuAD through its questions, of which one
+            with several windows counts once.
         learning_rate: Peak learning rate, of all optimizers; docs/finetuning.md has what others
             were given.
     """
@@ -86,12 +92,15 @@ class FineTuneConfig(SequenceConfig):
         ]
 
 
-def wording(program: str, section: Callable[[dict[str, Any]], str], **more: Any) -> Wording:
+def wording(
+    program: str, section: Callable[[dict[str, Any]], str], epochs: str = "epochs", **more: Any
+) -> Wording:
     """What the report of a fine-tuning says: each section's metrics, in percent.
 
     Args:
         program: its module.
         section: what a run's table stands under, from its options.
+        epochs: what epochs are called.
         **more: of the `Wording`.
     """
 
@@ -103,7 +112,7 @@ def wording(program: str, section: Callable[[dict[str, Any]], str], **more: Any)
 
     return Wording(
         program,
-        title=lambda config: f"Fine-tuning of BERT, epochs: {config['epochs']:g}",
+        title=lambda config: f"Fine-tuning of BERT, {epochs}: {config['epochs']:g}",
         corpus=section,
         heldout_loss="metrics",
         held_out=lambda result: f"{result['heldout_examples']:,} examples",

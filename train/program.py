@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 import onebit_jax
 from onebit_jax.states.specs import MeshAxes, parameter_specs
 from train.cluster import check_shared, joined, of_options
-from train.config import RunConfig, check_folder, write_config
+from train.config import RunConfig
+from train.folder import check_folder, check_together, write_config, write_together
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
 from train.training import AnyMesh, Task, Trainer, make_optimizer
@@ -89,10 +90,12 @@ class Program(Generic[AnyConfig]):
         runs = [(run, self.make_task(run)) for run in config.runs()]
         for run, task in runs:
             _check(run, task, mesh)
+        check_together(self.name, config, [run for run, _ in runs])
         group.agree(_of_runs(runs))
         first = jax.process_index() == 0
         with locked(config.folder) if first else contextlib.nullcontext():
             if first:
+                write_together(self.name, config, [run for run, _ in runs])
                 for run, task in runs:
                     write_config(run, task.identity)
                     task.write_files(run.folder)

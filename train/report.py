@@ -33,7 +33,7 @@ class Run(NamedTuple):
         folder: where it is.
         config: the run's `config.json`.
         result: its `result.json`.
-        rows: the lines of its `metrics.jsonl`.
+        rows: the lines of its `metrics.jsonl`, up to the step of the result.
     """
 
     folder: pathlib.Path
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
     def seconds_a_step(self, phase: str) -> float:
         """Median over the steps of a phase, so that compiling and pauses do not count; or NaN."""
-        inside = np.array([row["phase"] == phase for row in self.rows])
+        inside = np.array([row["phase"] == phase for row in self.rows], dtype=bool)
         pairs = inside[1:] & inside[:-1]
         times = np.diff(self.column("seconds"))[pairs] / np.diff(self.column("step"))[pairs]
         return float(np.median(times)) if len(times) else float("nan")
@@ -269,7 +269,11 @@ def markdown(rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def read_run(folder: pathlib.Path) -> Run | None:
-    """The training in a folder, within that of its run; None if it has not finished."""
+    """The training in a folder, within that of its run; None if it has not finished.
+
+    Raises:
+        ValueError: a file of it is damaged.
+    """
     if not (folder / "result.json").exists():
         return None
 
@@ -282,13 +286,17 @@ def read_run(folder: pathlib.Path) -> Run | None:
                 f"{path} is damaged: {error}; remove it, or put back a copy"
             ) from error
 
-    config = folder.parent / "config.json"
-    return Run(
-        folder,
-        read(config) if config.exists() else {},
-        read(folder / "result.json"),
-        read(folder / "metrics.jsonl", lines=True),
-    )
+    config, log = folder.parent / "config.json", folder / "metrics.jsonl"
+    options = read(config) if config.exists() else {}
+    result, rows = read(folder / "result.json"), read(log, lines=True)
+    # Of a run that goes on with more steps the log is ahead of the result.
+    rows = [row for row in rows if row["step"] <= result["steps"]]
+    if not rows:
+        raise ValueError(
+            f"{log} is damaged: it has no step of the finished training; put back a copy, or "
+            f"remove {folder}, and the same command trains anew"
+        )
+    return Run(folder, options, result, rows)
 
 
 def loss_metric(key: str) -> Metric:

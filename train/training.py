@@ -24,7 +24,7 @@ from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.transforms.registry import Setting
-from train import checkpoint, record
+from train import checkpoint, local_steps, record
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
 from train.metrics import MetricsLog, announced
@@ -208,35 +208,43 @@ class Trainer:
                     "for as many or more, or give another --out"
                 )
             first = progress.step
+            outside = local_steps.differ_outside_state(state.opt_state)
+            saving = stopping = False
             with profiler, MetricsLog(self._name, config, progress, self._bytes_sent) as log:
                 self._compiling = [log.bar.compiling, lambda phase: profiler.compiling()]
                 for step, batch in zip(
                     range(first, config.steps), self._placed(batches), strict=False
                 ):
                     done = step + 1
-                    saving = done == config.steps or done % config.checkpoint_every == 0
-                    phase = "sync" if saving and self._takes_local_steps(config, step) else None
+                    last = done == config.steps
+                    phase = "sync" if last and self._takes_local_steps(config, step) else None
                     with self._giving_up(first):
                         *changed, metrics = self.step(
                             *state[:2], batch, phase=phase, model_state=state.model_state
                         )
                     state = State(*changed)
+                    if outside:
+                        state = state._replace(params=local_steps.met(*state[:2]))
                     log.dispatched(step, metrics)
                     profiler.dispatched(done, state.params)
-                    stopping = stop.requested(step)
+                    stopping = stopping or stop.requested(step)
+                    saving = saving or stopping or last or done % config.checkpoint_every == 0
+                    # A checkpoint has one worker's parameters: it waits until workers have met.
+                    save = saving and (last or not outside or not local_steps.are_apart(state[1]))
                     due = config.diagnose_every is not None and done % config.diagnose_every == 0
-                    if stopping or saving or due:
+                    if save or due:
                         progress = log.land()
                         others = {"axis_name": self._axis_name, "model_state": state.model_state}
                         log.diagnosed(onebit_jax.diagnose(*state[:2], self._mesh, **others))
                         log.flush()
-                    if stopping or saving:
+                    if save:
                         if OPTIMIZERS[self._name].local_steps:
-                            state = state._replace(params=_synced(*state[:2]))
+                            state = state._replace(params=local_steps.synced(*state[:2]))
                         where = {"batches": batches.get_state()}
                         extra = {"progress": dataclasses.asdict(progress), **where}
                         checkpoints.save(done, *state, extra=extra, tx=self.optimizer)
-                    if stopping:
+                        saving = False
+                    if save and stopping:
                         checkpoints.close()
                         raise Stopped(self._name, done, stop.signal)
         if not self._any_rate:
@@ -316,20 +324,9 @@ class Trainer:
             raise GaveUp(f"{self._name}: {again}") from error
 
     def _takes_local_steps(self, config: RunConfig, step: int) -> bool:
-        """Whether step `step` may be local; where a run can go on from, workers must have met."""
+        """Whether step `step` may be local; at the end of a run workers must have met."""
         warmup = config.warmup_steps
         return OPTIMIZERS[self._name].local_steps and warmup != "auto" and step >= warmup
-
-
-@jax.jit
-def _synced(params: Any, opt_state: Any) -> Any:
-    """The parameters that workers which take local steps share."""
-
-    def is_local(node: Any) -> bool:
-        return hasattr(node, "synced_parameters")
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_local)
-    return next(filter(is_local, nodes)).synced_parameters(params)
 
 
 def _mesh_of_cpus(mesh: AbstractMesh) -> Mesh:

@@ -1,5 +1,6 @@
 """BERT's weights in Hugging Face's layout: there and back, and what does not fit."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -30,6 +31,17 @@ def rewrite(folder, change):
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     change(tensors)
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_fine_tuning_has_kept_more_than_tensors(pretrained):
+    """Of which neither the number of heads nor the order of the vocabulary changes one."""
+    heads = pretrained._replace(config=dataclasses.replace(CONFIG, heads=1))
+    permuted = pretrained._replace(tokenizer=WordPieceTokenizer(VOCABULARY[::-1]))
+    before, *others = (finetuning.identity(x, []) for x in (pretrained, heads, permuted))
+    assert before == finetuning.identity(pretrained, [])
+    for other in others:
+        assert other["weights_digest"] == before["weights_digest"]
+        assert other != before
 
 
 @pytest.mark.parametrize(

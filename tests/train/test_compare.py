@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -78,6 +79,61 @@ def test_trainings_that_diverge_are_never_the_best():
     assert tried == {1.0: 3.0, 2.0: math.inf, 4.0: math.inf}
 
 
+# Which trainings are made.
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A function: the folders of a comparison's trainings, of which none trains, and the rates."""
+
+    def of(**options):
+        config = compare.Config(task="lm", schedule="exponential", out=str(tmp_path), **options)
+        folders = []
+
+        class Trainer:
+            def __init__(self, *_, **__):
+                pass
+
+            def run(self, one, *_):
+                folders.append(one.folder)
+                (one.folder / "adam" / "checkpoints").mkdir(parents=True)
+                return {"heldout_loss": one.learning_rate}
+
+        monkeypatch.setattr(compare, "Trainer", Trainer)
+        stop: Any = None
+        comparison = compare.Comparison(config, {0: stop}, stop, stop)
+        found, _ = comparison.train("adam")
+        return set(folders), list(found["tried"])
+
+    return of
+
+
+def test_a_training_of_other_warmups_is_another_one(made):
+    warmups = {"schedule_warmup": 8, "warmup": 8, "learning_rates": (0.1, 0.2)}
+    short, _ = made(steps=20, sweep_steps=10, **warmups)
+    long, _ = made(steps=40, sweep_steps=10, **warmups)
+    # The shorter one's main training is no sweep's of this one.
+    longest, _ = made(steps=80, sweep_steps=20, **warmups)
+    assert len(short | long | longest) == 3 * 3
+
+
+def test_learning_rates_that_look_alike_are_two(made):
+    folders, tried = made(learning_rates=(0.01, 0.010000004))
+    assert len(folders) == len(tried) == 2
+
+
+def test_a_single_learning_rate_is_widened(made):
+    assert made(learning_rates=(0.5,), widen=2)[1] == [0.125, 0.25, 0.5]
+    assert made(learning_rates=(0.75,))[1] == [0.75]
+
+
+def test_a_single_learning_rate_is_no_end_of_a_sweep():
+    end = ", an end of the sweep"
+    assert end not in comparison.table([CURVE])
+    swept = dataclasses.replace(CURVE, tried={1e-3: 2.0, 2e-3: 2.5})
+    assert end in comparison.table([swept])
+
+
 # A whole run.
 
 
@@ -95,7 +151,7 @@ def test_all_begin_alike_and_the_best_is_taken(finished):
         assert figure["tried"][str(figure["learning_rate"])] == figure["heldout"]["0"]
     # Until 1-bit Adam compresses it is Adam; 1-bit Adam's best may be another learning rate.
     of = [
-        [row["loss"] for row in rows(out / f"trainings/{STEPS}-0.001-0" / name)]
+        [row["loss"] for row in rows(out / f"trainings/{STEPS}-{WARMUP}-2-0.001-0" / name)]
         for name in ("adam", "onebit_adam_frozen")
     ]
     np.testing.assert_allclose(of[0][: WARMUP + 1], of[1][: WARMUP + 1], rtol=1e-5)

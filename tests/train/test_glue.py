@@ -56,6 +56,9 @@ def test_quotes_and_carriage_returns_are_text(tmp_path):
     rows = ["\ufeffsentence\tlabel\r", 'a "good film\t1\r', 'a bad" film\t0\r']
     sentences, _ = read_examples(TASKS["sst-2"], write(tmp_path, "sst-2", rows) / "train.tsv")
     assert sentences == [('a "good film',), ('a bad" film',)]
+    rows = ["sentence\tlabel", "a good\rfilm\t1"]
+    sentences, _ = read_examples(TASKS["sst-2"], write(tmp_path, "sst-2", rows) / "train.tsv")
+    assert sentences == [("a good\rfilm",)]
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,30 @@ def test_a_result_without_losses_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shared_options(pretrain.Config())))
     folder = tmp_path / "adam"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text("")
+    (folder / "metrics.jsonl").write_text('{"step": 800}\n')
     (folder / "result.json").write_text('{"steps": 800}')
     with pytest.raises(ValueError, match=r"result\.json .* is damaged: it has no '.*'. Remove it"):
         pretrain.PROGRAM.checked_report(tmp_path)
+
+
+def test_a_log_without_steps_is_named(tmp_path):
+    folder = tmp_path / "adam"
+    folder.mkdir()
+    (folder / "result.json").write_text('{"steps": 800}')
+    (folder / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: it has no step of the"):
+        read_run(folder)
+
+
+def test_a_result_is_reported_with_its_own_steps(tmp_path):
+    """While the run goes on with more of them."""
+    folder = tmp_path / "adam"
+    folder.mkdir()
+    (folder / "result.json").write_text('{"steps": 3}')
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {t}}}\n' for t in range(1, 6)))
+    run = read_run(folder)
+    assert run is not None
+    assert run.column("step").tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("out", ["gs://bucket/run", "a\0b"])

@@ -207,19 +207,20 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
     ("options", "complaint"),
     [
         ("--tokenizer bpe --vocab-size 256", "--vocab-size 256: expected more than the 256 bytes"),
-        ("--tokenizer bpe --corpus SHORT --heldout SHORT", "too few bytes for more than"),
+        ("--tokenizer bpe --corpus SHORT --heldout ALIKE", "too few bytes for more than"),
         ("--sequence-length 1", "--sequence-length 1: expected a whole number of at least 2"),
         (
-            "--corpus SHORT --heldout SHORT",
+            "--corpus SHORT --heldout ALIKE",
             "training data: there are 1 sequences of 32 tokens, less than one batch",
         ),
         ("--heldout SHORT", "held-out data: there are 1 sequences of 32 tokens"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
-    (tmp_path / "short").mkdir()
-    (tmp_path / "short" / "text.txt").write_text("Fewer bytes than a batch, and one sequence.\n")
-    options = options.replace("SHORT", str(tmp_path / "short"))
+    for name in ("short", "alike"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("Fewer bytes than a batch, and one sequence.\n")
+        options = options.replace(name.upper(), str(tmp_path / name))
     assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
 
 

@@ -16,7 +16,8 @@ from tests.nonsense import accepts_or_says_why, values
 from tests.train.runs import result, rows
 from train.bert.config import Config as BertConfig
 from train.compare import Config as CompareConfig
-from train.config import RunConfig, check_folder
+from train.config import RunConfig
+from train.folder import check_folder
 from train.glue.config import Config as GlueConfig
 from train.lm import pretrain
 from train.lm.config import Config as LMConfig

@@ -13,7 +13,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.train.runs import assert_refused
 from train.bert import pretrain
 from train.bert.config import Config
-from train.config import check_folder, shared_options, write_config
+from train.bert.tokenizer import MASK, SEP, WordPieceTokenizer, train_tokenizer
+from train.config import shared_options
+from train.folder import check_folder, write_config
 
 STEPS = 12
 RUN = (
@@ -65,7 +67,9 @@ RUN = (
         ("--vocab NOWHERE", "NOWHERE"),
         ("--vocab VOCABULARY", "[MASK]"),
         ("--corpus LATIN", "UTF-8"),
-        ("--corpus SHORT --heldout SHORT", "training data: there are"),
+        ("--corpus SHORT --heldout ALIKE", "training data: there are"),
+        ("--corpus SHORT --heldout SHORT/../short", "corpus and heldout are one folder, SHORT:"),
+        ("--schedule-warmup 0.99", "--schedule-warmup 0.99: expected 0 or more, and fewer than"),
         ("--heldout SHORT", "held-out data: there are"),
     ],
 )
@@ -74,10 +78,11 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
     for name, content in (
         ("latin", "d\xe9j\xe0 vu\n".encode("latin-1")),
         ("short", b"One line. And two.\n\nAnother text. Ends.\n\nA third. It ends.\n"),
+        ("alike", b"One line. And two.\n\nAnother text. Ends.\n\nA third. It ends.\n"),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "text.txt").write_bytes(content)
-    for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT"):
+    for name in ("NOWHERE", "VOCABULARY", "LATIN", "SHORT", "ALIKE"):
         path = str(tmp_path / name.lower())
         options, complaint = options.replace(name, path), complaint.replace(name, path)
     assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
@@ -101,6 +106,21 @@ def test_bad_input_from_the_shell(program, tmp_path, monkeypatch, capsys):
     assert (ended.value.code, printed.out) == (2, "")
     assert printed.err == "error: --process-timeout 5: expected at least 6 seconds\n"
     assert not out.exists()
+
+
+def test_a_vocabulary_of_other_ids_is_another_one(documents, tmp_path):
+    """Where its text has the same ids, and special tokens others."""
+    vocabulary = list(train_tokenizer(documents[0], 300).vocabulary)
+    identities = []
+    for swapped in (False, True):
+        if swapped:
+            a, b = map(vocabulary.index, (MASK, SEP))
+            vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+        path = WordPieceTokenizer(vocabulary).save_vocab(tmp_path)
+        identities.append(pretrain.make_task(Config(vocab=str(path))).identity)
+    before, after = identities
+    assert before["text_digest"] == after["text_digest"]
+    assert before["vocabulary_digest"] != after["vocabulary_digest"]
 
 
 def test_exponential_schedule():
@@ -134,6 +154,17 @@ def test_steps_may_not_grow_where_anything_is_a_share_of_them(options, tmp_path)
     write_config(Config(**given, steps=800))
     with pytest.raises(ValueError, match="--steps 800, this one has 900"):
         check_folder(Config(**given, steps=900))
+
+
+@pytest.mark.parametrize("name", ["zero_one_adam", "local_steps"])
+def test_steps_may_not_grow_by_another_optimizer(name, tmp_path):
+    """Else the first one would go on with a schedule that it did not begin with."""
+    given: Any = {"out": str(tmp_path), "schedule": "exponential", "warmup": 80}
+    write_config(Config(**given, optimizers=(name,), steps=800))
+    check_folder(Config(**given, optimizers=("signum",), steps=900))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="--steps 800, this one has 900"):
+        check_folder(Config(**given, optimizers=("signum",), steps=900))
 
 
 def test_a_folder_of_an_earlier_version(tmp_path):

@@ -13,7 +13,7 @@ from tensorboardX.record_writer import RecordWriter
 from onebit_jax.checkpoint import checkpoints
 from tests.train.runs import at_step, result, rows
 from train import report
-from train.config import write_config
+from train.folder import write_config
 from train.lm import pretrain
 from train.lm.config import Config
 

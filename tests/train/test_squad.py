@@ -146,7 +146,7 @@ def options(folder):
 def test_a_whole_run(tmp_path):
     write(tmp_path / "data", TRAIN, count=8)
     write(tmp_path / "data", DEV, count=3)
-    assert main(options(tmp_path)) == 0
+    assert main([*options(tmp_path), "--warmup", "1"]) == 0
     folder = tmp_path / "run" / "squad-0" / "onebit_adam"
     found = result(folder)
     assert found["heldout_examples"] == 3
@@ -155,6 +155,7 @@ def test_a_whole_run(tmp_path):
     assert set(predictions) == {"q0", "q1", "q2"}
     assert all(text in CONTEXT for text in predictions.values())
     report = (tmp_path / "run" / "report.md").read_text()
+    assert report.startswith("# Fine-tuning of BERT, epochs of the questions: 2, ")
     assert f"| f1, percent | {found['metrics']['f1']:.1f} |" in report
 
 

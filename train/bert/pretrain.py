@@ -50,7 +50,10 @@ def make_task(config: Config) -> Task:
         heldout=data.examples(heldout, config.sequence_length),
         judge=functools.partial(heldout_losses, jax.jit(pretraining_loss(model, train=False))),
         write_files=tokenizer.save_vocab,
-        identity={"text_digest": digest.of_arrays(*train[:3], *heldout[:3])},
+        identity={
+            "text_digest": digest.of_arrays(*train[:3], *heldout[:3]),
+            "vocabulary_digest": digest.of_json(tokenizer.vocabulary),
+        },
     )
 
 

@@ -22,6 +22,7 @@ class Config(FineTuneConfig):
     """
 
     MODEL: ClassVar[str] = "glue"
+    OWN: ClassVar[tuple[str, ...]] = ("seeds", "tasks")
 
     tasks: Annotated[tuple[str, ...], names_of(TASKS)] = ("mrpc",)
 

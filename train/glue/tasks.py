@@ -119,7 +119,8 @@ def read_examples(task: GlueTask, path: pathlib.Path) -> tuple[list[tuple[str, .
     if not path.is_file():
         raise ValueError(f"{path} is not there: give the folder of {task.name}'s official files")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        # As text, Python would end a line at a carriage return within a sentence, too.
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line]

@@ -72,7 +72,12 @@ def _write_answers(run: Run) -> None:
     (run.folder / "predictions.json").write_text(text, encoding="utf-8")
 
 
-WORDING = wording("train.squad", lambda config: "SQuAD 1.1", write_files=_write_answers)
+WORDING = wording(
+    "train.squad",
+    lambda config: "SQuAD 1.1",
+    "epochs of the questions",
+    write_files=_write_answers,
+)
 PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
 main = PROGRAM.main
 

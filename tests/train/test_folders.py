@@ -1,0 +1,92 @@
+"""Output folders of several runs, which one report compares: what may not be mixed in them."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from train.bert.config import Config as BertConfig
+from train.folder import check_folder, check_together, write_config, write_together
+from train.glue.config import Config as GlueConfig
+from train.lm import pretrain
+from train.lm.config import Config
+
+PROGRAM = pretrain.PROGRAM.name
+
+
+def begin(config, runs=None, program=PROGRAM):
+    """What a program does before it trains."""
+    runs = config.runs() if runs is None else runs
+    check_together(program, config, runs)
+    write_together(program, config, runs)
+    for run in runs:
+        write_config(run)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """Options whose runs with two seeds are in a folder."""
+    config = Config(out=str(tmp_path / "run"), seeds=(0, 1), schedule="exponential", warmup=80)
+    begin(config)
+    return config
+
+
+def changed(config, **options):
+    other = dataclasses.replace(config, **options)
+    check_together(PROGRAM, other, other.runs())
+    return other
+
+
+def test_more_seeds_have_the_same_options(begun):
+    changed(begun, seeds=(1, 2), optimizers=("signum",))
+    with pytest.raises(ValueError, match=r"--learning-rate 0\.004, this one has 0\.02"):
+        changed(begun, seeds=(2, 3), learning_rate=0.02)
+
+
+@pytest.mark.parametrize("options", [{"steps": 900}, {"eval_batches": 3}])
+def test_all_seeds_are_trained_and_judged_alike(options, begun):
+    changed(begun, **options)
+    with pytest.raises(ValueError, match="this one has"):
+        changed(begun, seeds=(1, 2), **options)
+
+
+def test_a_single_run_and_several_have_no_folder_in_common(begun, tmp_path):
+    with pytest.raises(ValueError, match=r"--seeds \[0, 1\], this one has \[0\]"):
+        check_folder(dataclasses.replace(begun, seeds=(0,)))
+    single = dataclasses.replace(begun, seeds=(0,), out=str(tmp_path / "single"))
+    begin(single)
+    with pytest.raises(ValueError, match="holds a single run, or runs of an earlier version"):
+        changed(single, seeds=(0, 1))
+
+
+def test_runs_of_another_program(begun):
+    other = BertConfig(out=begun.out, seeds=(2, 3))
+    with pytest.raises(ValueError, match=r"holds runs of train\.lm\.pretrain, which no report may"):
+        begin(other, program="train.bert.pretrain")
+
+
+def test_runs_of_an_earlier_version(begun):
+    (begun.folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="holds a single run, or runs of an earlier version"):
+        changed(begun)
+
+
+def test_tasks_of_glue_are_side_by_side(tmp_path):
+    given: Any = {"weights": "W", "data": "GLUE", "out": str(tmp_path)}
+
+    def asked(name, **options):
+        config = GlueConfig(**given, tasks=(name,), **options)
+        return config, config.of_seeds(name, 100, tasks=(name,))
+
+    begin(*asked("mrpc"))
+    begin(*asked("cola"))
+    with pytest.raises(ValueError, match=r"--epochs 3\.0, this one has 2\.0"):
+        begin(*asked("mrpc", epochs=2.0, seeds=(1,)))
+
+
+def test_a_folder_of_something_else_stays_as_it_is(tmp_path, capsys):
+    (tmp_path / "thesis.txt").touch()
+    command = "--seeds 0 1 --workers 2 --batch-size 8 --optimizers adam --out"
+    assert pretrain.main([*command.split(), str(tmp_path)]) == 2
+    assert "exists and is no run of this program" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -1,0 +1,138 @@
+"""Output folders: what may go on in one, and the `config.json` that remembers what began there."""
+
+import json
+import os
+import pathlib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from train.config import RunConfig, option_name, shared_options
+from train.optimizers import OPTIMIZERS
+
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
+_PROGRAM = "program"
+
+
+def check_folder(
+    config: RunConfig,
+    identity: Mapping[str, str] = _NOTHING,
+    free: Iterable[str] | None = None,
+) -> None:
+    """Checks that the output folder, where there is one, holds a run of the same trajectory.
+
+    Args:
+        config: the run.
+        identity: what must not have changed either, as for `write_config`.
+        free: options that may have changed; None for those that leave a run's trajectory alone.
+
+    Raises:
+        ValueError: what decides the trajectory differs, or the folder is something else.
+    """
+    path = config.folder / "config.json"
+    if not path.exists():
+        if config.folder.exists() and (not config.folder.is_dir() or os.listdir(config.folder)):
+            raise ValueError(
+                f"--out {config.folder}: exists and is no run of this program; give another folder"
+            )
+        return
+    earlier = _read(path)
+    # What a run of an earlier version had no option for was as it is by default.
+    seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
+    known = shared_options(type(config)()) | seeds | earlier
+    free = _free(config) if free is None else free
+    for option, value in shared_options(config).items():
+        if option not in free and known.get(option) != value:
+            raise ValueError(
+                f"--out {config.folder}: holds a run with {option_name(option)} "
+                f"{known.get(option)}, this one has {value}; give the same, or another --out"
+            )
+    for name, value in identity.items():
+        # Nor did an earlier version write down all that is now.
+        if earlier.get(name, value) != value:
+            raise ValueError(
+                f"--out {config.folder}: holds a run whose {name} is {earlier[name]!r}, "
+                f"here it is {value!r}; put back what the run began with, or give another --out"
+            )
+
+
+def _free(config: RunConfig) -> tuple[str, ...]:
+    """Options that leave the trajectory alone."""
+    shares = isinstance(config.schedule_warmup, float) or isinstance(config.warmup, float)
+    # Those that the folder has would go on with the new number, too, once this start wrote it.
+    begun = (name for name in OPTIMIZERS if (config.folder / name).exists())
+    entries = [OPTIMIZERS[name] for name in (*config.optimizers, *begun)]
+    # Workers that take local steps meet in the last one.
+    follow = shares or any(entry.follows_steps or entry.local_steps for entry in entries)
+    # Otherwise nothing depends on how many will follow.
+    more = ("steps",) if config.schedule == "exponential" and not follow else ()
+    return (*config.FREE, *more)
+
+
+def check_together(program: str, config: RunConfig, runs: Sequence[RunConfig]) -> None:
+    """Checks the output folder of runs that have folders of their own within it.
+
+    One report compares all that are there, so they must differ in nothing but `RunConfig.OWN`.
+
+    Args:
+        program: the module that makes them.
+        config: what was asked for.
+        runs: that come of it.
+
+    Raises:
+        ValueError: the folder holds runs with other options, or something else.
+    """
+    if not _are_within(config, runs):
+        return
+    folder, within = config.folder, {run.folder for run in runs}
+    path = folder / "config.json"
+    found = {x.parent for x in folder.glob("*/config.json")}
+    maker = _read(path).get(_PROGRAM) if path.exists() else None
+    if maker != program and (path.exists() or found):
+        what = f"runs of {maker}" if maker else "a single run, or runs of an earlier version"
+        raise ValueError(
+            f"--out {folder}: holds {what}, which no report may mix with those that are asked for; "
+            "give another --out"
+        )
+    free = (*_free(config), *config.OWN)
+    if found - within:
+        # Those that are not asked for again stay as they are, and as they were judged.
+        free = tuple(option for option in free if option not in ("steps", "eval_batches"))
+    check_folder(config, free=free)
+
+
+def write_together(program: str, config: RunConfig, runs: Sequence[RunConfig]) -> None:
+    """Writes the `config.json` that `check_together` reads."""
+    if _are_within(config, runs):
+        write_config(config, {_PROGRAM: program})
+
+
+def _are_within(config: RunConfig, runs: Sequence[RunConfig]) -> bool:
+    """Whether runs have folders within the one that was asked for."""
+    return any(run.folder != config.folder for run in runs)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The options in a `config.json`; a `ValueError` where it is damaged."""
+    try:
+        earlier = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        earlier = None
+    if not isinstance(earlier, dict):
+        raise ValueError(
+            f"{path} is damaged: what decides the run cannot be read from it. Put back a copy, or "
+            "give another --out"
+        )
+    return earlier
+
+
+def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:
+    """Writes `config.json` into the output folder, which is made.
+
+    Args:
+        config: the run.
+        identity: what else it holds, under names that no option has.
+    """
+    config.folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(shared_options(config) | dict(identity), indent=2) + "\n"
+    (config.folder / "config.json").write_text(text, encoding="utf-8")
