@@ -306,8 +306,9 @@ def train_step(
       program of all phases, whose results may differ in the last bits from those of calls.
 
       Several processes compare their options, their settings of JAX and their programs at the first
-      call, and all raise if these differ. Later each process waits in a collective for all others,
-      as long as JAX's runtime permits.
+      call, and of a state that no call returned, such as a restored one, all that workers share;
+      all raise if these differ. Later each process waits in a collective for all others, as long as
+      JAX's runtime permits.
 
       The step uses JAX's defaults for dtype and rank promotion, transfer guards, ``jax_debug_nans``
       and ``jax_debug_infs``, and overrides the user's settings.
