@@ -217,10 +217,13 @@ def check(manifest: Any, tree: Any, where: str) -> None:
         slow = workers.slow_names(tree) or [name for name, _ in now]
         fast = [name for name, _ in now if name not in slow]
         was, has = (_workers(axes, fast) for axes in (before, now))
+        depends, mend = "their number", "as many"
+        if sorted(x for x in before if x[1] > 1) == sorted(x for x in now if x[1] > 1):
+            depends, mend = "the order of the mesh's axes", "a mesh of the same axes in that order"
         raise ValueError(
-            f"{where} was saved by {was}, this run has {has}: what each "
-            f"worker has for itself depends on their number. Go on with as many, or give restore "
-            f"tx=, the optimizer, to convert the state."
+            f"{where} was saved by {was}, this run has {has}: what each worker has for itself "
+            f"depends on {depends}. Go on with {mend}, or give restore tx=, the optimizer, to "
+            f"convert the state."
         )
     saved, here = manifest["types"], types(tree)
     for name in sorted(saved.keys() | here.keys()):

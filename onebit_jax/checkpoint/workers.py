@@ -26,12 +26,20 @@ def axes(tree: Any) -> list[list[Any]]:
 
 
 def differ(before: list[list[Any]], now: list[list[Any]]) -> bool:
-    """Whether axes that are both known have other sizes, or another order; names do not matter."""
+    """Whether axes that are both known have other sizes, or another order; names do not matter.
+
+    Nor do axes of size 1.
+
+    >>> data, fsdp, tensor = ["data", 2], ["fsdp", 2], ["tensor", 1]
+    >>> differ([data, fsdp], [data, tensor, fsdp]), differ([data, fsdp], [fsdp, data])
+    (False, True)
+    """
     if not before or not now:
         return False
+    before, now = ([axis for axis in axes if axis[1] > 1] for axes in (before, now))
     if [size for _, size in before] != [size for _, size in now]:
         return True
-    was, has = ([name for name, size in axes if size > 1] for axes in (before, now))
+    was, has = ([name for name, _ in axes] for axes in (before, now))
     return was != has and sorted(was) == sorted(has)
 
 

@@ -72,7 +72,8 @@ class LargestValues:
       every: the number of calls from one renewal of the threshold to the next: ``L``.
 
     Raises:
-      ValueError: for a share or number that is out of range.
+      ValueError: for a share or number that is out of range; from the optimizer's ``init`` for
+        tensors that are split between devices.
 
     Example:
       >>> import optax, onebit_jax
@@ -95,6 +96,12 @@ class LargestValues:
 
     def init(self, layout: Layout) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
+        if shards := layout.axes.shards:
+            raise ValueError(
+                f"LargestValues chooses among all values of a device, but here tensors are split "
+                f"over {shards}: of a tensor that is not, such as a bias, each device would choose "
+                f"other values, and copies would diverge. Take compressed_mean with bits=."
+            )
         check_places(sum(math.prod(piece.shape) for piece in layout.pieces), "LargestValues")
         zero = jnp.zeros((1,), jnp.float32)
         threshold = Threshold(zero, jnp.zeros((1,), jnp.int32))

@@ -18,9 +18,11 @@ from onebit_jax.states.state_layout import Placed, is_placed
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
 
-# What makes one number of many of an array's: sums, products of matrices, orders.
+# What makes one number of many of an array's: sums, products of matrices, orders. And what draws
+# many numbers: the same ones for every shard.
 _MIXING = re.compile(
     r"reduce_(?!precision|scatter)|arg(max|min)|dot_general|conv_|cum|sort|top_k|fft|svd|qr|eigh|lu|chol"
+    r"|random_bits|threefry|rng_"
 )
 
 
@@ -99,9 +101,9 @@ def check_elementwise(program: Program, who: str, split: str, axes: MeshAxes) ->
     if mixing is not None:
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
-            f"a norm, trust ratios and orthogonalization do, but parameter {split} is split over "
-            f"{axes.fast_names}, and within on_mesh an optimizer has shards alone. Let what needs "
-            f"whole tensors stand outside, as in optax.chain(optax.clip_by_global_norm(1.0), "
+            f"a norm, trust ratios, orthogonalization and noise do, but parameter {split} is split "
+            f"over {axes.fast_names}, and within on_mesh an optimizer has shards alone. Let what "
+            f"needs whole tensors stand outside, as in optax.chain(optax.clip_by_global_norm(1.0), "
             f"onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, axis_name=axis, "
             f"specs=specs), optax.contrib.muon(0.02))."
         )
@@ -113,7 +115,8 @@ def _mixing(program: Program) -> Iterator[Any]:
     for eqn in equations:
         if OWN_SCOPE in str(eqn.source_info.name_stack):
             continue
-        sizes = [math.prod(getattr(x.aval, "shape", ())) for x in eqn.invars]
+        arrays = (*eqn.invars, *eqn.outvars)
+        sizes = [math.prod(getattr(x.aval, "shape", ())) for x in arrays]
         if _MIXING.match(eqn.primitive.name) and max(sizes) > 1:
             yield eqn
         for value in eqn.params.values():

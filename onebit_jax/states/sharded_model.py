@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.collectives.error_feedback import Beside
-from onebit_jax.markers import named_leaves, nodes_with
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.states import placement
 from onebit_jax.states.on_mesh import OnMesh
@@ -125,13 +125,12 @@ class ShardedModel:
         for (name, x), spec in zip(leaves, expected, strict=True):
             check_split(name, x, spec, mesh)
 
-    def own_parameters(self, params: Any, opt_state: Any) -> tuple[Any, int | None]:
-        """The parameters that each worker trains, and their axis of workers, 0 or None.
+    def own_parameters(self, params: Any, opt_state: Any) -> Any:
+        """The parameters that each worker trains, behind an axis of workers.
 
-        None where all train the same ones: XLA (JAX 0.10.2) would copy a row for each worker.
+        Also where all train the same ones, although a row for each worker is a copy: of an array
+        without that axis XLA may fetch a part from another worker, over the slow axis.
         """
-        if not nodes_with("worker_parameters", opt_state):
-            return params, None
         axes, specs, placed = self.axes, self.specs(params), self.placed(params)
 
         def row(params: Any, opt_state: Any) -> Any:
@@ -139,13 +138,12 @@ class ShardedModel:
             return jax.tree.map(lambda x: x[None], own)
 
         in_specs = specs, self.state_specs(params)
-        rows = over_workers(row, axes.mesh, in_specs, _rows(axes, specs))
-        return rows(params, opt_state), 0
+        return over_workers(row, axes.mesh, in_specs, _rows(axes, specs))(params, opt_state)
 
     def by_worker(
         self,
         f: Callable[[Any, Any, jax.Array], Any],
-        params: tuple[Any, int | None],
+        params: Any,
         batch: Any,
         out_axes: Any,
     ) -> Any:
@@ -167,10 +165,9 @@ class ShardedModel:
         if self.axes.spmd_axis_name is None:
             index = jax.reshard(index, NamedSharding(self.axes.mesh, P(self.axes.slow)))
         spmd_axis_name = cast(Any, self.axes.spmd_axis_name)
-        own, axis = params
-        mapped = jax.vmap(f, in_axes=(axis, 0, 0), out_axes=out_axes, spmd_axis_name=spmd_axis_name)
+        mapped = jax.vmap(f, out_axes=out_axes, spmd_axis_name=spmd_axis_name)
         try:
-            return mapped(own, shares, index)
+            return mapped(params, shares, index)
         except ValueError as error:
             if "axis spec None" not in str(error):
                 raise

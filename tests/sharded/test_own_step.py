@@ -19,6 +19,7 @@ from onebit_jax.programs import hlo
 from onebit_jax.transforms.phases import PHASES
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
+from tests.workers import make_mesh
 
 
 def trained(task, params, opt_state, step, steps):
@@ -103,6 +104,53 @@ def test_phases_are_programs_and_bits_alone_cross_the_slow_axis(run):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(params)))
     assert {name: x.sharding.spec for name, x in params.items()} == task.specs
     meshes.assert_places_agree(params)
+
+
+def tied(params, tokens):
+    """An embedding that is also the output layer, for which XLA moves parts of it about."""
+    logits = params["embedding"][tokens] @ params["embedding"].T
+    return jnp.mean((logits - jnp.eye(32)[tokens]) ** 2)
+
+
+def on_tied(tx, fast):
+    """The losses of five steps, and what a step of the last phase sends over the slow axis."""
+    names = (SLOW, *fast)
+    mesh = make_mesh((2,) * len(names), names, AxisType.Auto)
+    spec = P(fast) if fast else P()
+    options: Any = {"axis_name": SLOW, "param_specs": spec} if fast else {}
+    drawn = np.random.default_rng(0).standard_normal((32, 16), np.float32)
+    params: Any = {"embedding": jax.device_put(drawn, NamedSharding(mesh, spec))}
+    opt_state = onebit_jax.init(tx, params, mesh, **options)
+    step, losses = onebit_jax.train_step(tied, tx, mesh, **options), []
+    place = NamedSharding(mesh, P(names[:2]))
+    for i in range(5):
+        batch = jax.device_put(np.random.default_rng(i).integers(0, 32, 64), place)
+        params, opt_state, metrics = step(params, opt_state, batch)
+        losses.append(float(metrics["loss"]))
+    lowered = step.lower(params, opt_state, batch, phase=PHASES[int(metrics["phase"])])
+    sent = [x for x in wire.collectives(lowered.compile(), mesh) if SLOW in x.axis]
+    return losses, {x.dtype for x in sent if x.operand_bytes > 64}
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtypes"),
+    [
+        (onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW), {"u8"}),
+        (
+            onebit_jax.zero_one_adam(
+                1e-2, axis_name=SLOW, variance_freeze=1, sync_steps=lambda t: t % 8 == 7
+            ),
+            set(),
+        ),
+    ],
+    ids=["onebit_adam", "zero_one_adam between syncs"],
+)
+def test_no_worker_reads_parameters_of_another(tx, dtypes):
+    losses, sent = on_tied(tx, ("fsdp", "tensor"))
+    expected, _ = on_tied(tx, ())
+    # A shard has a scale of its own.
+    np.testing.assert_allclose(losses, expected, rtol=5e-3)
+    assert sent == dtypes
 
 
 def test_all_devices_skip_a_step_for_one_worker(run):

@@ -185,9 +185,19 @@ def test_optimizers_that_need_whole_tensors(auto):
     ):
         with refused(f"{optimizer} computes reduce_sum"):
             one_bit(auto, tx=tx).init(auto.params())
+    noisy = optax.chain(mean, optax.add_noise(0.1, 0.5, key=0))
+    with refused("the optimizer computes random_bits over elements"):
+        one_bit(auto, tx=noisy).init(auto.params())
     # Beside a model that is not split they are right.
     lamb = onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW)
     one_bit(auto, P(), tx=lamb).init(jax.device_get(auto.params()))
+
+
+def test_largest_values_of_some_split_tensors(auto):
+    """Each place would choose other values of those that are not split."""
+    tx = onebit_jax.compressed_mean(SLOW, compressor=onebit_jax.LargestValues(0.1))
+    with refused("LargestValues chooses among all values of a device"):
+        one_bit(auto, tx=tx).init(auto.params())
 
 
 def test_an_optimizer_that_exchanges_nothing(auto):
