@@ -74,6 +74,9 @@ class Batches:
     def get_state(self):
         return self.at
 
+    def set_state(self, at):
+        self.at = at
+
 
 def test_the_default_spelled_out_is_the_default():
     [code] = blocks("how-to-choose.md")
@@ -108,7 +111,7 @@ def test_a_calibration_predicts_a_step():
 
 
 def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
-    save, restore, caught, skip, scaled = blocks("checkpoints.md")
+    save, restore, back, caught, skip, scaled = blocks("checkpoints.md")
     folder = str(tmp_path / "checkpoints")
     assert "1000 == 0" in save
     save = save.replace('"runs/mine/checkpoints"', repr(folder)).replace("1000 == 0", "2 == 0")
@@ -120,11 +123,27 @@ def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
         again = start()
         names = execute(restore, **again, key=key, checkpoints=checkpoints, flat_tx=again["tx"])
         assert names["restored"].step == 4
+    goes_back_to_adamw(back)
     execute(caught, **start(), batch=make_batches(1)[0])
     wrapped = execute(skip, onebit_jax=onebit_jax)["tx"]
     assert hasattr(onebit_jax.init(wrapped, make_params(), MESH), "skips")
     left = execute(scaled, **start(), batches=make_batches(2))
     assert (left["scale"], left["good"]) == (2.0**15, 2)
+
+
+def goes_back_to_adamw(code):
+    schedule = optax.linear_schedule(0.0, 1e-2, 10)
+    tx = onebit_jax.onebit_adam(schedule, warmup=2, axis_name="data")
+    [batch] = make_batches(1)
+    params = jax.tree.map(jnp.asarray, make_params())
+    opt_state, step = onebit_jax.init(tx, params, MESH), onebit_jax.train_step(loss_fn, tx, MESH)
+    for _ in range(3):
+        params, opt_state, _ = step(params, opt_state, batch)
+    names = {**start(), "optax": optax, "np": np, "tx": tx, "schedule": schedule}
+    left = execute(code, **{**names, "params": params, "opt_state": opt_state})
+    counts = optax.tree.get_all_with_path(left["opt_state"], "count")
+    assert [int(count) for _, count in counts] == [3, 3]
+    left["step"](params, left["opt_state"], batch)
 
 
 @pytest.mark.slow
