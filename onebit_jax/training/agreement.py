@@ -2,11 +2,13 @@
 
 import enum
 import os
+import textwrap
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.core import ClosedJaxpr, Literal
@@ -47,7 +49,7 @@ def check_options(setup: Setup, given: Arguments) -> None:
             **{name: getattr(jax.config, name) for name in _SETTINGS},
             "XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS)),
             "the shapes of the arguments": [
-                (jax.tree_util.keystr(path), np.shape(x), str(jax.numpy.result_type(x)))
+                (jax.tree_util.keystr(path), np.shape(x), str(jnp.result_type(x)))
                 for path, x in leaves
             ],
         }
@@ -68,9 +70,10 @@ def _check_same(facts: Mapping[str, Any]) -> None:
     columns = np.asarray(multihost_utils.process_allgather(own)).T
     differing = [name for name, column in zip(facts, columns, strict=True) if np.ptp(column)]
     if differing:
+        own_fact = textwrap.shorten(str(facts[differing[0]]), 300)
         raise ValueError(
             f"processes make different training steps: they differ in {', '.join(differing)}. "
-            f"This is process {jax.process_index()}, with {differing[0]} = {facts[differing[0]]}. "
+            f"This is process {jax.process_index()}, with {differing[0]} = {own_fact}. "
             f"Start all processes with the same code, options and environment."
         )
 
