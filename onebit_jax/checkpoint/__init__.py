@@ -1,6 +1,6 @@
 """Checkpoints of a run: checked before anything is restored, and against damage.
 
-Needs Orbax: ``pip install '.[checkpoint]'`` in the checkout. Importing ``onebit_jax`` alone does not.
+Needs Orbax: ``pip install '.[checkpoint]'`` in the checkout. ``onebit_jax`` alone does not.
 """
 
 try:
