@@ -319,9 +319,10 @@ def test_one_of_several_optimizers_keeps_its_workers_parameters(others):
     params, state = train(step, *begun, make_batches(3))
     synced = state.inner_states["matrix"].inner_state.synced_parameters(params)
     assert jax.tree.structure(synced) == jax.tree.structure(params)
-    saved = jax.tree.map(np.array, (params, state))
+    saved: Any = jax.tree.map(np.array, (params, state))
     last = make_batches(5)[3:]
-    assert_equal(train(step, *saved, last)[1], train(step, params, state, last)[1])
+    _, resumed = train(step, saved[0], saved[1], last)
+    assert_equal(resumed, train(step, params, state, last)[1])
 
 
 # A skipped update.
