@@ -246,7 +246,7 @@ def test_the_inner_optimizer_computes_in_float32():
     """In bfloat16 the variance stalls at 0.5, and steps of 1e-4 are lost."""
     tx = make_tx(bits=32, inner=optax.adam(1e-4), outer=optax.sgd(1.0), every=1)
     init, update = on_workers(tx.init, 2), on_workers(tx.update, 2)
-    params = jnp.ones((2, 3), jnp.bfloat16)
+    params: Any = jnp.ones((2, 3), jnp.bfloat16)
     state = init(params)
     for _ in range(300):
         updates, state = update(jnp.ones_like(params), state, params)
