@@ -1,6 +1,7 @@
 """The language model's data: tokenizers, what their tokens stand for, and batches of them."""
 
 import itertools
+import shutil
 import json
 
 import numpy as np
@@ -144,8 +145,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_text_is_the_utf8_of_documents(folder):
-    text, heldout, _ = data.load(folder, folder)
+def test_text_is_the_utf8_of_documents(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("heldout") / "same"
+    shutil.copytree(folder, other)
+    text, heldout, _ = data.load(folder, other)
     expected = "Café.\nMore of it.\n\nAnother text.\n\nThe last one.\n"
     assert text.tobytes() == heldout.tobytes() == expected.encode()
 
