@@ -1,8 +1,8 @@
 """The language model's data: tokenizers, what their tokens stand for, and batches of them."""
 
 import itertools
-import shutil
 import json
+import shutil
 
 import numpy as np
 import pytest
