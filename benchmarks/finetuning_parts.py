@@ -132,7 +132,7 @@ VARIANTS: dict[str, Entry] = {
     "onebit_adam_by_layer": by_layer(OPTIMIZERS["onebit_adam"]),
 }
 ROWS = (
-    *("adam", "adam_frozen", "onebit_adam_8", "onebit_adam_live", "onebit_adam"),
+    *("adam", "adam_frozen", "onebit_adam_4", "onebit_adam_live", "onebit_adam"),
     *("onebit_adam_half", "adam_by_layer", "onebit_adam_by_layer"),
 )
 

@@ -30,10 +30,14 @@ Runs = Sequence[tuple[AnyConfig, Task]]
 
 
 def train_all(config: RunConfig, runs: Runs[Any], mesh: AnyMesh, stop: StopRequest) -> None:
-    """Trains with each optimizer of each run."""
+    """Trains with each optimizer of each run; runs that differ in their seeds share programs."""
+    trainers: dict[tuple[str, RunConfig], Trainer] = {}
     for run, task in runs:
         for name in config.optimizers:
-            Trainer(name, run, task, mesh).run(run, task, stop)
+            shared = name, dataclasses.replace(run, seeds=(), out=None)
+            if shared not in trainers:
+                trainers[shared] = Trainer(name, run, task, mesh)
+            trainers[shared].run(run, task, stop)
 
 
 @dataclasses.dataclass(frozen=True)
