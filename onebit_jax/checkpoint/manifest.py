@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-import importlib.metadata
+import importlib
 import json
 import math
 import pathlib
@@ -19,7 +19,9 @@ from onebit_jax.markers import nodes
 # Raised with every change of what a state of this library holds, or of what is written here:
 # tests/checkpoint/test_hostile_format.py tells of one.
 FORMAT = 11
-_PACKAGES = ("onebit_jax", "jax", "optax", "orbax-checkpoint", "numpy")
+# Their modules say their versions; metadata are missing where a checkout is on the path, or in an
+# archive of a program.
+_PACKAGES = ("onebit_jax", "jax", "optax", "orbax.checkpoint", "numpy")
 
 
 class DamagedError(Exception):
@@ -118,7 +120,7 @@ def describe(step: int, tree: Any) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "step": step,
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {name: importlib.import_module(name).__version__ for name in _PACKAGES},
         "processes": jax.process_count(),
         "axes": workers.axes(tree),
         "splits": workers.splits(tree),

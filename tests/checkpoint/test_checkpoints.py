@@ -1,5 +1,6 @@
 """Checkpoints: what comes back, what is refused, and what is done about damage."""
 
+import importlib.metadata
 import json
 import random
 import shutil
@@ -94,6 +95,19 @@ def test_everything_comes_back_bit_for_bit(saved):
     assert (restored.step, restored.extra) == (2, {"at": 2})
     assert_same(restored[1:4], make(2))
     assert isinstance(restored.opt_state[0], State)
+
+
+def test_saves_where_no_package_is_installed(tmp_path, monkeypatch):
+    # As where checkouts are on PYTHONPATH: a run's first save would end it.
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    save(tmp_path, 1)
+    versions = manifest.read(tmp_path / "1" / "manifest" / "manifest.json")["versions"]
+    assert versions["onebit_jax"] == onebit_jax.__version__
+    assert versions["jax"] == jax.__version__
+    assert restore(tmp_path).step == 1
 
 
 def test_without_a_checkpoint_the_arguments_come_back(tmp_path):
