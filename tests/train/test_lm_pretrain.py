@@ -48,6 +48,25 @@ def test_losses_fall_from_that_of_guessing(finished):
     assert adam[5]["loss"] != onebit[5]["loss"]
 
 
+def test_seeds_share_programs_and_nothing_else(finished, tmp_path, monkeypatch):
+    made = []
+
+    class Counted(program.Trainer):
+        def __init__(self, name, *args):
+            made.append(name)
+            super().__init__(name, *args)
+
+    monkeypatch.setattr(program, "Trainer", Counted)
+    out, name = tmp_path / "run", NAMES[1]
+    command = [*RUN, "--optimizers", name, "--seeds", "3", "0", "--out", str(out)]
+    assert pretrain.main(command) == 0
+    assert made == [name]
+    assert metrics(out / "seed-0" / name) == metrics(finished[0] / name)
+    assert metrics(out / "seed-3" / name) != metrics(finished[0] / name)
+    alone, both = result(finished[0] / name), result(out / "seed-0" / name)
+    assert {**alone, "made": 0, "seconds": 0} == {**both, "made": 0, "seconds": 0}
+
+
 @pytest.mark.slow
 def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, capsys):
     out, name = tmp_path / "run", NAMES[1]
