@@ -17,8 +17,11 @@ import jax
 
 def machine() -> dict[str, Any]:
     """The machine as far as it says what it is."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    # Elsewhere than on Linux there is none, and in some sandboxes it cannot be read.
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "system": f"{platform.system()} {platform.machine()}",

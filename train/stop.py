@@ -1,6 +1,7 @@
 """Stopping a run on SIGTERM or Ctrl-C between two steps, so that it can be saved first."""
 
 import signal
+import threading
 from types import FrameType
 
 import jax
@@ -26,7 +27,8 @@ class GaveUp(Exception):  # noqa: N818 - as Stopped
 class StopRequest:
     """Notes SIGTERM and Ctrl-C while it is entered; a second one interrupts at once.
 
-    With several processes JAX's own service notes SIGTERM, and lets all agree on the step.
+    With several processes JAX's own service notes SIGTERM, and lets all agree on the step. In
+    another thread than the main one, which alone may handle signals, nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -34,7 +36,9 @@ class StopRequest:
         self._noted = False
 
     def __enter__(self) -> "StopRequest":
-        signals = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ()
+        is_main = threading.current_thread() is threading.main_thread()
+        own = is_main and jax.process_count() == 1
+        signals = (signal.SIGTERM, signal.SIGINT) if own else ()
         self._before = {number: signal.signal(number, self._note) for number in signals}
         return self
 

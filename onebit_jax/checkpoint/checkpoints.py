@@ -86,7 +86,8 @@ class Checkpoints:
       keep_best: how many more are kept, those with the smallest ``metric``.
 
     Raises:
-      ValueError: for a number below 1, or ``keep_best`` below 0.
+      ValueError: for a number below 1, or ``keep_best`` below 0; for a folder whose name is no text
+        in the locale's encoding.
 
     Example:
       A loop that goes on where it was stopped:
@@ -115,6 +116,14 @@ class Checkpoints:
         validation.check_step_count("keep_last", keep_last, 1, "The latest is needed to go on.")
         validation.check_step_count("keep_best", keep_best, 0, "0 for none.")
         self.folder = pathlib.Path(folder).resolve()
+        try:
+            str(self.folder).encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"folder={str(self.folder)!a} is not text in the encoding of this locale, and what "
+                f"writes checkpoints takes UTF-8 alone: set PYTHONUTF8=1 or a locale of UTF-8, or "
+                f"give a folder with an ASCII name."
+            ) from None
         self._keep_last, self._keep_best = keep_last, keep_best
         self._saving: ocp.AsyncResponse[Any] | None = None
         self._damaged: list[int] = []
@@ -170,7 +179,9 @@ class Checkpoints:
 
         Args:
           step: updates made, more than at any checkpoint that is there.
-          params: the parameters.
+          params: the parameters. Where workers train their own between two exchanges, as of
+            ``local_steps`` and ``zero_one_adam``, those that all share are saved:
+            ``synced_parameters``.
           opt_state: the optimizer state in the mesh view, as a step returns it.
           others: any other tree of arrays and numbers, such as random keys or a model's state.
           extra: what JSON can hold, such as the place in the data; tuples come back as lists. Each
@@ -211,6 +222,7 @@ class Checkpoints:
                 f"{path} is in the way, and is no checkpoint of onebit_jax: move it, or give "
                 f"another folder."
             )
+        tree = workers.with_shared_parameters(tree)
         written = manifest.describe(step, tree) | {"metric": metric}
         if tx is not None:
             one, mesh = workers.one_worker(tree), workers.mesh_of(tree)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_per_worker, outermost
+from onebit_jax.markers import is_per_worker, nodes_with, outermost
 from onebit_jax.states.specs import names_in
 
 
@@ -124,6 +124,27 @@ def one_worker(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
     return jax.tree.map(own, tree["params"]) if are_copies(tree) else tree["params"]
+
+
+def with_shared_parameters(tree: Any) -> Any:
+    """The tree with the parameters that all workers share, if each of them may train its own.
+
+    Devices then hold other values of an array that is declared the same on all, and a file would
+    get each part from another one. Copies have a row for every worker, and stay.
+    """
+    states = nodes_with("synced_parameters", tree["opt_state"])
+    if not states or not slow_names(tree) or are_copies(tree):
+        return tree
+    synced = _synced(tree["params"], states)
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), synced, tree["params"])
+    return tree | {"params": placed}
+
+
+@jax.jit
+def _synced(params: Any, states: list[Any]) -> Any:
+    for state in states:
+        params = state.synced_parameters(params)
+    return params
 
 
 def shared_int(x: Any) -> int:

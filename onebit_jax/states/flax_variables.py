@@ -7,6 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.states.specs import names_of
+from onebit_jax.states.state_layout import is_placed
 
 
 def with_shardings(params: Any, state: Any, specs: Any) -> Any:
@@ -20,19 +21,37 @@ def with_shardings(params: Any, state: Any, specs: Any) -> Any:
       state: the optimizer's state. In trees like the parameters its leaves are Variables already.
       specs: the partition specs of its leaves.
     """
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
+    if not any(map(_is_variable, jax.tree.leaves(params, is_leaf=_is_variable))):
         return state
-
-    def is_variable(node: Any) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    if not any(map(is_variable, jax.tree.leaves(params, is_leaf=is_variable))):
-        return state
+    nnx: Any = sys.modules["flax.nnx"]
 
     def variable(x: Any, spec: Any) -> Any:
-        if is_variable(x) or not (isinstance(spec, P) and names_of(spec)):
+        if _is_variable(x) or not (isinstance(spec, P) and names_of(spec)):
             return x
         return nnx.Variable(x, out_sharding=spec, eager_sharding=False)
 
-    return jax.tree.map(variable, state, specs, is_leaf=is_variable)
+    return jax.tree.map(variable, state, specs, is_leaf=_is_variable)
+
+
+def without_shardings(state: Any, placed: Any) -> Any:
+    """Takes the leaves out of the Variables that :func:`with_shardings` put them into.
+
+    ``nnx.Optimizer`` does so before it calls ``update``, a step of one's own does not.
+
+    Args:
+      state: the optimizer's state; another structure than ``placed`` has comes back as it is.
+      placed: the same without these Variables, of :class:`~.state_layout.Placed`.
+    """
+
+    def inner(_: Any, x: Any) -> Any:
+        return jax.tree.leaves(x)[0] if _is_variable(x) else x
+
+    try:
+        return jax.tree.map(inner, placed, state, is_leaf=is_placed)
+    except ValueError:
+        return state
+
+
+def _is_variable(node: Any) -> bool:
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)

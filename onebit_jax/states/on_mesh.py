@@ -21,7 +21,7 @@ from onebit_jax.collectives.axes import tensors_split_along
 from onebit_jax.programs import replica_check
 from onebit_jax.programs.over_workers import abstract_mesh, over_workers
 from onebit_jax.states import placement, state_layout
-from onebit_jax.states.flax_variables import with_shardings
+from onebit_jax.states.flax_variables import with_shardings, without_shardings
 from onebit_jax.states.on_mesh_checks import (
     check_elementwise,
     check_gradients,
@@ -104,6 +104,7 @@ class OnMesh:
         check_unbound(axes, "update")
         specs = parameter_specs(axes, self._specs, updates)
         placed = self.place_state(updates, specs)
+        given, state = state, without_shardings(state, placed)
         check_state(axes, state, placed)
         if params is not None:
             check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
@@ -156,7 +157,8 @@ class OnMesh:
             out = results.unflatten(program(*arrays))
             return out, jax.tree.map(lambda _: True, out)
 
-        return update_worker(updates, state, params, traced)
+        updates, new = update_worker(updates, state, params, traced)
+        return updates, jax.tree.structure(given).unflatten(jax.tree.leaves(new))
 
     def place_state(self, like: Any, specs: Any) -> Any:
         """How the state of parameters like these lies; checks of the optimizer, once for each."""

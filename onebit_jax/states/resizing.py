@@ -327,4 +327,8 @@ def both_sides(
     specs = model.specs(params)
     slow = tuple(name for name in before.axis_names if name not in fast)
     was_split = _split(from_tx, params, before, slow, specs)
+    # Workers lie in the order of the optimizer's pair of axes, which a mesh may have the other way.
+    algorithms = simulated.algorithms(from_tx, was_split.like, was_split.workers)
+    if slow[::-1] in [x.algorithm.exchange.axis_name for x in algorithms]:
+        was_split = _split(from_tx, params, before, slow[::-1], specs)
     return was_split, _split(tx, params, after, model.axes.slow_names, specs)

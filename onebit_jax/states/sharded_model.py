@@ -20,7 +20,14 @@ from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.states import placement
 from onebit_jax.states.on_mesh import OnMesh
-from onebit_jax.states.specs import MeshAxes, Specs, names_in, names_of, parameter_specs
+from onebit_jax.states.specs import (
+    MeshAxes,
+    Specs,
+    explicit_part,
+    names_in,
+    names_of,
+    parameter_specs,
+)
 from onebit_jax.states.state_layout import Placed, map_placed
 from onebit_jax.states.worker_step import worker_shares
 
@@ -205,7 +212,12 @@ class ShardedModel:
         axes, specs, placed = self.axes, self.specs(params), self.placed(params)
         of_state, of_grads = self.state_specs(params), _rows(axes, specs)
         if axes.spmd_axis_name is None:
-            grads = jax.tree.map(jax.reshard, grads, _shardings(axes.mesh, of_grads))
+            # Types state Explicit axes alone; how gradients lie on Auto ones XLA decides.
+            stated = [explicit_part(axes, spec) for spec in jax.tree.leaves(of_grads)]
+            stated = jax.tree.structure(of_grads).unflatten(
+                P(*(x or None for x in y)) for y in stated
+            )
+            grads = jax.tree.map(jax.reshard, grads, _shardings(axes.mesh, stated))
             row = NamedSharding(axes.mesh, P(axes.slow))
             rows = jax.tree.map(lambda x: jax.reshard(x, row), rows)
 

@@ -88,7 +88,10 @@ def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
         )
     shape = (axes.workers, x.shape[0] // axes.workers, *x.shape[1:])
     stated = spec_in_type(jnp.asarray(x))
-    if axes.spmd_axis_name is not None or stated is None:
+    if axes.spmd_axis_name is None and stated is None:
+        x = jax.reshard(x, NamedSharding(axes.mesh, P(axes.slow)))
+        stated = jax.typeof(x).sharding.spec
+    if stated is None or axes.spmd_axis_name is not None:
         rows = jnp.reshape(x, shape)
         unsplit = [P.UNCONSTRAINED] * (len(shape) - 1)
         return lax.with_sharding_constraint(rows, NamedSharding(axes.mesh, P(axes.slow, *unsplit)))

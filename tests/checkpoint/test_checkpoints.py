@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints, checksums, manifest
 from onebit_jax.checkpoint import checkpoints as checkpoints_module
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, nodes_with
 
 # Where one array cannot be read, Orbax closes its event loop while reads of others still report.
 pytestmark = pytest.mark.filterwarnings(
@@ -108,6 +108,62 @@ def test_saves_where_no_package_is_installed(tmp_path, monkeypatch):
     assert versions["onebit_jax"] == onebit_jax.__version__
     assert versions["jax"] == jax.__version__
     assert restore(tmp_path).step == 1
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        onebit_jax.local_steps(optax.adamw(1e-2), optax.sgd(0.7), every=6, axis_name="data"),
+        optax.partition(
+            {
+                "w": onebit_jax.local_steps(
+                    optax.adamw(1e-2), optax.sgd(0.7), every=6, axis_name="data"
+                ),
+                "b": optax.chain(onebit_jax.mean_gradients("data"), optax.adam(1e-2)),
+            },
+            {"w": "w", "b": "b"},
+        ),
+        onebit_jax.zero_one_adam(1e-2, variance_freeze=2, local_step_scaler=4, axis_name="data"),
+    ],
+    ids=["local_steps", "in partition", "zero_one_adam"],
+)
+def test_a_save_between_exchanges_has_what_workers_share(tx, tmp_path):
+    # Devices' copies of the parameters differ then, though they are declared the same on all.
+    mesh = mesh_of(4)
+    x = jax.random.normal(jax.random.key(1), (16, 8))
+
+    def loss_fn(params, x):
+        return jnp.mean((x @ params["w"] + params["b"] - x[:, :1]) ** 2)
+
+    def fresh():
+        params = {"w": jnp.zeros((8, 16)), "b": jnp.zeros(16)}
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        return params, onebit_jax.init(tx, params, mesh)
+
+    step = onebit_jax.train_step(loss_fn, tx, mesh)
+    state, ends = fresh(), []
+    with Checkpoints(tmp_path, keep_last=30) as checkpoints:
+        for i in range(1, 23):
+            *state, _ = step(*state, x)
+            if i >= 19:
+                checkpoints.save(i, *state)
+    restored = Checkpoints(tmp_path).restore(*fresh())
+    assert restored.step == 22
+    [node] = nodes_with("synced_parameters", restored.opt_state)
+    assert_same(restored.params, node.synced_parameters(restored.params))
+    if not nodes_with("worker_parameters", restored.opt_state):
+        return
+    # Each worker's own are in the state: the run goes on as if it had not been stopped.
+    for goes_on in (state, restored[1:3]):
+        for _ in range(3):
+            *goes_on, _ = step(*goes_on, x)
+        ends.append(goes_on[1])
+    assert_same(*ends)
+
+
+def test_a_folder_that_is_no_text_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match="PYTHONUTF8=1"):
+        Checkpoints(f"{tmp_path}/L\udcc3\udca4ufe")
 
 
 def test_without_a_checkpoint_the_arguments_come_back(tmp_path):

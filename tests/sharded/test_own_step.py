@@ -64,6 +64,29 @@ def test_dense_steps_are_those_of_a_whole_model(kind, options):
             np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
 
 
+def test_slow_and_fast_axes_may_be_of_two_types():
+    tx, specs, ends = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW), P(None, "model"), []
+
+    def loss_fn(w, x):
+        return jnp.mean((x @ w - 1) ** 2)
+
+    for kinds in (("Auto", "Auto"), ("Explicit", "Auto"), ("Auto", "Explicit")):
+        types = tuple(meshes.TYPES[kind] for kind in kinds)
+        mesh = jax.make_mesh((2, 2), (SLOW, "model"), devices=jax.devices()[:4], axis_types=types)
+        split: Any = {"axis_name": SLOW, "param_specs": specs if kinds[1] == "Auto" else None}
+        w = jax.device_put(np.zeros((16, 8), np.float32), NamedSharding(mesh, specs))
+        opt_state = onebit_jax.init(tx, w, mesh, **split)
+        step = onebit_jax.train_step(loss_fn, tx, mesh, **split)
+        for i in range(4):
+            x = np.random.default_rng(i).standard_normal((16, 16), np.float32)
+            x = jax.device_put(x, NamedSharding(mesh, P(SLOW)))
+            w, opt_state, metrics = step(w, opt_state, x)
+            metrics["loss"].block_until_ready()
+        ends.append(np.asarray(w))
+    for end in ends[1:]:
+        np.testing.assert_allclose(end, ends[0], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", meshes.TYPES)
 def test_a_step_is_lowered_before_it_is_called_for_one_phase_or_all(kind):
     task = meshes.task("model", kind)

@@ -206,6 +206,24 @@ def test_a_mesh_of_two_types_of_axes(slow, fast):
     meshes.assert_replicas_agree(state[0])
 
 
+@pytest.mark.parametrize("fast", ["Auto", "Explicit"])
+def test_a_batch_from_the_host_is_dealt_out_on_explicit_axes(fast):
+    types = (meshes.TYPES["Explicit"], meshes.TYPES[fast])
+    mesh = jax.make_mesh((2, 2), (SLOW, "model"), devices=jax.devices()[:4], axis_types=types)
+
+    def train_step(state, x):
+        return state, {"mean": x.mean()}
+
+    with jax.set_mesh(mesh):
+        state = onebit_jax.worker_copies(np.zeros(2, np.float32), mesh, axis_name=SLOW)
+        step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name=SLOW))
+        x = np.arange(24, dtype=np.float32).reshape(8, 3)
+        placed = jax.device_put(x, NamedSharding(mesh, P(SLOW)))
+        means = [np.asarray(step(state, batch)[1]["mean"]) for batch in (x, placed)]
+    np.testing.assert_array_equal(*means)
+    np.testing.assert_allclose(means[0], 11.5)
+
+
 # Flax's containers, whose training steps know nothing of workers.
 
 
@@ -289,3 +307,27 @@ def test_an_optimizer_of_flax_nnx(task):
     assert_clean(found)
     params = nnx.filter_state(state, nnx.Param)
     meshes.assert_replicas_agree(params)
+
+
+@pytest.mark.slow
+def test_a_state_of_flax_nnx_without_its_optimizer(task):
+    model = nnx.Sequential(
+        nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(64, 16, rngs=nnx.Rngs(1))
+    )
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    tx = optimizer(task)
+
+    def train_step(state, batch):
+        params, opt_state = state
+
+        def loss_fn(params):
+            model = nnx.merge(graph, params, rest)
+            return optax.l2_loss(model(batch["x"]), batch["y"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    state, found = train(task, train_step, (params, tx.init(params)))
+    assert_clean(found)
+    meshes.assert_replicas_agree(state[0])
