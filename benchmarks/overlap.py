@@ -222,11 +222,11 @@ def measure(options: Options, in_torch: bool) -> dict[str, dict[str, Any]]:
     Raises:
       RuntimeError: the overlapped step did not make the parameters of the one that waits.
     """
-    torch_kinds = {
-        name: Kind(None, exchanges=name != torch_overlap.KINDS[0], steps=1)
-        for name in torch_overlap.KINDS
-        if in_torch
-    }
+    torch_kinds = {}
+    if in_torch:
+        alone, *exchanging = torch_overlap.KINDS
+        torch_kinds = {alone: Kind(None, exchanges=False)}
+        torch_kinds |= {name: Kind(None, steps=1) for name in exchanging}
     sizes = options.layers, options.width, options.rows
     figures: dict[str, dict[str, Any]] = {name: {} for name in (*KINDS, *torch_kinds)}
     with network(options.hosts) as net, contextlib.ExitStack() as started:
@@ -279,7 +279,7 @@ def print_table(figures: dict[str, dict[str, Any]], bandwidths: tuple[str, ...])
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
-    check_counts(options, "rounds", "steps")
+    check_counts(options, "hosts", "layers", "width", "rows", "rounds", "steps", "limit")
     for bandwidth in options.bandwidths:
         bits_per_second(bandwidth)
     if reason := why_unavailable():

@@ -27,7 +27,7 @@ from train.lm.data import load
 
 AXIS, VOCAB, WIDTH, HIDDEN, BEFORE = "workers", 256, 16, 96, 8
 CHUNK, JUDGED_ON = 1000, 20_000
-DENSE = "Adam", "Adam, averages at 8 bits", "LAMB"
+DENSE = "Adam", "Adam, averages at few bits", "LAMB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Options:
     """Steps of a training, a multiple of 1,000."""
     warmup: int = 1000
     """Dense steps of those that begin with such and do not end them by themselves."""
+    warmup_bits: int = 4
+    """Bits of gradients in the warm-ups of 1-bit Adam and 1-bit LAMB."""
     seeds: tuple[int, ...] = (0, 1)
     """A training for each."""
     json: pathlib.Path = pathlib.Path("runs/benchmarks/rare_tokens.json")
@@ -54,22 +56,21 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
     """By name, the learning rate, and what makes the optimizer from a schedule and a bound."""
     dense, ends = onebit_jax.mean_gradients(AXIS), {"warmup": options.warmup, "axis_name": AXIS}
     of_itself = onebit_jax.variance_stable(min_steps=options.warmup // 2)
+    few: dict[str, Any] = {"warmup_bits": options.warmup_bits, "axis_name": AXIS}
     return {
         "Adam": (2e-3, lambda rate: optax.chain(dense, optax.adam(rate))),
-        "Adam, averages at 8 bits": (
+        "Adam, averages at few bits": (
             2e-3,
-            lambda rate: onebit_jax.onebit_adam(rate, warmup=options.steps + 1, axis_name=AXIS),
+            lambda rate: onebit_jax.onebit_adam(rate, warmup=options.steps + 1, **few),
         ),
         "1-bit Adam": (
             2e-3,
-            lambda rate, **own: onebit_jax.onebit_adam(
-                rate, warmup=of_itself, axis_name=AXIS, **own
-            ),
+            lambda rate, **own: onebit_jax.onebit_adam(rate, warmup=of_itself, **few, **own),
         ),
         "1-bit Adam, frozen": (
             2e-3,
             lambda rate, **own: onebit_jax.onebit_adam(
-                rate, variance_refreshes=None, **ends, **own
+                rate, warmup=options.warmup, variance_refreshes=None, **few, **own
             ),
         ),
         "0/1 Adam": (
@@ -81,9 +82,7 @@ def optimizers(options: Options) -> dict[str, tuple[float, Callable[..., Any]]]:
         "LAMB": (4e-3, lambda rate: optax.chain(dense, optax.lamb(rate))),
         "1-bit LAMB": (
             4e-3,
-            lambda rate, **own: onebit_jax.onebit_lamb(
-                rate, warmup=of_itself, axis_name=AXIS, **own
-            ),
+            lambda rate, **own: onebit_jax.onebit_lamb(rate, warmup=of_itself, **few, **own),
         ),
         "1-bit LAMB, published": (
             4e-3,

@@ -1,6 +1,5 @@
 """The steps of `benchmarks.overlap` in PyTorch, whose DDP overlaps its buckets too."""
 
-import os
 import time
 
 from benchmarks.network.processes import Place
@@ -16,8 +15,6 @@ class Worker:
 
     def __init__(self, place: Place):
         self._torch = joined(place)
-        # The hosts share the cores, and threads that wait for one another would keep them busy.
-        self._torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.hosts))
 
     def prepare(self, name: str, layers: int, width: int, rows: int) -> None:
         """Makes the model, the optimizer and the batch, and makes some steps."""

@@ -81,10 +81,15 @@ def traced(run: Run, steps: int) -> dict[str, Any]:
         raise ValueError("JAX's profiler has seen no kernel: it needs CUPTI, which CUDA brings.")
     spans = [span for each in seen.values() for span in each]
     whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
+    # Streams run side by side: what several do at once counts once.
+    busy, reached = 0.0, 0.0
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
     took = {name: sum(end - begin for begin, end in each) for name, each in seen.items()}
     return {
         "milliseconds": 1e3 * whole / steps,
-        "busy": sum(took.values()) / whole,
+        "busy": busy / whole,
         "kernels": {
             name: {"milliseconds": 1e3 * seconds / steps, "starts": len(seen[name]) / steps}
             for name, seconds in sorted(took.items(), key=lambda item: -item[1])

@@ -9,7 +9,8 @@ falls to a twentieth in the sixth tenth of the run. Workers are devices that are
 
 A loss is the training loss, the mean of the last twentieth of the steps; beside it, what that is to
 the best of the three shares. Bytes are what a worker sends in the whole run, to the shortest of the
-shares that end within 0.5 % of the best. The warm-up is in float32, with refreshes in 8 bits.
+shares that end within 0.5 % of the best. The warm-up is in float32, with
+refreshes at the default's 4 bits.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """What all programs are: from a command line to a report of the optimizers."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -31,13 +32,17 @@ Runs = Sequence[tuple[AnyConfig, Task]]
 
 def train_all(config: RunConfig, runs: Runs[Any], mesh: AnyMesh, stop: StopRequest) -> None:
     """Trains with each optimizer of each run; runs that differ in their seeds share programs."""
+    # A profile begins where a program is compiled, so that runs with one share none.
+    alike = [x if x.profile else dataclasses.replace(x, seeds=(), out=None) for x, _ in runs]
+    left = collections.Counter(alike)
     trainers: dict[tuple[str, RunConfig], Trainer] = {}
-    for run, task in runs:
+    for (run, task), key in zip(runs, alike, strict=True):
+        left[key] -= 1
         for name in config.optimizers:
-            shared = name, dataclasses.replace(run, seeds=(), out=None)
-            if shared not in trainers:
-                trainers[shared] = Trainer(name, run, task, mesh)
-            trainers[shared].run(run, task, stop)
+            trainer = trainers.pop((name, key), None) or Trainer(name, run, task, mesh)
+            if left[key]:
+                trainers[name, key] = trainer
+            trainer.run(run, task, stop)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,6 +75,9 @@ def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> Non
       options: the program's options, a dataclass.
       figures: what was measured.
       *packages: whose versions matter besides jax's.
+
+    Raises:
+      SystemExit: the file cannot be written; its text is printed.
     """
     main = sys.modules["__main__"].__spec__
     command = (
@@ -86,5 +89,11 @@ def write(path: pathlib.Path, options: Any, figures: Any, *packages: str) -> Non
         "options": dataclasses.asdict(options),
         "figures": figures,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
+    text = json.dumps(record, indent=1, default=str) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        # Hours may have gone into what would be lost.
+        print(text)
+        raise SystemExit(f"error: {path} cannot be written ({error}); its text is above") from error

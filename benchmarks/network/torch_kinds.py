@@ -9,6 +9,7 @@ alone, without an optimizer.
 import datetime
 import importlib
 import math
+import os
 import sys
 import time
 import types
@@ -48,6 +49,8 @@ def joined(place: Place) -> Any:
         world_size=place.hosts,
         timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
     )
+    # The hosts share the cores, and threads that wait for one another would keep them busy.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.hosts))
     return torch
 
 
