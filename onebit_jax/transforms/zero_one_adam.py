@@ -379,8 +379,8 @@ def zero_one_adam(
 
     **Parameters between two syncs** differ between workers. A step may still declare them
     replicated, as :func:`onebit_jax.train_step` does: every device keeps and updates its own. But
-    to read, save or move them takes those of *one* device. All workers share :math:`y` in the
-    state, bit for bit: evaluate and publish ``state.synced_parameters(params)``.
+    to read or move them takes those of *one* device. All workers share :math:`y` in the state, bit
+    for bit: evaluate and publish ``state.synced_parameters(params)``, which ``Checkpoints`` saves.
 
     After the freeze an update is :math:`p_i`, computed from the state alone, minus the parameters
     given. So rounding errors do not accumulate, and if parameters were replaced by another
