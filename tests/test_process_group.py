@@ -175,6 +175,7 @@ def test_one_that_dies_ends_all(victim, how):
         assert "ended without a word" in error
 
 
+@pytest.mark.slow
 def test_where_none_goes_on_all_say_where_they_are():
     address = free_address()
     doing = ["wait", "leave", "wait", "wait"]

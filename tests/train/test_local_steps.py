@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model"
 STEPS, WORKERS = 24, 2
 
 
-@pytest.fixture(params=["zero_one_adam", "local_steps"])
-def trainer(request, tmp_path):
+@pytest.fixture(scope="module", params=["zero_one_adam", "local_steps"])
+def trainer(request, tmp_path_factory, quick_compilation, small_language_model):
     """One, which compiles once for all its runs; their options, and the task."""
     config = Config(
         optimizers=(request.param,),
@@ -30,7 +30,7 @@ def trainer(request, tmp_path):
         schedule_warmup=2,
         learning_rate=1e-2,
         eval_batches=1,
-        out=str(tmp_path),
+        out=str(tmp_path_factory.mktemp(request.param)),
     )
     config.check()
     mesh = jax.make_mesh((WORKERS,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
