@@ -22,6 +22,7 @@ import tyro
 from jax import lax
 
 import onebit_jax
+from benchmarks.counts import check_counts
 from train import record
 from train.lm.data import load
 
@@ -187,6 +188,7 @@ def measure(options: Options) -> dict[str, dict[str, Any]]:
 def main() -> int:
     """Runs the program and returns its exit code: 0, or 2 for bad input."""
     options = tyro.cli(Options, prog="python -m benchmarks.rare_tokens")
+    check_counts(options, "workers", "batch_size", "warmup")
     try:
         figures = measure(options)
     except ValueError as error:

@@ -136,7 +136,9 @@ def with_shared_parameters(tree: Any) -> Any:
     if not states or not slow_names(tree) or are_copies(tree):
         return tree
     synced = _synced(tree["params"], states)
-    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), synced, tree["params"])
+    placed = jax.tree.map(
+        lambda x, like: jax.device_put(x, getattr(like, "sharding", None)), synced, tree["params"]
+    )
     return tree | {"params": placed}
 
 

@@ -213,9 +213,8 @@ class ShardedModel:
         of_state, of_grads = self.state_specs(params), _rows(axes, specs)
         if axes.spmd_axis_name is None:
             # Types state Explicit axes alone; how gradients lie on Auto ones XLA decides.
-            stated = [explicit_part(axes, spec) for spec in jax.tree.leaves(of_grads)]
-            stated = jax.tree.structure(of_grads).unflatten(
-                P(*(x or None for x in y)) for y in stated
+            stated = jax.tree.map(
+                lambda spec: P(*(names or None for names in explicit_part(axes, spec))), of_grads
             )
             grads = jax.tree.map(jax.reshard, grads, _shardings(axes.mesh, stated))
             row = NamedSharding(axes.mesh, P(axes.slow))
