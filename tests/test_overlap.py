@@ -133,8 +133,15 @@ def _order(bucket_bytes: int | None, workers: int = 2, **options: Any) -> str:
     return "".join("g" if matmul else "x" for matmul in found)
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    ("workers", "name"),
+    [
+        (2, "onebit_adam"),
+        (4, "onebit_lamb"),
+        pytest.param(2, "onebit_lamb", marks=pytest.mark.slow),
+        pytest.param(4, "onebit_adam", marks=pytest.mark.slow),
+    ],
+)
 def test_buckets_leave_before_the_last_gradient_is_there(workers, name):
     order = _order(2**12, workers, name=name)
     assert order.count("g") == LAYERS
@@ -176,7 +183,7 @@ def test_a_late_message_of_local_steps_waits_for_no_gradient(workers, fragments,
     assert _waits(tx, workers, "sync") == (delay == 0)
 
 
-@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("workers", "delay"), [(2, 0), (2, 1), (4, 1)])
 def test_a_late_message_of_a_mean_waits_for_no_gradient(bits, workers, delay):
     mean = onebit_jax.compressed_mean(AXIS, bits, delay=delay)

@@ -79,6 +79,7 @@ def test_the_installed_library_is_the_wheels(python, tmp_path):
     assert version == recorded == onebit_jax.__version__
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_readme_run_from_the_wheel(python, tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)

@@ -117,6 +117,7 @@ def test_those_that_agree_on_a_long_value_go_on():
     assert (codes, errors) == ([0] * 2, [""] * 2)
 
 
+@pytest.mark.slow
 def test_a_long_reason_is_cut():
     # What the first one prints is read first: it fills the pipe.
     codes, errors = meet((1, 2, ["7", "raise at length"]), (0, 2, ["7", "wait"]))

@@ -47,7 +47,7 @@ def on_whole_model(tx, steps, **options):
 
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation": 4}], ids=str)
-@pytest.mark.parametrize("kind", meshes.TYPES)
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_dense_steps_are_those_of_a_whole_model(kind, options):
     tx = optax.chain(onebit_jax.mean_gradients(SLOW), optax.adamw(1e-2))
     task = meshes.task("fsdp, tensor", kind)
@@ -64,6 +64,7 @@ def test_dense_steps_are_those_of_a_whole_model(kind, options):
             np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_slow_and_fast_axes_may_be_of_two_types():
     tx, specs, ends = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW), P(None, "model"), []
 
@@ -87,7 +88,7 @@ def test_slow_and_fast_axes_may_be_of_two_types():
         np.testing.assert_allclose(end, ends[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", meshes.TYPES)
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_a_step_is_lowered_before_it_is_called_for_one_phase_or_all(kind):
     task = meshes.task("model", kind)
     tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
@@ -159,11 +160,12 @@ def on_tied(tx, fast):
     ("tx", "dtypes"),
     [
         (onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW), {"u8"}),
-        (
+        pytest.param(
             onebit_jax.zero_one_adam(
                 1e-2, axis_name=SLOW, variance_freeze=1, sync_steps=lambda t: t % 8 == 7
             ),
             set(),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["onebit_adam", "zero_one_adam between syncs"],

@@ -224,6 +224,7 @@ def test_fast_axes_in_another_order_are_refused(workers, tmp_path):
         onebit_jax.resize(opt_state, tx, moved, after, from_axes=before, **split)
 
 
+@pytest.mark.slow
 def test_workers_lie_in_the_order_of_the_pair_whichever_the_mesh_has(tmp_path):
     pair, found = ("node", "local"), []
     split: Any = {"axis_name": pair, "param_specs": SPECS}

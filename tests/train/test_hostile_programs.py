@@ -52,7 +52,12 @@ def test_what_a_stranger_answers_is_no_message(answer):
 
 
 @pytest.mark.parametrize(
-    "answer", [b"5\n", b"220 mail.example.com\n", None], ids=["number", "mail", "silent"]
+    "answer",
+    [
+        pytest.param(b"5\n", id="number"),
+        pytest.param(b"220 mail.example.com\n", id="mail", marks=pytest.mark.slow),
+        pytest.param(None, id="silent", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stranger_at_the_port_ends_the_process_with_2(answer):
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -79,7 +84,7 @@ def _send(connection, answer):
     "hello",
     [
         [{"id": 7, "count": 2, "host": "a"}, {"stopped": "", "code": 0}],
-        [{"id": -1, "count": 2, "host": "a"}],
+        pytest.param([{"id": -1, "count": 2, "host": "a"}], marks=pytest.mark.slow),
     ],
 )
 def test_a_stranger_that_says_it_is_a_process_ends_nobody_with_0(hello):

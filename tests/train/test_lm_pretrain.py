@@ -48,6 +48,7 @@ def test_losses_fall_from_that_of_guessing(finished):
     assert adam[5]["loss"] != onebit[5]["loss"]
 
 
+@pytest.mark.slow
 def test_seeds_share_programs_and_nothing_else(finished, tmp_path, monkeypatch):
     made = []
 

@@ -181,6 +181,7 @@ def test_every_option_is_a_field_of_all_programs():
     assert "exchange" in {field.name for field in dataclasses.fields(Setting)}
 
 
+@pytest.mark.slow
 def test_nodes_average_densely_and_bits_cross_between_them(tmp_path):
     out = tmp_path / "run"
     command = (

@@ -35,7 +35,9 @@ def updates(tx, workers, names=tuple(SHAPES)):
     return jax.device_get(on_workers(worker, workers)(gradients))
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "bits", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("workers", "how"),
     [

@@ -382,7 +382,7 @@ def test_every_program_makes_the_same_update(name):
             chex.assert_trees_all_equal(told, chosen, strict=True)
 
 
-@slow_but("zero_one_adam", ("onebit_adam", "onebit_lamb_published"))
+@slow_but("onebit_adam", ("zero_one_adam", "onebit_lamb_published"))
 @pytest.mark.usefixtures("quick_compilation")
 def test_half_precision_is_computed_with_in_float32(name):
     update = program_of(name)

@@ -77,7 +77,7 @@ def adam() -> float:
     "name",
     [
         "onebit_adam",
-        "onebit_lamb",
+        pytest.param("onebit_lamb", marks=pytest.mark.slow),
         pytest.param("onebit_lamb_published", marks=pytest.mark.slow),
         pytest.param("zero_one_adam", marks=pytest.mark.slow),
     ],
