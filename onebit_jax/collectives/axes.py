@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -32,8 +33,7 @@ def tensors_split_along(names: tuple[str, ...], specs: Any = ()) -> Iterator[Non
       names: axes that are bound where exchanges are called, and along which no exchange runs.
       specs: a tree of partition specs like the parameters, for :func:`whole_tensors`.
     """
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    by_path = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec))
+    by_path = dict(jax.tree_util.tree_leaves_with_path(specs))
     token = _shards.set(_Shards(names, by_path))
     try:
         yield
@@ -105,24 +105,38 @@ def own_shards(tree: Any) -> Any:
     return _by_split_axes(tree, cut)
 
 
+def copies_of_shards(tree: Any) -> list[int]:
+    """The number of places that hold the same shard, for each tensor of a tree like parameters."""
+    places = math.prod(map(lax.axis_size, _shards.get().names))
+    split = [
+        math.prod(lax.axis_size(name) for names in _split_axes(path) for name in names)
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    return [places // parts for parts in split]
+
+
+def _split_axes(path: Any) -> list[tuple[str, ...]]:
+    """The mesh axes that split each axis of the tensor at this path of the parameters."""
+    shards = _shards.get()
+    if not shards.names:
+        return []
+    if path not in shards.specs:
+        raise ValueError(
+            f"nothing says how the tensor {jax.tree_util.keystr(path)} is split over "
+            f"{shards.names}: its tree is not like the parameters. Leave out what takes the "
+            f"parameters' tree apart, such as optax.flatten."
+        )
+    entries = ((x,) if isinstance(x, str) else x or () for x in shards.specs[path])
+    return [tuple(name for name in names if name in shards.names) for names in entries]
+
+
 def _by_split_axes(
     tree: Any, change: Callable[[jax.Array, int, tuple[str, ...]], jax.Array]
 ) -> Any:
     """``change(x, axis, mesh_axes)`` for every axis of a tensor that is split."""
-    shards = _shards.get()
 
     def of_tensor(path: Any, x: jax.Array) -> jax.Array:
-        if not shards.names:
-            return x
-        if path not in shards.specs:
-            raise ValueError(
-                f"nothing says how the tensor {jax.tree_util.keystr(path)} is split over "
-                f"{shards.names}: its tree is not like the parameters. Leave out what takes the "
-                f"parameters' tree apart, such as optax.flatten."
-            )
-        for axis, entry in enumerate(shards.specs[path]):
-            entries = (entry,) if isinstance(entry, str) else entry or ()
-            names = tuple(name for name in entries if name in shards.names)
+        for axis, names in enumerate(_split_axes(path)):
             x = change(x, axis, names) if names else x
         return x
 

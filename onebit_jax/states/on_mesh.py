@@ -248,12 +248,13 @@ def on_mesh(
     Each shard of a tensor has a scale of its own, or all shards have one
     (``ExchangeOptions(scale_per="tensor")``). :func:`onebit_jax.onebit_lamb`'s coefficients are of
     whole tensors; :func:`onebit_jax.onebit_muon` gathers matrices to orthogonalize them;
-    :func:`onebit_jax.local_steps` moves each worker's own copy of the parameters. Norms that decide
+    :func:`onebit_jax.local_steps` moves each worker's own copy of the parameters.
+    :func:`onebit_jax.clip_by_common_norm` clips by the norm of whole tensors. Norms that decide
     for all devices (:func:`onebit_jax.variance_stable`, :func:`onebit_jax.skip_nonfinite`) are
     summed over the fast axes; there a tensor that is not split counts once for each place.
 
-    Transformations of Optax that need whole tensors or their norms (clipping, orthogonalization,
-    trust ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
+    Transformations of Optax that need whole tensors or their norms (orthogonalization, trust
+    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
     onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.lamb(0.02))``.
 
     Args:

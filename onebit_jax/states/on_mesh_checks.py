@@ -102,10 +102,10 @@ def check_elementwise(program: Program, who: str, split: str, axes: MeshAxes) ->
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
             f"a norm, trust ratios, orthogonalization and noise do, but parameter {split} is split "
-            f"over {axes.fast_names}, and within on_mesh an optimizer has shards alone. Let what "
-            f"needs whole tensors stand outside, as in optax.chain(optax.clip_by_global_norm(1.0), "
-            f"onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, axis_name=axis, "
-            f"specs=specs), optax.contrib.muon(0.02))."
+            f"over {axes.fast_names}, and within on_mesh an optimizer has shards alone. To clip, "
+            f"take onebit_jax.clip_by_common_norm; let what needs whole tensors stand outside, as "
+            f"in optax.chain(onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, "
+            f"axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
         )
 
 

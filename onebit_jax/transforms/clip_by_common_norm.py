@@ -6,14 +6,15 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes
+from onebit_jax.collectives.axes import bound_axes, copies_of_shards, sum_over_shards
+from onebit_jax.transforms.algorithm import OWN_SCOPE
 from onebit_jax.transforms.nonfinite import squared_norms
 from onebit_jax.transforms.promotion import usual_promotion
 
 
 def squared_norm(grads: optax.Updates) -> jax.Array:
-    """The squared norm of a tree, summed in float32; ``[]``."""
-    return jnp.sum(squared_norms(grads))
+    """The squared norm of a tree of whole tensors, or of their shards, in float32; ``[]``."""
+    return jnp.sum(sum_over_shards(squared_norms(grads, copies_of_shards(grads))))
 
 
 def clipped(grads: optax.Updates, squared: jax.Array, max_norm: float) -> optax.Updates:
@@ -38,7 +39,9 @@ def clip_by_common_norm(
     norm, which biases the mean towards workers with small gradients; after a dense exchange it
     clips the mean gradient, and after a compressed one the values received.
 
-    :func:`onebit_jax.train_step` does the same with ``max_grad_norm``.
+    :func:`onebit_jax.train_step` does the same with ``max_grad_norm``. Within
+    :func:`onebit_jax.on_mesh` norms are of whole tensors: the sums of squares, 4 bytes per tensor,
+    are added up over the fast axes.
 
     Args:
       max_norm: the largest root mean squared norm, above 0.
@@ -62,7 +65,9 @@ def clip_by_common_norm(
     @usual_promotion()
     def clip(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         del params
-        squared = lax.pmean(squared_norm(updates), bound_axes(axis_name).names)
+        axes = bound_axes(axis_name).names
+        with jax.named_scope(OWN_SCOPE):
+            squared = lax.pmean(squared_norm(updates), axes)
         return clipped(updates, squared, max_norm)
 
     return optax.stateless(clip)
