@@ -33,7 +33,7 @@ def _check_number(name: str, value: Any, holds: Callable[[float], bool], expecte
     if _is_traced(value):
         return
     if not is_real(value) or not (holds(float(value)) and holds(_in_float32(value))):
-        raise ValueError(f"{name}={value!r} must be {expected}, in float32 too.")
+        raise ValueError(f"{name}={value!r} must be {expected}. Float32 must hold it too.")
     # JAX computes with Python's integers in int32.
     if isinstance(value, int) and abs(value) >= 2**31:
         raise ValueError(f"{name}={value!r} does not fit int32: give a float, {float(value)!r}.")
@@ -289,7 +289,7 @@ def check_parameters(params: Any) -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"parameter {name} has dtype {jnp.result_type(leaf)}, but "
-                f"one-bit exchange needs real floating-point parameters. Leave it out with "
+                f"an exchange needs real floating-point parameters. Leave it out with "
                 f"optax.partition and optax.set_to_zero, or hold it as float32."
             )
 
@@ -299,7 +299,7 @@ def check_gradients(grads: Any) -> None:
     for name, leaf in named_leaves(grads):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"gradient {name} has dtype {jnp.result_type(leaf)}, but one-bit exchange needs "
+                f"gradient {name} has dtype {jnp.result_type(leaf)}, but an exchange needs "
                 f"real floating-point gradients: cast it to the dtype of its parameter."
             )
 

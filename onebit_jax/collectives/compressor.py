@@ -39,8 +39,8 @@ class Compressor(Protocol):
     ) -> tuple[list[jax.Array], Any]:
         """Encodes a worker's values, a row per server; the new state.
 
-        Rows are returned in sections, uint8 ``[chunks, bytes]``: one for each piece, and one of all
-        scales, if there are any. A section depends on its own piece alone.
+        Rows are returned in sections, uint8 ``[chunks, bytes]``: one for each piece, and of what
+        belongs to no piece, such as all scales or keys. A piece's section depends on it alone.
         """
         ...
 

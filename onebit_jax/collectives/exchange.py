@@ -22,7 +22,8 @@ workers that compress to ``b`` bytes per element, each sends ``2 b (n - 1) / n``
 server keeps a residual.
 
 With buckets there are as many collectives as the bytes fill. How the bytes are sent (in one stage
-or two, flat, by nodes, in buckets) does not depend on the compressor.
+or two, flat, by nodes, in buckets) does not depend on how values are rounded; a compressor says
+which forms it has, and the votes of ``RandomSigns`` travel as one sum.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from onebit_jax.programs.over_workers import abstract_mesh
 from onebit_jax.states import placement
 from onebit_jax.transforms import registry
 from onebit_jax.transforms.compressed_mean import compressed_mean
+from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
 FLOAT32_BYTES = 4.0
 WARMUP_BITS = (32, 16, 8, 4)
@@ -138,7 +139,7 @@ def row(name: str, exchange: Form = "hierarchical") -> Optimizer:
         rounds=entry.rounds,
         warmup=entry.warms_up,
         refreshed=entry.refreshed,
-        published_steps=name == "zero_one_adam",
+        published_steps=entry.exchange is zero_one_adam,
         encoding_bytes=entry.encoding_bytes,
         advised=entry.advised,
         make=entry.make,

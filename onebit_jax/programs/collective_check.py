@@ -127,8 +127,8 @@ def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
     carried = _carried(body, given[of_condition:start], given[start:], [])
     [predicate] = axes_of_results(condition, [*given[:of_condition], *carried])
     _check_condition(predicate, condition, body)
-    # Results do not count as varying with the number of iterations: in_place.materialize passes
-    # arrays through zero-iteration loops, and hides from XLA that they are such.
+    # Results do not count as varying with the number of iterations: xla_workarounds.materialize
+    # passes arrays through zero-iteration loops, and hides from XLA that they are such.
     return carried
 
 

@@ -188,7 +188,9 @@ def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:
         return float(value)
     injected = _only(optax.InjectStatefulHyperparamsState, opt_state).hyperparams
     if name not in injected:
-        raise ValueError(f"{name} of tx is computed from others: to_adam cannot read it.")
+        raise ValueError(
+            f"{name} of tx is computed from others: to_adam cannot read it. Make tx with a number."
+        )
     return float(simulated.on_host(injected[name]))
 
 

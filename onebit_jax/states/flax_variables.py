@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.states.specs import names_of
-from onebit_jax.states.state_layout import is_placed
+from onebit_jax.states.state_layout import is_placed_node
 
 
 def with_shardings(params: Any, state: Any, specs: Any) -> Any:
@@ -47,7 +47,7 @@ def without_shardings(state: Any, placed: Any) -> Any:
         return jax.tree.leaves(x)[0] if _is_variable(x) else x
 
     try:
-        return jax.tree.map(inner, placed, state, is_leaf=is_placed)
+        return jax.tree.map(inner, placed, state, is_leaf=is_placed_node)
     except ValueError:
         return state
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax.markers import named_leaves
 from onebit_jax.programs.collective_check import Program, programs_in
 from onebit_jax.states.specs import MeshAxes, explicit_part, names_of, spec_in_type
-from onebit_jax.states.state_layout import Placed, is_placed
+from onebit_jax.states.state_layout import Placed, is_placed_node
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
 
@@ -141,13 +141,13 @@ def check_state(axes: MeshAxes, state: Any, placed: Any) -> None:
       state: as a training step passes it.
       placed: how one that fits lies.
     """
-    structure = jax.tree.structure(placed, is_leaf=is_placed)
+    structure = jax.tree.structure(placed, is_leaf=is_placed_node)
     if jax.tree.structure(state) != structure:
         raise ValueError(
             "the state has other nodes than this optimizer's for these parameters: give update "
             "what init returned for them, or restore a checkpoint with target=tx.init(params)."
         )
-    of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed)
+    of_leaves: Sequence[Placed] = jax.tree.leaves(placed, is_leaf=is_placed_node)
     mend = (
         "the parameters' shapes or sharding, or the mesh, changed since init. Take those that the "
         "state was made for, or call init again."

@@ -64,7 +64,7 @@ class ShardedModel:
         return parameter_specs(self.axes, self._param_specs, params)
 
     def placed(self, params: Any) -> Any:
-        """How each leaf of a state lies, a tree of :class:`~..sharded.state_layout.Placed`."""
+        """How each leaf of a state lies, a tree of :class:`~.state_layout.Placed`."""
         return self._on_mesh.place_state(params, self.specs(params))
 
     def state_specs(self, params: Any) -> Any:

@@ -60,14 +60,14 @@ class _Parameter(NamedTuple):
     of_shard: tuple[int, ...]
 
 
-def is_placed(node: Any) -> bool:
+def is_placed_node(node: Any) -> bool:
     """True for a :class:`Placed`: the ``is_leaf`` of trees of them."""
     return isinstance(node, Placed)
 
 
 def map_placed(f: Callable[..., Any], placed: Any, *states: Any) -> Any:
     """``jax.tree.map`` over a tree of :class:`Placed`, and the leaves of states that lie so."""
-    return jax.tree.map(f, placed, *states, is_leaf=is_placed)
+    return jax.tree.map(f, placed, *states, is_leaf=is_placed_node)
 
 
 def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import mlir
 
-from onebit_jax.markers import nodes_with
+from onebit_jax.markers import is_masked, nodes_with
 from onebit_jax.programs.collective_check import Axes, Program, axes_of_results, programs_in
-from onebit_jax.states.state_layout import is_placed
+from onebit_jax.states.state_layout import is_placed_node
 
 _NO_VMAP = (
     "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
@@ -99,8 +98,7 @@ def update_of_one_worker(
     count = len(jax.tree.leaves(updates))
     # Between two exchanges each worker then moves its own copy of the parameters.
     local = bool(nodes_with("synced_parameters", state))
-    own = [local] * count + [x.own for x in jax.tree.leaves(placed, is_leaf=is_placed)]
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+    own = [local] * count + [x.own for x in jax.tree.leaves(placed, is_leaf=is_placed_node)]
     by_path = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
     paths = [path for path, x in by_path if not is_masked(x)]
     alike = [False] * count + [not x for x in own[count:]] + [not local] * len(paths)

@@ -33,7 +33,7 @@ _SAME_ON_SHARDS = ("model_state", "extra_args", "measured", "skips")
 Results = tuple[list[jax.Array | None], *_Updated]
 
 
-def worker_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
+def replicated_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     """One worker's step where every device is a worker, in the worker view.
 
     Args:
@@ -53,7 +53,7 @@ def worker_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
 
 
 def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
-    """All workers' step where each is several devices; arguments as for :func:`worker_step`."""
+    """All workers' step where each is several devices; arguments as for :func:`replicated_step`."""
     sharded = cast(ShardedModel, setup.sharded)
     beside = Beside([], one_message=setup.on_cpus)
     copies = sharded.copies(given.params)

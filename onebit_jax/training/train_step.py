@@ -20,7 +20,7 @@ from onebit_jax.training.arguments import Arguments, Options, Placements, Setup,
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.model_state import check_shared_model_state
 from onebit_jax.training.run import Run
-from onebit_jax.training.step_function import Results, sharded_step, worker_step
+from onebit_jax.training.step_function import Results, replicated_step, sharded_step
 from onebit_jax.transforms.nonfinite import Skips
 from onebit_jax.transforms.phases import Phase
 from onebit_jax.watching.metrics import Metrics
@@ -176,7 +176,7 @@ class TrainStep:
 
 def _jitted(setup: Setup, placed: Arguments, shardings: Arguments, phase: Phase | None) -> Any:
     """The jitted step, once its collectives and the model's state are checked."""
-    step_of_workers = worker_step if setup.sharded is None else sharded_step
+    step_of_workers = replicated_step if setup.sharded is None else sharded_step
 
     def step(donated: Any, others: Any) -> Results:
         return step_of_workers(setup, Arguments(*donated, *others), phase)

@@ -461,7 +461,8 @@ def algorithms_of(init: Callable[[Any], Any], params: Any) -> list[Noted]:
     if None in found:
         raise ValueError(
             "a state in this optimizer's was not made by an algorithm of onebit_jax, or was copied "
-            "on the way: how it lies on the workers cannot be told."
+            "on the way: how it lies on the workers cannot be told. Give the optimizer's own init, "
+            "in optax.chain or optax.partition, without a wrapper that copies its state."
         )
     return [x for x in found if x is not None]
 

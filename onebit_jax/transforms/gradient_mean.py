@@ -1,7 +1,7 @@
 """The mean of gradients for the moments, at full precision or a few bits per value."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange, dense_mean
+from onebit_jax.collectives.exchange import dense_mean
 from onebit_jax.collectives.exchange_options import ExchangeOptions
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.transforms.algorithm import Arrays
@@ -43,15 +43,13 @@ class GradientMean:
         """Whether all gradients go through one exchange at a few bits."""
         return self.bits in (4, 8) and not bound_axes(self.axis_name).single_node
 
-    def exchange(self) -> Exchange:
-        """The exchange at a few bits."""
-        return self.options.travel().of(self.axis_name, KBits(self.bits or 8, False))
-
     def average(self, grads: Arrays, count: jax.Array) -> Arrays:
         """The mean over all workers, float32; ``count`` of updates keys the random rounding."""
         if not self.compresses:
             return self.dense(grads)
-        return self.exchange().over(grads).average(grads, (), Call(number=count))[0]
+        k_bits = KBits(cast(int, self.bits), keeps_residuals=False)
+        exchange = self.options.travel().of(self.axis_name, k_bits)
+        return exchange.over(grads).average(grads, (), Call(number=count))[0]
 
     def dense(self, grads: Arrays) -> Arrays:
         """The mean, summed in float32 or bfloat16; float32."""

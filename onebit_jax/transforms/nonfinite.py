@@ -135,7 +135,8 @@ class Skips(NamedTuple):
       skipped: the number of skipped steps.
       in_a_row: the number of skipped steps since the last step that was made.
       worker: the worker whose gradient was not fit in the last skipped step, -1 before.
-      tensor: its tensor that was not fit, in the order of the parameters' leaves; -1 for the loss.
+      tensor: its tensor that was not fit, in the order of the parameters' leaves; -1 for the
+        loss or the new model state, and before any skip; -2 for the update itself.
     """
 
     steps: jax.Array

@@ -23,7 +23,12 @@ from onebit_jax.transforms.algorithm import (
     decay_and_rate,
     transformation,
 )
-from onebit_jax.transforms.frozen_variance import FrozenVariance, diagnostics_of, metrics_of
+from onebit_jax.transforms.frozen_variance import (
+    FrozenVariance,
+    diagnostics_of,
+    first_moment,
+    metrics_of,
+)
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Phase, Progress
@@ -176,7 +181,7 @@ class OnebitAdam(FrozenVariance):
     def _with_momentum(
         self, exchange: BoundExchange, state: State, m: Arrays, g: Arrays, update: Update
     ) -> State:
-        m_i = [jnp.multiply(self.b1, x) + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
+        m_i = [first_moment(self.b1, x, y) for x, y in zip(m, g, strict=True)]
         first = state.progress.count == state.progress.frozen_at
         return state._replace(
             momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
@@ -465,7 +470,10 @@ def onebit_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step (DeepSpeed's users mask them by hand). Others move by at most ``step_bound``.
+      in one step (DeepSpeed's users mask them by hand). Others move by at most ``step_bound``. By
+      default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel
+      at 4 bits, and up to two workers exchange in one stage; :func:`onebit_adam_published` has the
+      paper's form.
       :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
       DeepSpeed never implemented.
     """

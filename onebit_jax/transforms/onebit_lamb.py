@@ -62,9 +62,6 @@ class ScaleByOnebitLambState(NamedTuple):
         return diagnostics_of(self)
 
 
-State = ScaleByOnebitLambState
-
-
 @dataclasses.dataclass(frozen=True)
 class OnebitLamb(OnebitAdam):
     """The algorithm; :func:`onebit_lamb` documents its fields."""

@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB while variance and coefficients settle, then one bit per parameter.
+"""1-bit LAMB as published: v frozen for good, ratios from a fresh variance, one scale for all.
 
 :mod:`~onebit_jax.transforms.lamb_coefficients` has the computations for each tensor.
 """
@@ -21,12 +21,12 @@ from onebit_jax.transforms import lamb_coefficients as lamb
 from onebit_jax.transforms import momentum as moments
 from onebit_jax.transforms import warmup as warmup_end
 from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
-from onebit_jax.transforms.frozen_variance import FrozenVariance, metrics_of
+from onebit_jax.transforms.frozen_variance import FrozenVariance, first_moment, metrics_of
 from onebit_jax.transforms.gradient_mean import GradientMean
 from onebit_jax.transforms.momentum import Momentum
 from onebit_jax.transforms.phases import PHASES, Progress, keep
 from onebit_jax.transforms.step_bound import check_step_bound, for_uncorrected
-from onebit_jax.transforms.warmup import VarianceRecord, VarianceStable, Warmup
+from onebit_jax.transforms.warmup import VarianceRecord, Warmup
 
 
 class ScaleByOnebitLambPublishedState(NamedTuple):
@@ -177,7 +177,7 @@ class OnebitLambPublished(FrozenVariance):
         g = exchange.node_mean(k_g)
         m = moments.last(exchange, state.momentum)
         last_F = fused.compressed(exchange, state.momentum)
-        m_i = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
+        m_i = [first_moment(self.b1, x, y) for x, y in zip(m, g, strict=True)]
         # All gradients are compressed as one tensor, so that no bucket could leave early.
         waiting = update._replace(beside=None)
         state = state._replace(
@@ -311,7 +311,7 @@ def onebit_lamb_published(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
-    warmup: int | VarianceStable,
+    warmup: Warmup,
     axis_name: str | tuple[str, str],
     coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
@@ -325,8 +325,9 @@ def onebit_lamb_published(
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB as the paper and DeepSpeed have it, to compare with or to reproduce.
 
-    On a language model it ended further from LAMB than :func:`onebit_jax.onebit_lamb`, whose
-    variance is refreshed, and with more bytes (docs/pretraining.md).
+    That is with ``step_bound=None``; by default steps are bounded. On a language model it ended
+    further from LAMB than :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and with
+    more bytes (docs/pretraining.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from onebit_jax.transforms.promotion import in_float32
 def onebit_muon(
     learning_rate: optax.ScalarOrSchedule,
     beta: jax.typing.ArrayLike = 0.95,
-    weight_decay: jax.typing.ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     *,
     axis_name: str | tuple[str, str],
     bits: int = 4,
@@ -43,17 +43,18 @@ def onebit_muon(
     .. math::
 
         \begin{aligned}
-          G &= \mathrm{EC}(g_1, \dots, g_n), \quad m \leftarrow \beta m + G \\
+          G &= \mathrm{EC}(g_1, \dots, g_n), \quad m \leftarrow \beta m + (1-\beta) G \\
           p &\leftarrow p - \alpha_t \bigl(s \, \mathrm{orthogonalize}(m) + \lambda p\bigr)
         \end{aligned}
 
-    as in :func:`optax.contrib.muon`: with ``nesterov``, :math:`\beta m + G` is orthogonalized
-    instead of :math:`m`, by ``ns_steps`` Newton-Schulz iterations, and :math:`s` depends on the
-    matrix's shape. Adam updates all other parameters, from gradients sent at ``adam_bits``.
+    as in :func:`optax.contrib.muon`: with ``nesterov``, :math:`\beta \hat m + (1-\beta) \hat G`,
+    both bias-corrected, is orthogonalized instead of :math:`m`, by ``ns_steps`` Newton-Schulz
+    iterations, and :math:`s` depends on the matrix's shape. Adam updates all other parameters, from
+    gradients sent at ``adam_bits``.
 
-    Muon has no variance that must settle, so there is no warm-up. The momentum sums gradients, and
-    error feedback adds a rounding error in a later update. But residuals are stale gradients, and
-    orthogonalization makes them as large as the rest, so by default they are halved in every
+    Muon has no variance that must settle, so there is no warm-up. The momentum averages gradients,
+    and error feedback adds a rounding error in a later update. But residuals are stale gradients,
+    and orthogonalization makes them as large as the rest, so by default they are halved in every
     update. At four bits, the default, the loss is that of dense Muon. At one bit, with halved
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
     larger ones, where one bit can lose Muon's gain over Adam (``docs/lm.md``).
@@ -74,7 +75,8 @@ def onebit_muon(
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       beta: decay of the momentum, in [0, 1).
-      weight_decay: decoupled weight decay of the matrices, multiplied with the learning rate.
+      weight_decay: decoupled weight decay of the matrices, multiplied with the learning rate; a
+        number, or a schedule of the number of updates made.
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       bits: bits per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 are
         worse than 1: the scale is the largest of 256 values, so most values round to 0.
@@ -125,7 +127,9 @@ def onebit_muon(
       compressed mean: Tang et al., ICML 2021, Algorithm 1.
 
     Differences from the papers:
-      Muon's authors exchange gradients at full precision. In EC1 residuals do not decay. To
+      Muon's authors exchange gradients at full precision, and their momentum is a sum without bias
+      correction: orthogonalization removes the scale, so only the first updates differ, with
+      ``nesterov``. In EC1 residuals do not decay. To
       compress momenta instead of gradients is worse: orthogonalization makes all singular values
       equal, the noise's too.
     """
@@ -142,7 +146,7 @@ def onebit_muon(
             beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
         ),
         *correction,
-        optax.add_decayed_weights(cast(Any, weight_decay)),
+        optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
     adam = optax.chain(

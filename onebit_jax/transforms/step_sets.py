@@ -60,7 +60,7 @@ def zero_one_adam_phase(
     ['sync', 'sync', 'local', 'sync']
     """
     validation.check_step_count("count", count, 0, "Give the number of updates made.")
-    validation.check_step_count("variance_freeze", variance_freeze, 1, "As to the optimizer.")
+    validation.check_step_count("variance_freeze", variance_freeze, 1, "Give the optimizer's own.")
     check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
     if count < variance_freeze:
         refreshes = variance_steps or published_variance_steps(var_update_scaler)

@@ -180,7 +180,7 @@ mean, birder = onebit_jax.compressed_mean, onebit_jax.birder
         (adam, ONEBIT | {"warmup_bits": 8.0}, "=8.0 must be 4, 8, 16 or 32,"),
         (adam, ONEBIT | {"variance_refreshes": 0}, "1. Every k-th update"),
         # Numbers are those that devices have.
-        (adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* in float32 too"),
+        (adam, ONEBIT | {"eps": 1e-45}, "eps=1e-45 must be .* Float32 must hold it"),
         (adam, ONEBIT | {"warmup": 2**31}, r"warmup must be below 2\*\*31"),
         (adam, ONEBIT | IDENTITY, "returns .* where one boolean is expected"),
         (birder, RATED, r"^seed=None must be an int in \[0, 2\*\*32\) or a PRNG key"),
