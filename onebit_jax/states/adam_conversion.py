@@ -1,5 +1,8 @@
 """From a run of Adam into compression, and back."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -11,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import outermost
-from onebit_jax.programs.over_workers import abstract_mesh
-from onebit_jax.states import placement
+from onebit_jax.states import placement, sharded_model
 from onebit_jax.states import simulated_workers as simulated
+from onebit_jax.states.resizing import Side, one_side
+from onebit_jax.states.specs import Specs
+from onebit_jax.states.state_layout import by_place, from_places, map_placed
 from onebit_jax.transforms.algorithm import Noted, states_of
 from onebit_jax.transforms.momentum import Carried
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
@@ -21,7 +26,13 @@ from onebit_jax.transforms.phases import PHASES
 
 
 def from_adam(
-    adam_state: Any, tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh
+    adam_state: Any,
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh,
+    *,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
 ) -> Any:
     """Converts a state of Optax's Adam to one of 1-bit Adam.
 
@@ -37,13 +48,15 @@ def from_adam(
         go on from as many updates, too.
       params: the parameters.
       mesh: the mesh on which the run continues.
+      axis_name: as for :func:`onebit_jax.init`: the slow axis, if the model is split over others.
+      param_specs: as for :func:`onebit_jax.init`.
 
     Returns:
       A state of ``tx`` in the mesh view.
 
     Raises:
       ValueError: there is not one such state on both sides, or it is of other parameters; a mesh
-        without devices.
+        without devices; specs that do not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax, optax
@@ -56,35 +69,56 @@ def from_adam(
     validation.check_mesh(mesh)
     validation.check_transformation("tx", tx)
     adam = jax.tree.map(simulated.on_host, _only(optax.ScaleByAdamState, adam_state))
-    state = placement.init(tx, params, mesh)
-    node = _only(ScaleByOnebitAdamState, state)
+    state = sharded_model.init(tx, params, mesh, axis_name=axis_name, param_specs=param_specs)
     moments = [jax.tree.map(lambda x: x.astype(np.float32), x) for x in (adam.mu, adam.nu)]
-    shapes, expected = (jax.tree.map(np.shape, x) for x in (moments[1], node.v_then_inverse_root))
+    variance = _only(ScaleByOnebitAdamState, state).v_then_inverse_root
+    shapes, expected = (jax.tree.map(np.shape, x) for x in (moments[1], variance))
     if shapes != expected:
         raise ValueError(
             f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
             f"the parameters that it belongs to."
         )
-    workers = simulated.Workers(abstract_mesh(mesh))
-    noted = _noted(tx, state, params, workers)
-    zeros = jax.tree.map(np.zeros_like, moments[0])
-    count = np.int32(adam.count)
-    upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
-    host: Any = jax.tree.map(simulated.on_host, node)._replace(
-        progress=node.progress._replace(count=count, frozen_at=np.int32(-1), upcoming=upcoming),
-        v_then_inverse_root=moments[1],
+    side = one_side(tx, params, mesh, axis_name, param_specs)
+    held = side.from_mesh_view(jax.tree.map(simulated.on_host, state))
+    moments = [_by_place(side, x) for x in moments]
+
+    def convert() -> Any:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return side.to_mesh_view(_begun(side, held, adam.count, moments))
+
+    # In a thread of its own no mesh is set, whose devices would all take part.
+    with ThreadPoolExecutor(1) as thread:
+        begun = thread.submit(convert).result()
+    return jax.tree.map(
+        lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), begun, side.specs
     )
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        begun = simulated.resumed(noted, host, Carried(moments[0], zeros), workers)
-    begun = begun._replace(progress=host.progress._replace(frozen_at=node.progress.frozen_at))
+
+
+def _begun(side: Side, state: Any, count: Any, moments: Sequence[Any]) -> Any:
+    """A state by place with Adam's moments and number of updates."""
+    node = _only(ScaleByOnebitAdamState, state)
+    upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
+    zeros = jax.tree.map(np.zeros_like, moments[0])
+    was = node.progress
+    progress = was._replace(
+        count=np.broadcast_to(count, was.count.shape),
+        frozen_at=np.full_like(was.frozen_at, -1),
+        upcoming=np.broadcast_to(upcoming, was.upcoming.shape),
+    )
+    node_of_adam = node._replace(progress=progress, v_then_inverse_root=moments[1])
+    noted = _noted(side)
+    begun = simulated.resumed(noted, node_of_adam, Carried(moments[0], zeros), side.workers)
+    begun = begun._replace(progress=progress._replace(frozen_at=was.frozen_at))
 
     def fill(x: Any) -> Any:
         if x is node:
             return begun
         if isinstance(x, optax.InjectStatefulHyperparamsState):
             inner = filled((x.hyperparams_states, x.inner_state))
-            return x._replace(count=count, hyperparams_states=inner[0], inner_state=inner[1])
-        return x._replace(count=count) if _is_schedule(x) else x
+            x = x._replace(hyperparams_states=inner[0], inner_state=inner[1])
+            return x._replace(count=np.broadcast_to(count, np.shape(x.count)))
+        is_counted = _is_schedule(x)
+        return x._replace(count=np.broadcast_to(count, np.shape(x.count))) if is_counted else x
 
     def is_filled(x: Any) -> bool:
         kinds = (ScaleByOnebitAdamState, optax.InjectStatefulHyperparamsState)
@@ -93,9 +127,25 @@ def from_adam(
     def filled(tree: Any) -> Any:
         return jax.tree.map(fill, tree, is_leaf=is_filled)
 
-    state = filled(state)
-    specs = placement.state_specs(state, mesh.axis_names)
-    return jax.tree.map(lambda x, spec: _placed(x, NamedSharding(mesh, spec)), state, specs)
+    return filled(state)
+
+
+def _by_place(side: Side, tree: Any) -> Any:
+    """From a tree like the parameters, on the host, each place's shards."""
+    if side.split is None:
+        return tree
+    axes, placed = side.split
+    variance = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
+    return map_placed(partial(by_place, axes), variance, tree)
+
+
+def _from_places(side: Side, tree: Any) -> Any:
+    """Undoes :func:`_by_place`."""
+    if side.split is None:
+        return tree
+    axes, placed = side.split
+    variance = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
+    return map_placed(partial(from_places, axes), variance, tree)
 
 
 def _is_schedule(x: Any) -> bool:
@@ -103,17 +153,11 @@ def _is_schedule(x: Any) -> bool:
     return getattr(x, "_fields", None) == ("count",)
 
 
-def _noted(
-    tx: optax.GradientTransformation, state: Any, params: Any, workers: simulated.Workers
-) -> Noted:
+def _noted(side: Side) -> Noted:
     """The algorithm of the one state of 1-bit Adam in another."""
-    states = [type(x) for x in states_of(state)]
-    shapes = jax.eval_shape(lambda x: x, params)
-    return simulated.algorithms(tx, shapes, workers)[states.index(ScaleByOnebitAdamState)]
-
-
-def _placed(x: Any, sharding: NamedSharding) -> Any:
-    return x if placement.is_placed(x, sharding) else simulated.put(x, sharding)
+    states = [type(x) for x in states_of(side.shapes)]
+    found = simulated.algorithms(side.tx, side.like, side.workers)
+    return found[states.index(ScaleByOnebitAdamState)]
 
 
 def to_adam(
@@ -121,6 +165,9 @@ def to_adam(
     tx: optax.GradientTransformation,
     params: optax.Params,
     mesh: Mesh,
+    *,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
 ) -> optax.ScaleByAdamState:
     r"""Converts a state of 1-bit Adam to one of Optax's Adam.
 
@@ -134,9 +181,12 @@ def to_adam(
         ``bias_correction`` are read from it.
       params: the parameters.
       mesh: what the state is on.
+      axis_name: as for :func:`onebit_jax.init`: the slow axis, if the model is split over others.
+      param_specs: as for :func:`onebit_jax.init`.
 
     Returns:
-      A state for :func:`optax.scale_by_adam`, on the mesh, equal on all workers.
+      A state for :func:`optax.scale_by_adam`, on the mesh, equal on all workers, split as the
+      parameters are.
 
     Raises:
       ValueError: there is not one state of 1-bit Adam, or it is not one of ``tx`` on the mesh; a
@@ -152,23 +202,32 @@ def to_adam(
       0
     """
     validation.check_transformation("tx", tx)
-    shapes, axes = jax.eval_shape(lambda x: x, params), abstract_mesh(mesh)
-    placement.check_state(opt_state, placement.state_shapes(tx, shapes, axes), mesh)
-    workers = simulated.Workers(axes)
-    node = _only(ScaleByOnebitAdamState, opt_state)
-    noted = _noted(tx, opt_state, params, workers)
-    host: Any = jax.tree.map(simulated.on_host, node)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        held = simulated.carried(noted, host, workers)
-    b1, nu, count = float(host.momentum_decay), host.v_then_inverse_root, host.progress.count
+    side = one_side(tx, params, mesh, axis_name, param_specs)
+    side.check_split(opt_state)
+    placement.check_state(opt_state, side.shapes, mesh)
+    _only(ScaleByOnebitAdamState, opt_state)
+    noted = _noted(side)
+
+    def carry() -> Any:
+        host = side.from_mesh_view(jax.tree.map(simulated.on_host, opt_state))
+        node = _only(ScaleByOnebitAdamState, host)
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return node, simulated.carried(noted, node, side.workers)
+
+    # In a thread of its own no mesh is set, whose devices would all take part.
+    with ThreadPoolExecutor(1) as thread:
+        node, held = thread.submit(carry).result()
+    first = (0,) * len(side.workers.places)
+    b1, variance_at = float(node.momentum_decay[first]), float(node.variance_at[first])
+    progress, nu = simulated.progress_of(node, side.workers), node.v_then_inverse_root
     b2, eps, eps_root = (
         _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")
     )
     mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
-    if host.progress.frozen_at >= 0:
-        correction = 1 - b2 ** float(count)
+    if progress.frozen_at >= 0:
+        correction = 1 - b2 ** float(progress.count)
         if not cast(Any, noted.algorithm).bias_correction:
-            correction /= 1 - b2 ** float(host.variance_at)
+            correction /= 1 - b2**variance_at
 
         def variance(y: Any) -> Any:
             root = np.where(y > 0, 1 / np.where(y > 0, y, 1), eps)
@@ -177,8 +236,14 @@ def to_adam(
 
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
-    state = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-    return jax.tree.map(lambda x: simulated.put(x, NamedSharding(mesh, P())), state)
+    of_tensors = P() if side.split is None else side.workers.specs
+    mu, nu = (_on_devices(_from_places(side, x), mesh, of_tensors) for x in (mu, nu))
+    return optax.ScaleByAdamState(_on_devices(progress.count, mesh, P()), mu, nu)
+
+
+def _on_devices(tree: Any, mesh: Mesh, specs: Any) -> Any:
+    specs = jax.tree.map(lambda _: specs, tree) if isinstance(specs, P) else specs
+    return jax.tree.map(lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
 def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:

@@ -298,6 +298,20 @@ def _split(
     return Side(tx, like, mesh, workers, shapes, of_state, (axes, model.placed(params)))
 
 
+def one_side(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh | AbstractMesh,
+    axis_name: str | tuple[str, str] | None,
+    param_specs: Specs,
+) -> Side:
+    """A state of an optimizer on a mesh; arguments and errors as of :func:`onebit_jax.init`."""
+    model, axes = sharded_model(tx, mesh, axis_name, param_specs), abstract_mesh(mesh)
+    if model is None:
+        return _whole(tx, params, axes)
+    return _split(tx, params, axes, model.axes.slow_names, model.specs(params))
+
+
 def both_sides(
     from_tx: optax.GradientTransformation,
     tx: optax.GradientTransformation,
