@@ -330,6 +330,17 @@ def test_an_array_that_is_given_twice_is_named():
     assert np.isfinite(metrics["loss"])
 
 
+def test_a_parameter_without_elements_hides_no_nan():
+    rate = lambda t: jnp.where(t == 1, np.nan, 1e-2)  # noqa: E731
+    tx = optax.chain(onebit_jax.mean_gradients("data"), optax.sgd(rate))
+    loss = lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2)  # noqa: E731
+    params = {"w": jnp.ones(3), "empty": jnp.zeros((0,))}
+    step, state = onebit_jax.train_step(loss, tx, MESH), onebit_jax.init(tx, params, MESH)
+    state, accounts = calls(step, (params, state), *[np.ones((WORKERS, 3), np.float32)] * 2)
+    assert accounts == [(0, 0), (1, 1)]
+    assert np.isfinite(state[0]["w"]).all()
+
+
 def test_parameters_as_model_state_are_named():
     def loss(params, batch, model_state):
         return loss_fn(params, batch), {}, model_state

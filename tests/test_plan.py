@@ -142,6 +142,11 @@ def test_birder_against_the_published_speedup(parameters, published):
     assert speedups[0] > published > speedups[1]
 
 
+def test_runs_of_any_length_are_planned_at_once():
+    found = plan.predict(plan.row("zero_one_adam"), DENSE_WARMUP._replace(steps=10**15))
+    assert 0 < found.run_bytes < math.inf
+
+
 @pytest.mark.parametrize("steps", [1_000, 20_000, 152_000])
 def test_zero_one_adam_exchanges_in_its_published_step_sets(steps):
     setting = DENSE_WARMUP._replace(steps=steps, warmup=0.0822)

@@ -40,6 +40,8 @@ class Move(NamedTuple):
 
         shapes = before.shapes_of_copies() if workers.are_copies(self.tree) else before.shapes
         opt_state = jax.tree.map(lambda x: x.update(sharding=here), shapes)
+        if jax.tree.structure(self.tree["opt_state"]) != jax.tree.structure(opt_state):
+            opt_state = before.in_variables(params, opt_state)
         return self._with_copies(of_workers) | {"opt_state": opt_state}
 
     def moved(self, loaded: dict[str, Any]) -> dict[str, Any]:

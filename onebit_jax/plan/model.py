@@ -49,8 +49,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from onebit_jax import validation
 from onebit_jax.plan import calibration
 from onebit_jax.plan.optimizers import (
@@ -62,7 +60,10 @@ from onebit_jax.plan.optimizers import (
     bytes_at,
     encoding_bytes_at,
 )
-from onebit_jax.transforms.step_sets import published_sync_steps, published_variance_steps
+from onebit_jax.transforms.step_sets import (
+    count_of_published_sync_steps,
+    count_of_published_variance_steps,
+)
 from onebit_jax.transforms.zero_one_adam import zero_one_adam
 
 # In an octave of updates, by `step_sets.published_variance_steps(16)`.
@@ -226,10 +227,8 @@ def _published_counts(freeze: int, steps: int) -> tuple[int, int]:
         defaults[name].default
         for name in ("var_update_scaler", "local_step_scaler", "local_step_clipper")
     )
-    counts = np.arange(steps)
-    refreshes = published_variance_steps(scaler)(counts[:freeze])
-    syncs = published_sync_steps(freeze, *gaps)(counts[freeze:])
-    return int(np.sum(refreshes)), int(np.sum(syncs))
+    refreshes = count_of_published_variance_steps(freeze, scaler)
+    return refreshes, count_of_published_sync_steps(steps - freeze, *gaps)
 
 
 def covered(optimizers: Sequence[Optimizer], setting: Setting) -> list[Optimizer]:

@@ -52,6 +52,13 @@ def without_shardings(state: Any, placed: Any) -> Any:
         return state
 
 
+def without_variables(tree: Any) -> Any:
+    """Takes all leaves out of Flax NNX's Variables; other nodes stay."""
+    return jax.tree.map(
+        lambda x: jax.tree.leaves(x)[0] if _is_variable(x) else x, tree, is_leaf=_is_variable
+    )
+
+
 def _is_variable(node: Any) -> bool:
     nnx: Any = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Variable)

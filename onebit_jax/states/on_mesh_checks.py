@@ -18,11 +18,12 @@ from onebit_jax.states.state_layout import Placed, is_placed_node
 from onebit_jax.transforms.algorithm import OWN_SCOPE, algorithms_of
 from onebit_jax.transforms.local_steps import LocalSteps
 
-# What makes one number of many of an array's: sums, products of matrices, orders. And what draws
-# many numbers: the same ones for every shard.
+# What makes one number of many of an array's: sums, products of matrices, orders; what makes one
+# tensor of several, which then have one scale. And what draws many numbers: the same ones for every
+# shard.
 _MIXING = re.compile(
-    r"reduce_(?!precision|scatter)|arg(max|min)|dot_general|conv_|cum|sort|top_k|fft|svd|qr|eigh|lu|chol"
-    r"|random_bits|threefry|rng_"
+    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft|svd"
+    r"|qr|eigh|lu|chol|random_bits|threefry|rng_"
 )
 
 
@@ -101,11 +102,12 @@ def check_elementwise(program: Program, who: str, split: str, axes: MeshAxes) ->
     if mixing is not None:
         raise ValueError(
             f"the {who} computes {mixing.primitive.name} over elements of a tensor, as clipping by "
-            f"a norm, trust ratios, orthogonalization and noise do, but parameter {split} is split "
-            f"over {axes.fast_names}, and within on_mesh an optimizer has shards alone. To clip, "
-            f"take onebit_jax.clip_by_common_norm; let what needs whole tensors stand outside, as "
-            f"in optax.chain(onebit_jax.on_mesh(onebit_jax.compressed_mean(axis), mesh, "
-            f"axis_name=axis, specs=specs), optax.contrib.muon(0.02))."
+            f"a norm, trust ratios, orthogonalization, optax.flatten and noise do, but parameter "
+            f"{split} is split over {axes.fast_names}, and within on_mesh an optimizer has shards "
+            f"alone. To clip, take onebit_jax.clip_by_common_norm; leave optax.flatten out; let "
+            f"what needs whole tensors stand outside, as in optax.chain(onebit_jax.on_mesh("
+            f"onebit_jax.compressed_mean(axis), mesh, axis_name=axis, specs=specs), "
+            f"optax.contrib.muon(0.02))."
         )
 
 
@@ -115,7 +117,9 @@ def _mixing(program: Program) -> Iterator[Any]:
     for eqn in equations:
         if OWN_SCOPE in str(eqn.source_info.name_stack):
             continue
-        arrays = (*eqn.invars, *eqn.outvars)
+        # Numbers may be joined, as norms are.
+        joins = eqn.primitive.name == "concatenate"
+        arrays = eqn.invars if joins else (*eqn.invars, *eqn.outvars)
         sizes = [math.prod(getattr(x.aval, "shape", ())) for x in arrays]
         if _MIXING.match(eqn.primitive.name) and max(sizes) > 1:
             yield eqn

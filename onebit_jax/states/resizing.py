@@ -17,9 +17,10 @@ from onebit_jax.markers import is_key, is_per_worker, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import Axes, abstract_mesh, mesh_of_arrays
 from onebit_jax.states import placement
 from onebit_jax.states import simulated_workers as simulated
+from onebit_jax.states.flax_variables import with_shardings, without_shardings
 from onebit_jax.states.sharded_model import ShardedModel, check_split, sharded_model
 from onebit_jax.states.specs import MeshAxes, Specs
-from onebit_jax.states.state_layout import by_place, from_places, map_placed
+from onebit_jax.states.state_layout import by_place, from_places, map_placed, specs_of
 from onebit_jax.states.worker_step import row_of
 from onebit_jax.transforms.algorithm import has_progress
 
@@ -87,6 +88,12 @@ class Side(NamedTuple):
             self.shapes,
             specs,
         )
+
+    def in_variables(self, params: Any, state: Any) -> Any:
+        """A state with those leaves in Variables that the ``init`` of ``on_mesh`` puts there."""
+        if self.split is None:
+            return state
+        return with_shardings(params, state, specs_of(self.split[1]))
 
     def check_split(self, state: Any) -> None:
         """Raises ``ValueError`` for arrays that lie otherwise than ``specs`` says."""
@@ -183,13 +190,16 @@ def resize(
             f"axes by name, such as {{'data': 4}}."
         )
     before, after = both_sides(from_tx, tx, params, mesh, from_axes, axis_name, param_specs)
+    given, opt_state = opt_state, without_shardings(opt_state, before.shapes)
+    in_variables = jax.tree.structure(given) != jax.tree.structure(opt_state)
     copies = before.are_copies(opt_state)
     before.check_split(opt_state)
     # In a thread of its own no mesh is set, whose devices would all take part.
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(_on_host, opt_state, copies).result()
         moved = thread.submit(_moved, held, before, after).result()
-    return _on_devices(moved, after, mesh_of_arrays(mesh), copies)
+    state = _on_devices(moved, after, mesh_of_arrays(mesh), copies)
+    return after.in_variables(params, state) if in_variables else state
 
 
 def _on_host(state: Any, copies: bool) -> Any:

@@ -17,6 +17,7 @@ from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.states.placement import state_specs
 from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
 from onebit_jax.states.worker_step_check import check_replicas_of_step
+from onebit_jax.transforms.algorithm import states_of
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -207,6 +208,11 @@ def row_of(x: Any, worker: int) -> Any:
 
 def are_copies(axes: MeshAxes, tree: Any) -> bool:
     """Whether arrays have an axis of workers, split over these, as from :func:`worker_copies`."""
+    counts = [jnp.ndim(x.progress.count) for x in states_of(tree)]
+    if counts:
+        # Shardings do not always tell: a compiled step leaves axes of size 1 out of them, and of an
+        # array without elements all.
+        return all(counts)
     specs = [getattr(getattr(x, "sharding", None), "spec", P()) for x in jax.tree.leaves(tree)]
     return bool(specs) and all(x and names_in(x[0]) == axes.slow_names for x in specs)
 

@@ -152,7 +152,8 @@ def _looks_finite(updates: optax.Updates) -> jax.Array:
     are not looked at: XLA would have to write them to memory for that. Nor is one that is no small
     part of them.
     """
-    leaves = sorted(jax.tree.leaves(updates), key=jnp.size, reverse=True)
+    leaves = [x for x in jax.tree.leaves(updates) if jnp.size(x)]
+    leaves.sort(key=jnp.size, reverse=True)
     # The last of each number of axes is the smallest.
     smallest = {jnp.ndim(x): x for x in leaves}.values()
     most = max(sum(map(jnp.size, leaves)) // 16, 2**16)

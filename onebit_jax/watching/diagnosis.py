@@ -17,6 +17,7 @@ from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.markers import nodes
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states import placement
+from onebit_jax.states.flax_variables import without_variables
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
 from onebit_jax.states.state_layout import without_places
 from onebit_jax.states.worker_step import are_copies, mesh_view
@@ -108,7 +109,9 @@ def diagnose(
     validation.check_workers_mesh(mesh)
     axes = MeshAxes(cast(Mesh, mesh), axis_name or cast(Any, mesh.axis_names))
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
+    state = without_variables(state)
     if are_copies(axes, state):
+        _check_copies(axes, state)
         state = mesh_view(axes, state)
     own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
     leaves = leaves_by_name(state)
@@ -132,13 +135,27 @@ def diagnose(
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
 
 
+def _check_copies(axes: MeshAxes, state: Any) -> None:
+    """Raises ``ValueError`` for arrays without the axis of workers of the optimizer's state."""
+    for name, x in leaves_by_name(state).items():
+        if np.shape(x)[:1] != (axes.workers,):
+            raise ValueError(
+                f"{name} has shape {np.shape(x)}, but opt_state has an axis of {axes.workers} "
+                f"workers, from onebit_jax.worker_copies: give all of what the step of worker_step "
+                f"returned."
+            )
+
+
 def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
     """How a leaf lies where a step leaves it: over fast axes as it does."""
     known = getattr(x, "sharding", None)
     if axes.fast_names and isinstance(known, NamedSharding) and known.mesh == axes.mesh:
+        # A compiled step leaves axes of size 1 out.
+        of_workers = tuple(name for name in axes.slow_names if axes.mesh.shape[name] > 1)
         first = names_in(known.spec[0]) if known.spec else ()
-        slow = [name for name in names_of(known.spec) if name in axes.slow_names]
-        if first == axes.slow_names if is_own else not slow:
+        first = tuple(name for name in first if axes.mesh.shape[name] > 1)
+        slow = [name for name in names_of(known.spec) if name in of_workers]
+        if first == of_workers if is_own else not slow:
             return known.spec
     return P(axes.slow) if is_own else P()
 

@@ -184,6 +184,9 @@ def test_optimizers_that_need_whole_tensors(auto):
     ):
         with refused(f"{optimizer} computes reduce_sum"):
             one_bit(auto, tx=tx).init(auto.params())
+    # One tensor of several would have one scale, which differs between places.
+    with refused("the optimizer computes concatenate over elements"):
+        one_bit(auto, tx=optax.flatten(mean)).init(auto.params())
     noisy = optax.chain(mean, optax.add_noise(0.1, 0.5, key=0))
     with refused("the optimizer computes random_bits over elements"):
         one_bit(auto, tx=noisy).init(auto.params())
