@@ -135,7 +135,13 @@ class TrainStep:
         A call with arguments of these shapes and this ``phase`` shares the compiled program.
 
         Without ``phase`` the program contains all phases and chooses on the devices; a call without
-        ``phase`` runs another program.
+        ``phase`` runs another program. Arguments are those of a call.
+
+        Returns:
+          What ``jax.jit`` lowers to, to compile or to give to :mod:`onebit_jax.wire`.
+
+        Raises:
+          ValueError: as a call does before its program runs.
         """
         check_batch(self._setup, batch)
         validation.check_loss_scale(loss_scale)
@@ -235,6 +241,14 @@ def train_step(
       param_specs: as for :func:`init`.
       accumulation: the number of microbatches into which a worker's share is divided; their
         gradients are averaged in float32.
+      max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
+      clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
+        mean squared norm is at most ``max_grad_norm`` (one more float32 in the exchange).
+        ``"local"`` clips each worker's gradient by its norm, which biases the mean towards workers
+        with small gradients.
+      grad_norm_every: measures the norm of the gradients, which takes a pass over them, in the
+        first call and every ``grad_norm_every`` calls after it. None for never. If gradients are
+        clipped, every call measures it.
       max_skipped: the number of skipped steps in a row after which a call raises. All workers skip
         a step if one worker's loss, gradient or new model state is not finite, or its gradient's
         norm is above ``2**48``. Parameters, states and random keys stay as they were, bit for bit.
@@ -249,14 +263,6 @@ def train_step(
         groups in an ``optax.partition``, each with its own schedule, it may read one alone.
         Optimizers whose states hold updates (``local_steps``, ``zero_one_adam``, ``ef_signsgd``) do
         not recover, and raise after ``max_skipped`` steps.
-      max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
-      clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
-        mean squared norm is at most ``max_grad_norm`` (one more float32 in the exchange).
-        ``"local"`` clips each worker's gradient by its norm, which biases the mean towards workers
-        with small gradients.
-      grad_norm_every: measures the norm of the gradients, which takes a pass over them, in the
-        first call and every ``grad_norm_every`` calls after it. None for never. If gradients are
-        clipped, every call measures it.
 
     Returns:
       ``step(params, opt_state, batch) -> (params, opt_state, metrics)``. ``opt_state`` comes from

@@ -264,6 +264,15 @@ def scale_by_birder(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by Birder; :func:`birder` adds weight decay and learning rate.
 
+    Arguments, references and differences from the paper are those of :func:`birder`.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
+      :class:`ScaleByBirderState`.
+
+    Raises:
+      ValueError: as :func:`birder`.
+
     Example:
       >>> import optax, onebit_jax
       >>> scaled = onebit_jax.scale_by_birder(seed=0, axis_name="data")

@@ -204,12 +204,11 @@ def compressed_mean(
         nodes (:mod:`onebit_jax.collectives.hierarchical`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
       compressor: another compressor, in place of ``bits``: :class:`onebit_jax.MajorityVote`,
-        :class:`onebit_jax.Drive`,
-        :class:`onebit_jax.LargestValues`.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
+        :class:`onebit_jax.Drive` or :class:`onebit_jax.LargestValues`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
         errors in full; less than 1 reduces the weight of errors from earlier parameters.
       delay: 1 for means that are one update late; it needs 1, 2, 4 or 8 bits.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of

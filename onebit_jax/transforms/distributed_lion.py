@@ -105,6 +105,15 @@ def scale_by_distributed_lion(
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces gradients by voted signs; :func:`distributed_lion` adds decay and learning rate.
 
+    Arguments, references and differences from the paper are those of :func:`distributed_lion`.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
+      :class:`ScaleByDistributedLionState`.
+
+    Raises:
+      ValueError: as :func:`distributed_lion`.
+
     Example:
       >>> import optax, onebit_jax
       >>> scaled = onebit_jax.scale_by_distributed_lion(axis_name="data")

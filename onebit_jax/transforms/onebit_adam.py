@@ -411,19 +411,18 @@ def onebit_adam(
       eps_root: added to the variance within the root, at least 0.
       weight_decay: decoupled weight decay, as in :func:`optax.adamw`, whose default is 1e-4.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
-      warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
-        100, at update 160 at the earliest; or a number of updates, at least 1. Give ``min_steps``
-        the length of the learning rate's warm-up if that is longer. The papers use 15 to 20 % of a
-        run.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
         a node, and a node sends no more than one worker does in the flat form
         (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
+      warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
+        100, at update 160 at the earliest; or a number of updates, at least 1. Give ``min_steps``
+        the length of the learning rate's warm-up if that is longer. The papers use 15 to 20 % of a
+        run.
       bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
         warm-up is :func:`optax.adamw` on the averaged gradients; v's correction freezes with v.
         False is the paper's and DeepSpeed's form, whose steps are too long while v grows from 0,
         and 1.26x as long after a freeze at 1,000.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
       warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
         for 4; or 8, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 16,
         summed in bfloat16, which XLA for CPUs still sends as
@@ -436,6 +435,7 @@ def onebit_adam(
         aside: :math:`|m / (\sqrt v + \varepsilon)|` is at most this. Adam's own steps hardly exceed
         3; without a bound, None, as in the paper, rare tokens may drift until the loss is not
         finite (docs/pretraining.md).
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of

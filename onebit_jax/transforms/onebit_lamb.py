@@ -140,6 +140,15 @@ def scale_by_onebit_lamb(
 
     It includes weight decay, since LAMB computes its coefficients from updates that contain it.
 
+    Arguments, references and differences from the paper are those of :func:`onebit_lamb`.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
+      :class:`ScaleByOnebitLambState`.
+
+    Raises:
+      ValueError: as :func:`onebit_lamb`.
+
     Example:
       >>> import optax, onebit_jax
       >>> scaled = onebit_jax.scale_by_onebit_lamb(axis_name="data")

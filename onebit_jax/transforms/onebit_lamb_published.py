@@ -271,6 +271,15 @@ def scale_by_onebit_lamb_published(
 
     It includes weight decay, since LAMB computes its coefficients from updates that contain it.
 
+    Arguments, references and differences from the paper are those of :func:`onebit_lamb_published`.
+
+    Returns:
+      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
+      :class:`ScaleByOnebitLambPublishedState`.
+
+    Raises:
+      ValueError: as :func:`onebit_lamb_published`.
+
     Example:
       >>> import optax, onebit_jax
       >>> scaled = onebit_jax.scale_by_onebit_lamb_published(warmup=1000, axis_name="data")

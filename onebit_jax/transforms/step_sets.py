@@ -50,6 +50,9 @@ def zero_one_adam_phase(
       local_step_scaler: as given to the optimizer.
       local_step_clipper: as given to the optimizer.
 
+    Returns:
+      ``"warmup"`` or ``"compression"`` before the freeze, ``"local"`` or ``"sync"`` after it.
+
     Raises:
       ValueError: for a number that the optimizer refuses.
 
