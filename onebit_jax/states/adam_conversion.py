@@ -1,6 +1,6 @@
 """From a run of Adam into compression, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
@@ -17,8 +17,8 @@ from onebit_jax.markers import outermost
 from onebit_jax.states import placement, sharded_model
 from onebit_jax.states import simulated_workers as simulated
 from onebit_jax.states.resizing import Side, one_side
-from onebit_jax.states.specs import Specs
-from onebit_jax.states.state_layout import by_place, from_places, map_placed
+from onebit_jax.states.specs import MeshAxes, Specs
+from onebit_jax.states.state_layout import Placed, by_place, from_places, map_placed
 from onebit_jax.transforms.algorithm import Noted, states_of
 from onebit_jax.transforms.momentum import Carried
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
@@ -80,11 +80,11 @@ def from_adam(
         )
     side = one_side(tx, params, mesh, axis_name, param_specs)
     held = side.from_mesh_view(jax.tree.map(simulated.on_host, state))
-    moments = [_by_place(side, x) for x in moments]
+    moments = [_laid(by_place, side, x) for x in moments]
 
     def convert() -> Any:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return side.to_mesh_view(_begun(side, held, adam.count, moments))
+            return side.to_mesh_view(_begun(side, held, np.int32(adam.count), moments))
 
     # In a thread of its own no mesh is set, whose devices would all take part.
     with ThreadPoolExecutor(1) as thread:
@@ -130,22 +130,13 @@ def _begun(side: Side, state: Any, count: Any, moments: Sequence[Any]) -> Any:
     return filled(state)
 
 
-def _by_place(side: Side, tree: Any) -> Any:
-    """From a tree like the parameters, on the host, each place's shards."""
+def _laid(lay: Callable[[MeshAxes, Placed, Any], Any], side: Side, tree: Any) -> Any:
+    """A tree like the parameters, on the host, laid by ``by_place`` or ``from_places``."""
     if side.split is None:
         return tree
     axes, placed = side.split
-    variance = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
-    return map_placed(partial(by_place, axes), variance, tree)
-
-
-def _from_places(side: Side, tree: Any) -> Any:
-    """Undoes :func:`_by_place`."""
-    if side.split is None:
-        return tree
-    axes, placed = side.split
-    variance = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
-    return map_placed(partial(from_places, axes), variance, tree)
+    of_params = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
+    return map_placed(partial(lay, axes), of_params, tree)
 
 
 def _is_schedule(x: Any) -> bool:
@@ -237,7 +228,7 @@ def to_adam(
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
     of_tensors = P() if side.split is None else side.workers.specs
-    mu, nu = (_on_devices(_from_places(side, x), mesh, of_tensors) for x in (mu, nu))
+    mu, nu = (_on_devices(_laid(from_places, side, x), mesh, of_tensors) for x in (mu, nu))
     return optax.ScaleByAdamState(_on_devices(progress.count, mesh, P()), mu, nu)
 
 
