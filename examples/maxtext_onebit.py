@@ -2,11 +2,11 @@
 
     python examples/maxtext_onebit.py BASE_YML optimizer=onebit_muon scan_layers=false \
         enable_diloco=true ici_diloco_parallelism=2 ici_fsdp_parallelism=2 \
-        diloco_sync_period=1000000 gradient_clipping_threshold=0 ...
+        diloco_sync_period=1000000 ...
 
 `optimizer` is `onebit_adam`, `onebit_muon` or `local_steps`. Replicas exchange inside of it, and
-DiLoCo's own synchronization never comes. Clipping must be off, since MaxText would clip each
-replica alone.
+DiLoCo's own synchronization never comes. Since MaxText would clip each replica alone, the optimizer
+clips all of them by one norm, at MaxText's `gradient_clipping_threshold`.
 """
 
 import functools
@@ -65,13 +65,9 @@ OPTIMIZERS = {f.__name__: f for f in (onebit_adam, onebit_muon, local_steps)}
 
 
 def get_optimizer(
-    name: str, config: Any, schedule: Any, model: Any = None, mesh: Any = None
+    name: str, max_norm: float, config: Any, schedule: Any, model: Any = None, mesh: Any = None
 ) -> Any:
     """What MaxText asks for its optimizer; `model` and `mesh` are always given in pre-training."""
-    if config.gradient_clipping_threshold > 0:
-        raise ValueError(
-            "Set gradient_clipping_threshold=0: MaxText would clip each replica alone."
-        )
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         specs = jax.tree.map(
             lambda v: sharding.get_nnx_var_named_sharding_with_scan_axis(v, mesh).get_value(),
@@ -79,18 +75,26 @@ def get_optimizer(
             is_leaf=lambda v: isinstance(v, nnx.Variable),
         )
     tx = OPTIMIZERS[name](config, schedule)
+    if max_norm:
+        tx = optax.chain(onebit_jax.clip_by_common_norm(max_norm, AXIS), tx)
     return onebit_jax.on_mesh(tx, mesh, axis_name=AXIS, specs=specs)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs MaxText with all options but `optimizer`, which is none of its own."""
-    prefix = "optimizer="
-    chosen = [x.removeprefix(prefix) for x in argv if x.startswith(prefix)]
-    name = chosen[-1] if chosen else "onebit_adam"
+    """Runs MaxText, but takes the optimizer and the clipping from it."""
+    given = {"optimizer": "onebit_adam", "gradient_clipping_threshold": "1.0"}
+    given |= dict(x.split("=", 1) for x in argv if x.partition("=")[0] in given)
+    name, max_norm = given["optimizer"], float(given["gradient_clipping_threshold"])
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name} must be one of {', '.join(OPTIMIZERS)}.")
-    optimizers.get_optimizer = functools.partial(get_optimizer, name)
-    train.main([x for x in argv if not x.startswith(prefix)])
+    if max_norm and name == "local_steps":
+        raise ValueError(
+            "Set gradient_clipping_threshold=0 for local_steps: to share a norm, replicas would "
+            "wait for each other in every step."
+        )
+    optimizers.get_optimizer = functools.partial(get_optimizer, name, max_norm)
+    others = [x for x in argv if x.partition("=")[0] not in given]
+    train.main([*others, "gradient_clipping_threshold=0"])
 
 
 if __name__ == "__main__":
