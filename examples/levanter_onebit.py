@@ -45,16 +45,13 @@ class OnebitAdam(OptimizerConfig):
     def build(self, num_train_steps: int) -> Any:
         """The optimizer, before it is put on a mesh."""
         ends: dict[str, Any] = {} if self.onebit_warmup is None else {"warmup": self.onebit_warmup}
-        tx = onebit_jax.onebit_adam(
+        return onebit_jax.onebit_adam(
             self.lr_scheduler(num_train_steps),
             *(self.beta1, self.beta2, self.epsilon),
             weight_decay=self.weight_decay,
             axis_name=self.axis,
             **ends,
         )
-        if not self.max_grad_norm:
-            return tx
-        return optax.chain(onebit_jax.clip_by_common_norm(self.max_grad_norm, self.axis), tx)
 
 
 _ROWS = "replicas"
