@@ -110,7 +110,8 @@ def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     # The first updates after the freeze are all refreshes.
     assert (metrics["phase"], metrics["frozen_at"]) == (PHASES.index("refresh"), WARMUP)
     assert_close((params, opt_state), expected)
-    more = {"params": make_params(), "rows": replicate(make_params(), 2)}
+    more = {"params": make_params(), "init_params": make_params}
+    more |= {"rows": replicate(make_params(), 2)}
     more |= {"coordinator_address": None, "num_processes": 1, "process_id": 0}
     for block in blocks[1:] + of_clusters[1:]:
         exec(block, names | more | {"nodes": 2, "devices_per_node": 2})
