@@ -39,19 +39,24 @@ class OnebitAdam(OptimizerConfig):
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    """The norm at which the gradients of all replicas are clipped by one factor."""
     onebit_warmup: int | None = None
     """Steps of its own warm-up; None: it ends by itself."""
 
     def build(self, num_train_steps: int) -> Any:
         """The optimizer, before it is put on a mesh."""
         ends: dict[str, Any] = {} if self.onebit_warmup is None else {"warmup": self.onebit_warmup}
-        return onebit_jax.onebit_adam(
+        tx = onebit_jax.onebit_adam(
             self.lr_scheduler(num_train_steps),
             *(self.beta1, self.beta2, self.epsilon),
             weight_decay=self.weight_decay,
             axis_name=self.axis,
             **ends,
         )
+        if not self.max_grad_norm:
+            return tx
+        return optax.chain(onebit_jax.clip_by_common_norm(self.max_grad_norm, self.axis), tx)
 
 
 _ROWS = "replicas"
