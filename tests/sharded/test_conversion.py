@@ -1,5 +1,7 @@
 """From a run of Adam on a split model into compression, and back."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -37,9 +39,10 @@ def test_a_split_model_goes_on_where_adam_was_and_back(kind):
     back = onebit_jax.to_adam(begun, tx, params, task.mesh, **split)
     [adam] = [x for x in opt_state[1] if isinstance(x, optax.ScaleByAdamState)]
     assert_close(back, jax.device_get(adam))
+    mu: Any = back.mu
     for name, spec in task.specs.items():
         expected = NamedSharding(task.mesh, spec)
-        assert back.mu[name].sharding.is_equivalent_to(expected, back.mu[name].ndim)
+        assert mu[name].sharding.is_equivalent_to(expected, mu[name].ndim)
 
     # One more warm-up update, which is Adam's, then compression.
     onebit = onebit_jax.train_step(task.loss, tx, task.mesh, **split)
