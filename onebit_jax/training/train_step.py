@@ -138,7 +138,7 @@ class TrainStep:
         ``phase`` runs another program. Arguments are those of a call.
 
         Returns:
-          What ``jax.jit`` lowers to, to compile or to give to :mod:`onebit_jax.wire`.
+          What ``jax.jit`` lowers to, to compile or to give to ``onebit_jax.wire``.
 
         Raises:
           ValueError: as a call does before its program runs.
