@@ -110,6 +110,7 @@ def test_a_calibration_predicts_a_step():
     assert left["seconds"]["dense float32"] > left["seconds"]["1-bit Adam, flat"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_and_goes_on_with_another_number_of_workers(tmp_path):
     save, restore, back, caught, skip, scaled = blocks("checkpoints.md")
     folder = str(tmp_path / "checkpoints")

@@ -194,6 +194,7 @@ def test_table_and_picture(finished):
     assert f"{parameters():,} parameters; 2 workers; 8 steps" in text
 
 
+@pytest.mark.slow
 def test_going_on_makes_only_what_is_missing(finished, capsys):
     out, _ = finished
     trainings = out / "trainings"

@@ -67,7 +67,7 @@ def test_means_are_those_of_the_update_before(bits, workers, how):
     assert np.any(in_time["matrix"])
 
 
-@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("bits", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_late_muon_applies_what_the_update_before_lacked(bits):
     """``2 u_t - u_{t-1}``, of Muon and Adam on means of which the first is 0."""
     rate, own = 1e-2, lambda p: jax.tree.map(lambda x: x.ndim == 2, p)

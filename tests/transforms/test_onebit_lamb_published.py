@@ -127,6 +127,7 @@ def test_metrics_are_those_of_the_state():
     assert np.all(metrics["frozen_at"] == WARMUP)
 
 
+@pytest.mark.slow
 def test_warmup_ends_by_itself_and_ratios_follow_gradients_that_shrink():
     """Ablation 5: gradients scaled by 0.1 after the freeze raise every tensor's ratio."""
     shapes = [(16, 24), (30,)]

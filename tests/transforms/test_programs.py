@@ -224,7 +224,12 @@ def test_options_of_the_exchange_reach_it(name):
     assert row <= 3 * 4096
 
 
-@pytest.mark.parametrize("name", [*WITH_NODES, "signum", "distributed_lion"])
+def slow_but(fast: str, others: Any) -> Any:
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
+    return pytest.mark.parametrize("name", [fast, *slow])
+
+
+@slow_but("onebit_adam, refreshed", [*WITH_NODES, "signum", "distributed_lion"])
 def test_one_device_a_node_is_the_flat_program(name):
     flat, pair = (
         update_of(
@@ -352,11 +357,6 @@ def starts(name: str, steps: int) -> Any:
         yield jax.device_get(start)
         updates, state = update(*start)
         params = jax.tree.map(jnp.add, params, updates)
-
-
-def slow_but(fast: str, others: Any) -> Any:
-    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
-    return pytest.mark.parametrize("name", [fast, *slow])
 
 
 @slow_but("signum", [name for name in OPTIMIZERS if name != "mean_gradients"])
