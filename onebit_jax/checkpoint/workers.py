@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import is_per_worker, nodes_with, outermost
 from onebit_jax.states.specs import names_in
-from onebit_jax.transforms.algorithm import states_of
+from onebit_jax.states.worker_step import counted_by_worker
 
 
 def axes(tree: Any) -> list[list[Any]]:
@@ -113,11 +113,9 @@ def is_copy(x: Any, slow: tuple[str, ...]) -> bool:
 
 def are_copies(tree: Any) -> bool:
     """Whether the parameters have an axis of workers."""
-    counts = [np.ndim(x.progress.count) for x in states_of(tree["opt_state"])]
-    if counts:
-        # Shardings do not always tell: a compiled step leaves axes of size 1 out of them, and of an
-        # array without elements all.
-        return all(counts)
+    told = counted_by_worker(tree["opt_state"])
+    if told is not None:
+        return told
     slow, params = slow_names(tree), jax.tree.leaves(tree["params"])
     return bool(params) and all(is_copy(x, slow) for x in params)
 

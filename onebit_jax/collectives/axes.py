@@ -105,8 +105,13 @@ def own_shards(tree: Any) -> Any:
     return _by_split_axes(tree, cut)
 
 
-def copies_of_shards(tree: Any) -> list[int]:
-    """The number of places that hold the same shard, for each tensor of a tree like parameters."""
+def copies_of_shards(tree: Any) -> list[int] | None:
+    """How many places hold the same shard of each tensor of a tree like the parameters.
+
+    None where tensors are whole.
+    """
+    if not _shards.get().names:
+        return None
     places = math.prod(map(lax.axis_size, _shards.get().names))
     split = [
         math.prod(lax.axis_size(name) for names in _split_axes(path) for name in names)

@@ -116,9 +116,9 @@ def _begun(side: Side, state: Any, count: Any, moments: Sequence[Any]) -> Any:
         if isinstance(x, optax.InjectStatefulHyperparamsState):
             inner = filled((x.hyperparams_states, x.inner_state))
             x = x._replace(hyperparams_states=inner[0], inner_state=inner[1])
-            return x._replace(count=np.broadcast_to(count, np.shape(x.count)))
-        is_counted = _is_schedule(x)
-        return x._replace(count=np.broadcast_to(count, np.shape(x.count))) if is_counted else x
+        elif not _is_schedule(x):
+            return x
+        return x._replace(count=np.broadcast_to(count, np.shape(x.count)))
 
     def is_filled(x: Any) -> bool:
         kinds = (ScaleByOnebitAdamState, optax.InjectStatefulHyperparamsState)

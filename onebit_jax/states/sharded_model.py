@@ -4,7 +4,6 @@ Every worker is several devices. The loss is computed under ``jax.vmap`` over th
 compiler splits it over the fast axes. The update runs on every device, on its own shards.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -79,13 +78,6 @@ class ShardedModel:
             return jax.ShapeDtypeStruct((self.axes.workers,) * p.own + p.shape, p.dtype)
 
         return map_placed(shape, self.placed(params))
-
-    def copies(self, params: Any) -> list[int]:
-        """How many devices of a worker hold the same shard of each tensor."""
-        places = math.prod(self.axes.mesh.shape[name] for name in self.axes.fast_names)
-        specs = jax.tree.leaves(self.specs(params))
-        split = [math.prod(self.axes.mesh.shape[name] for name in names_of(x)) for x in specs]
-        return [places // parts for parts in split]
 
     def batch_specs(self, batch: Any) -> Any:
         """How a batch lies: as it was given where its workers' rows lie with them."""

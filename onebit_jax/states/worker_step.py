@@ -206,13 +206,21 @@ def row_of(x: Any, worker: int) -> Any:
     return x.at[worker].get(out_sharding=sharding)
 
 
+def counted_by_worker(tree: Any) -> bool | None:
+    """Whether the counts in a tree of states have an axis of workers; None where there are none.
+
+    Shardings do not always tell: a compiled step leaves axes of size 1 out of them, and all axes of
+    an array without elements.
+    """
+    ranks = [jnp.ndim(x.progress.count) for x in states_of(tree)]
+    return all(ranks) if ranks else None
+
+
 def are_copies(axes: MeshAxes, tree: Any) -> bool:
     """Whether arrays have an axis of workers, split over these, as from :func:`worker_copies`."""
-    counts = [jnp.ndim(x.progress.count) for x in states_of(tree)]
-    if counts:
-        # Shardings do not always tell: a compiled step leaves axes of size 1 out of them, and of an
-        # array without elements all.
-        return all(counts)
+    told = counted_by_worker(tree)
+    if told is not None:
+        return told
     specs = [getattr(getattr(x, "sharding", None), "spec", P()) for x in jax.tree.leaves(tree)]
     return bool(specs) and all(x and names_in(x[0]) == axes.slow_names for x in specs)
 

@@ -1,6 +1,5 @@
 """What a training step computes: gradients, their check, the update and its metrics."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax.collectives.axes import sum_over_shards
+from onebit_jax.collectives.axes import copies_of_shards
 from onebit_jax.collectives.error_feedback import Beside
 from onebit_jax.collectives.xla_workarounds import materialize
 from onebit_jax.states import placement
@@ -17,8 +16,8 @@ from onebit_jax.training import model_state as model_states
 from onebit_jax.training import phase_choice
 from onebit_jax.training.arguments import Arguments, Setup
 from onebit_jax.training.gradients import LossAndGradients, loss_and_gradients
-from onebit_jax.transforms.clip_by_common_norm import clipped
-from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine, squared_norms
+from onebit_jax.transforms.clip_by_common_norm import clipped, squared_norm
+from onebit_jax.transforms.nonfinite import UPDATE, Skips, examine
 from onebit_jax.transforms.phases import Phase, keep
 from onebit_jax.transforms.when import When
 from onebit_jax.watching.metrics import Metrics, mean_over_workers, of_optimizers
@@ -56,7 +55,6 @@ def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results
     """All workers' step where each is several devices; arguments as for :func:`replicated_step`."""
     sharded = cast(ShardedModel, setup.sharded)
     beside = Beside([], one_message=setup.on_cpus)
-    copies = sharded.copies(given.params)
 
     def gradients(params: Any, batch: Any, worker: jax.Array) -> LossAndGradients:
         return _gradients(setup, given._replace(params=params, batch=batch), worker)
@@ -71,7 +69,7 @@ def sharded_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results
         loss, metrics, of_worker = rows
         new_model_state = model_states.combine(of_worker, in_common)
         computed = LossAndGradients(loss, metrics, grads, new_model_state)
-        results, *others = _update(setup, own, computed, phase, beside, copies)
+        results, *others = _update(setup, own, computed, phase, beside)
         return *results[:2], (results[2], *others)
 
     state_axes = jax.tree.map(lambda x: 0 if model_states.differs(x) else None, given.model_state)
@@ -112,22 +110,21 @@ def _update(
     computed: LossAndGradients,
     phase: Phase | None,
     beside: Beside,
-    copies: Sequence[int] | None = None,
 ) -> _Updated:
     """One worker's update, in the worker view.
 
-    ``beside`` is as for :class:`~onebit_jax.transforms.when.When`, ``copies`` as for
-    :func:`~onebit_jax.transforms.nonfinite.squared_norms`.
+    ``beside`` is as for :class:`~onebit_jax.transforms.when.When`.
     """
     axes, options, skips = setup.axes, setup.options, given.skips
     loss, metrics, grads, model_state = computed
     own = {"loss": loss.astype(jnp.float32)}
     if options.grad_norm_every is not None:
-        own["grad_norm"] = _squared_norm(grads, copies, given.measured, options.grad_norm_every)
+        own["grad_norm"] = _squared_norm(grads, given.measured, options.grad_norm_every)
     health = when = None
     if options.max_skipped is not None:
         finite = model_states.remains_finite(given.model_state, model_state)
-        health = examine(grads, axes, jnp.where(finite, loss, jnp.nan), copies)
+        checked = jnp.where(finite, loss, jnp.nan)
+        health = examine(grads, axes, checked, copies_of_shards(grads))
         when = When(health.fit, beside)
     if options.max_grad_norm is not None:
         bound = own["grad_norm"]
@@ -172,14 +169,8 @@ def _update(
     return (params, opt_state, model_state), metrics, outlook, skips
 
 
-def _squared_norm(
-    grads: optax.Updates, copies: Sequence[int] | None, measured: jax.Array, every: int
-) -> jax.Array:
+def _squared_norm(grads: optax.Updates, measured: jax.Array, every: int) -> jax.Array:
     """The squared norm of one worker's gradients; 0 in a step that does not measure it."""
-
-    def whole(grads: optax.Updates) -> jax.Array:
-        return jnp.sum(sum_over_shards(squared_norms(grads, copies)))
-
     if every == 1:
-        return whole(grads)
-    return lax.cond(measured, whole, lambda _: jnp.float32(0), grads)
+        return squared_norm(grads)
+    return lax.cond(measured, squared_norm, lambda _: jnp.float32(0), grads)

@@ -36,7 +36,7 @@ def loss_fn(params, batch):
 
 
 def begin(workers, shapes, inner):
-    """The state, its step, and batches."""
+    """The mesh, the state on it, and its step."""
     mesh = make_mesh((workers, 2), (SLOW, "fsdp"))
     specs = {name: SPECS[name] for name in shapes}
     params = {
