@@ -1,17 +1,17 @@
 r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (ECk) or without.
 
-The two stages are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding :math:`Q_k`
+The two shots are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding :math:`Q_k`
 differs (:mod:`~onebit_jax.collectives.rounding`). Worker :math:`i` sends :math:`Q_k(c_i)`,
 where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its residual, and
-sends :math:`Q_k` of the sum to all. In one stage, the default for up to two workers or nodes,
-every worker averages all :math:`Q_k(c_i)` itself.
+sends :math:`Q_k` of the sum to all. In one shot, the default for up to two workers or nodes, every
+worker averages all :math:`Q_k(c_i)` itself.
 
 Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
-value, 4.1 in one stage; without error feedback :math:`e_i = E_j = 0`, and there is no state.
+value, 4.1 in one shot. Without error feedback :math:`e_i = E_j = 0`, values are rounded at random,
+and the state is the number of the call.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,33 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import (
-    Call,
-    Compensated,
-    ExchangeState,
-    begin,
-    with_worker_values,
-)
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
-from onebit_jax.collectives.packing import Piece, pack, unpack
-from onebit_jax.collectives.rounding import (
-    LEAST,
-    block_scales,
-    dequantize,
-    dequantize_powers,
-    dequantize_roots,
-    levels,
-    offset_of,
-    quantize,
-    quantize_powers,
-    quantize_roots,
-    residual,
-)
-from onebit_jax.collectives.xla_workarounds import rounded_product, separate
+from onebit_jax.collectives import rounding
+from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
+from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, filled
+from onebit_jax.collectives.packing import pack, to_bytes, unpack
 from onebit_jax.markers import PerWorker
-
-# The number of values of a piece from which a norm is estimated.
-_SAMPLE = 2**14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,171 +32,110 @@ class KBits:
 
     Attributes:
       bits: bits per value: 2, 4 or 8.
-      keeps_residuals: whether there is error feedback. Without it the state is ``()``.
+      residual_decay: the factor of residuals as they are added; None for no error feedback.
 
     Raises:
       ValueError: for another number of bits.
     """
 
     bits: int
-    keeps_residuals: bool = True
+    residual_decay: Any = 1.0
     grouping: Grouping = dataclasses.field(default="blocks", init=False)
-    forms = ("one-stage", "two-stage")
+    forms = ("one-shot", "two-shot")
 
     def __post_init__(self):
-        validation.check_bits("bits", self.bits, (2, 4, 8))
+        validation.bits("bits", self.bits, (2, 4, 8))
 
     @property
     def planes(self) -> int:
         """The number of values per byte."""
         return 8 // self.bits
 
-    def _rounded(self, c: jax.Array, s: jax.Array, offset: jax.Array) -> jax.Array:
-        """The levels without error feedback, as they are packed."""
-        if self.bits == 8:
-            return self._offset(quantize_roots(c, s, self.bits))
-        return self._offset(quantize_powers(c, s, self.bits, offset))
-
-    def _decoded(self, levels: jax.Array, scales: jax.Array) -> jax.Array:
-        if self.keeps_residuals:
-            return dequantize(levels, scales, self.bits)
-        if self.bits == 8:
-            return dequantize_roots(levels, scales, self.bits)
-        return dequantize_powers(levels, scales, self.bits)
-
-    def init(self, layout: Layout) -> Any:
-        """The state before the first call: no residuals."""
-        if not self.keeps_residuals:
-            return ()
-        shape = layout.scale_shape if layout.compresses else (1,)
-        nodes = (layout.axes.nodes,) if layout.compresses else ()
-        worker, server = (1, *nodes, *shape), (1, *shape)
-        scales = (jnp.full(x, LEAST, jnp.float32) for x in (worker, server))
-        return begin(layout, jnp.float32, *scales)
-
-    def compress(
-        self, layout: Layout, values: Sequence[jax.Array], state: Any, call: Call
-    ) -> tuple[list[jax.Array], Any]:
-        """The worker's stage: sections of rows to send, ``[chunks, bytes]``; the next state."""
-        if not self.keeps_residuals:
-            return self._sections(layout, values, call), ()
-        compensated = self._compensated(layout, values, state, call)
-        scales, sections = [], []
-        squared = jnp.float32(0)
-        for piece, c in zip(layout.pieces, compensated, strict=True):
-            # The last scales may exceed those of the last c: see `with_residual`.
-            last_s = piece.scales_of(state.worker.value.scales)
-            s = jnp.where(call.when, block_scales(c), last_s)
-            scales.append(s)
-            sections.append(self._section(piece, c, s))
-            sample, times = _sampled_rows(c.shape[-2], c.size)
-            e = residual(c[..., sample, :], s[..., sample], self.bits)
-            squared += times * jnp.sum(e**2)
-        s = jnp.concatenate(scales, -1)
-        return [*sections, scale_bytes(s[0])], state._replace(
-            worker=PerWorker(Compensated(compensated, s)),
-            residual_ratio=PerWorker(jnp.sqrt(squared)[None]),
+    def init(self, layout: Layout, servers: bool) -> Any:
+        """The state before the first call: no residuals; or call 0."""
+        if self.residual_decay is None:
+            return jnp.zeros([], jnp.int32)
+        scales = (layout.chunks, *layout.scale_shape)
+        c = [jnp.zeros(x.chunked) for x in layout.pieces]
+        a = [jnp.zeros((1, self.planes, sum(x.scales for x in layout.pieces), BLOCK))]
+        return ExchangeState(
+            PerWorker(Compensated(layout.held(c), _least(scales))),
+            PerWorker(Compensated(filled(a * servers), _least(scales[1:]))),
+            (),
         )
 
-    def _section(self, piece: Piece, c: jax.Array, s: jax.Array) -> jax.Array:
-        return piece.pack(self._offset(quantize(c, s, self.bits)[0]), self.bits)
-
-    def message(self, layout: Layout, state: ExchangeState) -> list[jax.Array]:
-        """The sections that :meth:`compress` returned with this state, from ``c_i`` and ``s``."""
-        held, s = state.worker.value
-        in_bits = [
-            self._section(piece, c, piece.scales_of(s))
-            for piece, c in zip(layout.pieces, held, strict=True)
-        ]
-        return [*in_bits, scale_bytes(s[0])]
-
-    def unsent(self, layout: Layout, state: ExchangeState) -> ExchangeState:
-        """The state with scales so large that all of ``c_i`` rounds to 0, and is the residual."""
-        del layout
-        held = state.worker.value.values
-        scales = [4 * levels(self.bits) * block_scales(c) for c in held]
-        return state._replace(worker=PerWorker(Compensated(held, jnp.concatenate(scales, -1))))
-
-    def _compensated(
-        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
-    ) -> list[jax.Array]:
-        """``c_i`` in pieces; each after those that leave before it, if they leave early."""
-        held, last_scales = state.worker.value
-        made: dict[int, jax.Array] = {}
-        c: Any = ()
+    def encode(
+        self, layout: Layout, values: list[jax.Array], state: Any
+    ) -> tuple[list[jax.Array], Any, jax.Array]:
+        """The worker's half; sizes are the largest magnitude of each piece."""
+        z = [piece.cut(x) for piece, x in zip(layout.pieces, values, strict=True)]
+        if self.residual_decay is None:
+            scales = [rounding.block_scales(x) for x in z]
+            offset = rounding.offset_of(state, lax.axis_index(layout.axes.node))
+            levels = [self._randomly(x, s, offset) for x, s in zip(z, scales, strict=True)]
+            return *self._rows(layout, levels, scales, state), _largest(scales)
+        held, last = state.worker.value
+        c, before = dict[int, jax.Array](), ()
         for place in layout.backward_order():
-            scales = layout.pieces[place].scales_of(last_scales)
-            scales = scales if call.late is None else separate(scales, c)
-            e = residual(held[place], scales, self.bits)
-            c = jnp.where(call.when, values[place][None] + call.residual_decay * e, held[place])
-            # Materialized once; the scales and the levels read it.
-            c = made[place] = lax.optimization_barrier(c)
-        return [made[place] for place in range(len(held))]
-
-    def _sections(self, layout: Layout, values: Sequence[jax.Array], call: Call) -> list[jax.Array]:
-        """The sections to send without error feedback."""
-        scales, offset = [block_scales(z) for z in values], offset_of(call.number, _worker(layout))
-        sections = [
-            piece.pack(self._rounded(z, s, offset), self.bits)
-            for piece, z, s in zip(layout.pieces, values, scales, strict=True)
+            # As for one bit, each waits for the one before.
+            last = lax.optimization_barrier((last, before))[0]
+            s, x = layout.by_piece(last[0])[place][None], layout.pieces_of(held)[place]
+            made = z[place] + self.residual_decay * rounding.residual(x, s, self.bits)
+            before = c[place] = lax.optimization_barrier(made)
+        pieces = [c[i] for i in range(len(c))]
+        scales = [rounding.block_scales(x) for x in pieces]
+        levels = [
+            rounding.quantize(x, s, self.bits) for x, s in zip(pieces, scales, strict=True)
         ]
-        return [*sections, scale_bytes(jnp.concatenate(scales, -1))]
+        kept = Compensated(layout.held(pieces), layout.in_order(scales))
+        state = state._replace(worker=PerWorker(kept))
+        return *self._rows(layout, levels, scales, state), _largest(scales)
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: Any, call: Call
+    def _rows(
+        self, layout: Layout, levels: list[jax.Array], scales: list[jax.Array], state: Any
     ) -> tuple[list[jax.Array], Any]:
-        """The server's stage: sections ``[bytes]`` to send to all, and the next state."""
-        if not self.keeps_residuals:
-            a = lax.optimization_barrier(self._mean(layout, rows, 0.0))
-            S = block_scales(a)[0]
-            offset = offset_of(call.number, _worker(layout), server=True)
-            return _answer(self._rounded(a, S[None], offset)[0], S, self.bits), ()
-        [last], last_scales = state.server.value
-        E = jnp.multiply(call.server_decay, residual(last, last_scales[:, None], self.bits))
-        a = jnp.where(call.when, self._mean(layout, rows, E), last)
-        a = lax.optimization_barrier(a)
-        S = jnp.where(call.when, block_scales(a)[0], last_scales)
-        kept = state._replace(server=PerWorker(Compensated([a], S)))
-        return _answer(self._offset(quantize(a, S[None], self.bits)[0]), S, self.bits), kept
+        sections = [
+            piece.section(self._packed(x, 2)) for piece, x in zip(layout.pieces, levels, strict=True)
+        ]
+        in_order = layout.in_order([s[0] for s in scales])
+        return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))], state
 
-    def _mean(self, layout: Layout, rows: jax.Array, residual: jax.Array | float) -> jax.Array:
-        """The mean of the workers' rows of a chunk, plus the server's residual."""
-        [stack] = layout.stacks
+    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+        """The server's half."""
+        in_blocks = rows[:, : layout.payload].reshape(len(rows), -1, BLOCK)
+        received = in_blocks, layout.scales(rows) / len(rows)
 
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            return total + rounded_product(self._numbers(*row))[None], None
+            return total + rounding.rounded_product(self._numbers(*row, 0)), None
 
-        # One row at a time: otherwise XLA writes all decoded rows before it sums them. A last bit
-        # of the sum may decide a level, and must not depend on the program: on how buckets are cut.
-        received = stack.bytes(rows), layout.scales(rows)[:, None] / len(rows)
-        first, others = (jax.tree.map(lambda x, i=i: x[i], received) for i in (0, slice(1, None)))
-        total = residual + rounded_product(self._numbers(*first))[None]
-        return lax.scan(add, total, others, unroll=min(max(len(rows) - 1, 1), 8))[0]
+        total = jnp.zeros((self.planes, *in_blocks.shape[1:]), jnp.float32)
+        if self.residual_decay is not None:
+            [last], last_S = state.server.value
+            E = rounding.residual(last[0], last_S[0], self.bits)
+            total = self.residual_decay * E
+        # One row at a time: XLA would write all decoded rows before it sums them. A last bit of the
+        # sum may decide a level, and must not depend on the program.
+        a, _ = lax.scan(add, total, received, unroll=min(len(rows), 8))
+        a = lax.optimization_barrier(a)
+        S = rounding.block_scales(a)
+        if self.residual_decay is None:
+            me = lax.axis_index(layout.axes.node)
+            levels = self._randomly(a, S, rounding.offset_of(state, me, server=True))
+        else:
+            levels = rounding.quantize(a, S, self.bits)
+            state = state._replace(server=PerWorker(Compensated([a[None]], S[None])))
+        return [self._packed(levels, 0).reshape(-1), to_bytes(S.reshape(1, -1))[0]], state
 
-    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""
-        scales = layout.scales(rows)
-        return [
-            piece.array(self._numbers(piece.bytes(rows), piece.scales_of(scales)[..., None, :, :]))
-            for piece in layout.pieces
-        ]
-
-    def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
-        """The norm of the mean that this shard received."""
-        del state
-        squared = jnp.float32(0)
-        # A worker at a time: with all in one array, and two axes of vmap, XLA for CPUs (JAX 0.10.2,
-        # not reported) makes a program that crashes.
-        all_rows = [received] if received.ndim == 2 else list(received)
-        for piece in layout.pieces:
-            length, planes = piece.plane[0], len(all_rows[0]) * piece.planes
-            sample, times = _sampled_rows(length, planes * length * BLOCK)
-            total = jnp.float32(0)
-            for rows in all_rows:
-                S = piece.scales_of(layout.scales(rows))[..., None, :, sample]
-                total += self._numbers(piece.bytes(rows)[..., sample, :], S)
-            squared += times * jnp.sum(jnp.square(total))
-        return jnp.sqrt(squared) / len(all_rows)
+        scales = layout.by_piece(layout.scales(rows))
+        axis = rows.ndim - 1
+        numbers = []
+        for x, s in zip(layout.sections(rows), scales, strict=True):
+            # [..., chunks, 1, R, 256] and [..., chunks, planes, R]
+            decoded = self._numbers(jnp.squeeze(x, axis), s, axis)
+            numbers.append(jnp.expand_dims(decoded, axis - 1))
+        return numbers
 
     def residuals(
         self, layout: Layout, state: ExchangeState
@@ -226,37 +143,49 @@ class KBits:
         """``e_i`` in pieces, and ``E_j``."""
         (held, s), (served, S) = state.worker.value, state.server.value
         e = [
-            residual(c, piece.scales_of(s), self.bits)[0]
-            for piece, c in zip(layout.pieces, held, strict=True)
+            rounding.residual(c, scale[None], self.bits)
+            for c, scale in zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
         ]
-        return e, [residual(a, S[:, None], self.bits)[0] for a in served]
+        if layout.chunks == 1 or not e:
+            return e, []
+        E = rounding.residual(served[0][0], S[0], self.bits)
+        ends = [sum(x.scales for x in layout.pieces[: i + 1]) for i in range(len(e))]
+        parts = zip(layout.pieces, ends, strict=True)
+        return e, [E[None, :, end - piece.scales : end] for piece, end in parts]
 
     def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]
+        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
     ) -> ExchangeState:
-        """A fresh state in which every worker's residual is ``R``, in pieces of all shards."""
-        c = [layout.shard(x)[None] for x in pieces]
-        return self.unsent(layout, with_worker_values(state, c))
+        """A fresh state in which this worker's residuals are these pieces."""
+        c = [piece.cut(x) for piece, x in zip(layout.pieces, pieces, strict=True)]
+        # With scales so large all of c rounds to 0, and is the residual.
+        scales = [4 * rounding.levels(self.bits) * rounding.block_scales(x) for x in c]
+        kept = Compensated(layout.held(c), layout.in_order(scales))
+        return state._replace(worker=PerWorker(kept))
 
-    def _offset(self, q: jax.Array) -> jax.Array:
-        return (q + levels(self.bits)).astype(jnp.uint8)
+    def _randomly(self, c: jax.Array, s: jax.Array, offset: jax.Array) -> jax.Array:
+        """The levels without error feedback."""
+        if self.bits == 8:
+            return rounding.quantize_roots(c, s, self.bits)
+        return rounding.quantize_powers(c, s, self.bits, offset)
 
-    def _numbers(self, in_bytes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Decodes bytes ``[..., R, 256]``, scales ``[..., k, R]`` to ``[..., k, R, 256]``."""
-        unsigned = unpack(in_bytes, self.bits, in_bytes.ndim - 2)
-        return self._decoded(unsigned.astype(jnp.float32) - levels(self.bits), scales)
+    def _packed(self, levels: jax.Array, axis: int) -> jax.Array:
+        unsigned = (levels + rounding.levels(self.bits)).astype(jnp.uint8)
+        return pack(unsigned, self.bits, axis)
+
+    def _numbers(self, packed: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
+        """Decodes bytes ``[..., R, 256]`` with scales ``[..., planes, R]``."""
+        levels = unpack(packed, self.bits, axis).astype(jnp.float32) - rounding.levels(self.bits)
+        if self.residual_decay is not None:
+            return rounding.dequantize(levels, scales, self.bits)
+        if self.bits == 8:
+            return rounding.dequantize_roots(levels, scales, self.bits)
+        return rounding.dequantize_powers(levels, scales, self.bits)
 
 
-def _worker(layout: Layout) -> jax.Array:
-    return lax.axis_index(layout.axes.node)
+def _least(shape: tuple[int, ...]) -> jax.Array:
+    return jnp.full((1, *shape), rounding.LEAST, jnp.float32)
 
 
-def _answer(levels: jax.Array, S: jax.Array, bits: int) -> list[jax.Array]:
-    return [pack(levels, bits, 1).reshape(-1), scale_bytes(S[0])]
-
-
-def _sampled_rows(rows: int, size: int) -> tuple[slice, float]:
-    """Evenly spread rows of an array of this size, and the number of rows that each represents."""
-    step = max(size // _SAMPLE, 1)
-    sample = slice(min(step, rows) // 2, None, step)
-    return sample, rows / len(range(rows)[sample])
+def _largest(scales: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.max(s) for s in scales]) if scales else jnp.zeros((0,), jnp.float32)

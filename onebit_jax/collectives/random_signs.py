@@ -2,25 +2,19 @@ r"""Signs that workers draw at random: a bit stands for a number, with no scale 
 
 For a number :math:`z \in [-1, 1]` let :math:`Q(z)` be +1 with probability :math:`(1 + z)/2` and
 else -1, so that :math:`\mathrm{E}\, Q(z) = z`. Worker :math:`i` sends :math:`u_i = Q(z_i)`, and
-:math:`Q(\frac1n \sum_i u_i)` comes back, drawn once and the same for all; or, not requantized, the
-mean itself. Nothing is kept from call to call. In the hierarchical form a worker is a node, and a
-device sends its own shard.
+:math:`Q(\frac1n \sum_i u_i)` comes back, drawn once and the same for all. Nothing is kept from call
+to call. In the hierarchical form a worker is a node, and a device sends its own shard.
 
-The bits of *inactive* elements tell whether they become active: a worker sends :math:`z_i = 1` if
-it has a gradient there and -1 otherwise, without a random draw, and all workers receive 1 if any of
-them sent it.
-
-The bits travel in either way of :mod:`~onebit_jax.collectives.votes`. In a sum of votes every
-worker draws the second :math:`Q` from a shared key, as the servers would: both ways give the same
-results, bit for bit.
+The bits of *inactive* elements tell whether they become active: a worker sends 1 if it has a
+gradient there and 0 otherwise, without a random draw, and all workers receive 1 if any of them sent
+it.
 
 Random bits:
   A draw takes 16 random bits, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
   must not cost a pass over memory. JAX's generators take 1 to 20 nanoseconds per element on two CPU
-  cores; drawing *and* packing by a hash of a counter takes as long as packing alone, 0.2
-  (``benchmarks/random_bits.py``, figures in ``docs/performance.md``). So bits come from a hash,
-  which XLA computes inside the loop that draws. Its keys, one for each worker and step, are drawn
-  by ``jax.random``.
+  cores; drawing *and* packing by a hash of a counter takes as long as packing alone, 0.2. So bits
+  come from a hash, which XLA computes inside the loop that draws. Its keys, one for each worker and
+  step, are drawn by ``jax.random``.
 
 References:
   Peng et al., `Birder: Communication-Efficient 1-bit Adaptive Optimizer for Practical Distributed
@@ -30,7 +24,6 @@ References:
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -41,18 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_jax import validation
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import Shape, pack, unpack_flags
-from onebit_jax.collectives.votes import (
-    Transport,
-    count_rows,
-    counts_of,
-    field_bits,
-    mean_signs,
-    sum_votes,
-)
-from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.collectives.layout import Grouping, Layout, Shape
+from onebit_jax.collectives.packing import pack_flags, unpack_flags
+from onebit_jax.collectives.votes import count_rows, sizes_of
 
 
 class Ratio(NamedTuple):
@@ -65,6 +49,18 @@ class Ratio(NamedTuple):
 
     numerator: jax.Array
     denominator: jax.Array
+
+
+class Draw(NamedTuple):
+    """The state of a call of :class:`RandomSigns`; the same on all workers.
+
+    Attributes:
+      key: a PRNG key, a new one in each call.
+      active: which elements are active; uint8 ``[chunks, bytes]``.
+    """
+
+    key: jax.Array
+    active: jax.Array
 
 
 def hash_words(counter: jax.Array, key: jax.Array) -> jax.Array:
@@ -117,116 +113,60 @@ def uniforms(
     return numbers.reshape(len(starts), drawn, 8, *plane)
 
 
-def binarize(z: Ratio, uniform: jax.Array) -> jax.Array:
-    """Whether ``Q(z)`` is +1, by uniform numbers; always where z is 1, never where it is -1."""
-    return uniform * z.denominator < z.numerator
-
-
-class Draw(NamedTuple):
-    """Options of a call of :class:`RandomSigns`.
-
-    Attributes:
-      key: a PRNG key, the same on all workers, and a new one in each call.
-      active: which elements are active; uint8 ``[chunks, bytes]``, the same on all workers.
-    """
-
-    key: jax.Array
-    active: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class RandomSigns:
-    """Signs drawn at random on workers, and again on servers.
+    """Signs drawn at random on workers, and again on servers; see :class:`Draw`."""
 
-    Attributes:
-      transport: ``"bits"`` or ``"votes"``.
-      requantize: whether servers draw, and return one bit; else they return the counts.
-
-    Raises:
-      ValueError: for another transport.
-    """
-
-    transport: Transport = "bits"
-    requantize: bool = True
-    forms = ("two-stage",)
+    forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="separate", init=False)
+    grouping: Grouping = dataclasses.field(default="tensors", init=False)
 
-    def __post_init__(self):
-        validation.check_name("transport", self.transport, "bits", "votes")
-        validation.check_flag("requantize", self.requantize)
-
-    def init(self, layout: Layout) -> tuple[()]:
-        """No state; raises ``ValueError`` if votes of more than 255 workers or nodes are summed."""
-        if self.transport == "votes":
-            field_bits(layout.axes.nodes)
+    def init(self, layout: Layout, servers: bool) -> tuple[()]:
+        """No state."""
+        del layout, servers
         return ()
 
-    def compress(
-        self, layout: Layout, values: Sequence[Ratio], state: Any, call: Draw
-    ) -> tuple[list[jax.Array], Any]:
+    def encode(
+        self, layout: Layout, values: list[Ratio], state: Draw
+    ) -> tuple[list[jax.Array], Draw, jax.Array]:
         """``Q(z_i)``; of an inactive element, whether its denominator is not 0."""
-        key = _words(layout, call.key, lax.axis_index(layout.axes.node))
-        firsts, sections = _first_words(layout), []
-        for piece, z in zip(layout.pieces, values, strict=True):
-            numerator, denominator = map(piece.chunks_of, z)
-            active = unpack_flags(piece.bytes(call.active), axis=2).swapaxes(0, 1)
-            inactive = jnp.where(denominator != 0, 1.0, -1.0)
-            sent = Ratio(
-                jnp.where(active, numerator, inactive), jnp.where(active, denominator, 1.0)
+        key = _words(layout, state.key, lax.axis_index(layout.axes.node))
+        bits, sections = layout.sections(state.active), []
+        firsts = _first_words(layout)
+        for piece, z, active in zip(layout.pieces, values, bits, strict=True):
+            numerator, denominator = map(piece.cut, z)
+            starts = [firsts[i] for i in piece.leaves]
+            drawn = uniforms(key, starts, layout.chunks, piece.plane) * denominator < numerator
+            flags = unpack_flags(active, 2).swapaxes(0, 1)
+            sections.append(
+                piece.section(pack_flags(jnp.where(flags, drawn, denominator != 0), 2))
             )
-            starts = [firsts[i] for i in piece.tensors]
-            uniform = uniforms(key, starts, piece.chunks, piece.plane)
-            sections.append(piece.section(pack(binarize(sent, uniform), 1, 2)))
-        return materialize(sections, layout.axes.node), state
+        return sections, state, sizes_of(layout, [z.denominator for z in values])
 
     def serve(
-        self, layout: Layout, rows: jax.Array, state: Any, call: Draw
-    ) -> tuple[list[jax.Array], Any]:
-        """``Q`` of the mean of this server's chunk, or the counts' digits."""
+        self, layout: Layout, rows: jax.Array, state: Draw
+    ) -> tuple[list[jax.Array], Draw]:
+        """``Q`` of the mean; of an inactive element, whether any worker sent 1."""
+        nodes, digits = layout.axes.nodes, count_rows(rows)
         chunk = lax.axis_index(layout.axes.node)
-        return [self._decided(layout, count_rows(rows), call, chunk)], state
+        key, firsts = _words(layout, state.key, nodes), _first_words(layout)
+        counts = [jnp.float32(0)] * len(layout.pieces)
+        for k, digit in enumerate(digits):
+            parts = zip(counts, layout.sections(digit), strict=True)
+            counts = [total + jnp.float32(2**k) * unpack_flags(x, 1) for total, x in parts]
+        sections, bits = [], layout.sections(state.active[chunk])
+        for piece, count, active in zip(layout.pieces, counts, bits, strict=True):
+            starts = [firsts[i] for i in piece.leaves]
+            uniform = uniforms(key, starts, nodes, piece.plane, chunk)[:, 0]
+            drawn = jnp.where(unpack_flags(active, 1), uniform * nodes < 2 * count - nodes, count > 0)
+            sections.append(pack_flags(drawn, 1).reshape(-1))
+        return sections, state
 
-    def sum(self, layout: Layout, votes: jax.Array, call: Draw) -> jax.Array:
-        """The rows of all servers, ``[chunks, bytes]``, by one sum of all workers' votes."""
-        return self._decided(layout, sum_votes(votes, layout.axes.node), call, None)
-
-    def _decided(self, layout: Layout, digits: jax.Array, call: Draw, chunk: Any) -> jax.Array:
-        """Digits ``[digits, (chunks,) bytes]`` of one chunk or all, to ``[(chunks,) bytes]``."""
-        leading = digits.shape[1:-1]
-        if not self.requantize:
-            return jnp.moveaxis(digits, 0, -2).reshape(*leading, -1)
-        nodes, firsts = layout.axes.nodes, _first_words(layout)
-        key = _words(layout, call.key, nodes)
-        active = call.active if chunk is None else call.active[chunk]
-        sections = []
-        for stack in layout.stacks:
-            axis = len(leading) + 1
-            count = counts_of([stack.bytes(x) for x in digits], axis)
-            starts = [firsts[i] for piece in stack.pieces for i in piece.tensors]
-            uniform = uniforms(key, starts, nodes, stack.plane, chunk)
-            uniform = uniform[:, 0] if chunk is not None else jnp.swapaxes(uniform, 0, 1)
-            mean = Ratio(2 * count - nodes, jnp.full(count.shape, nodes, jnp.float32))
-            flags = unpack_flags(stack.bytes(active), axis)
-            drawn = jnp.where(flags, binarize(mean, uniform), count > 0)
-            sections.append(pack(drawn, 1, axis).reshape(*leading, -1))
-        return layout.row(materialize(sections, layout.axes.node), None)
-
-    def newly_active(self, layout: Layout, received: jax.Array, active: jax.Array) -> jax.Array:
-        """Inactive elements for which any worker has a gradient; bits ``[chunks, bytes]``."""
-        if not self.requantize:
-            digits = jnp.split(received, layout.axes.nodes.bit_length(), -1)
-            received = functools.reduce(jnp.bitwise_or, digits)
-        return received & ~active
-
-    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
-        """+1 or -1, or means of them, in pieces; of an inactive element undefined."""
-        if not self.requantize:
-            return mean_signs(layout, rows)
-        return [
-            piece.array(jnp.where(unpack_flags(piece.bytes(rows), rows.ndim), 1.0, -1.0))
-            for piece in layout.pieces
-        ]
+    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+        """+1 or -1; of an inactive element undefined."""
+        axis = rows.ndim
+        signs = [jnp.where(unpack_flags(x, axis), 1.0, -1.0) for x in layout.sections(rows)]
+        return [jnp.swapaxes(x, axis - 2, axis - 1) for x in signs]
 
 
 def _words(layout: Layout, key: jax.Array, which: Any) -> jax.Array:
@@ -236,8 +176,8 @@ def _words(layout: Layout, key: jax.Array, which: Any) -> jax.Array:
     return jax.random.bits(jax.random.fold_in(key, which), (2,), jnp.uint32)
 
 
-def _first_words(layout: Layout) -> list[int]:
+def _first_words(layout: Layout) -> dict[int, int]:
     """For each tensor the counter of its first random word."""
-    planes = {i: piece.plane for piece in layout.pieces for i in piece.tensors}
-    words = [4 * layout.axes.nodes * math.prod(planes[i]) for i in range(len(layout.tensors))]
-    return list(itertools.accumulate(words, initial=0))[:-1]
+    planes = {i: piece.plane for piece in layout.pieces for i in piece.leaves}
+    words = [4 * layout.chunks * math.prod(planes[i]) for i in sorted(planes)]
+    return dict(zip(sorted(planes), itertools.accumulate(words, initial=0), strict=False))

@@ -1,1 +1,0 @@
-"""How parameters and optimizer states lie on a mesh: placing, splitting, resizing, converting."""

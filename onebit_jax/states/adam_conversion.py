@@ -1,28 +1,22 @@
 """From a run of Adam into compression, and back."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-import jax.core
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import outermost
-from onebit_jax.states import placement, sharded_model
-from onebit_jax.states import simulated_workers as simulated
-from onebit_jax.states.resizing import Side, one_side
-from onebit_jax.states.specs import MeshAxes, Specs
-from onebit_jax.states.state_layout import Placed, by_place, from_places, map_placed
-from onebit_jax.transforms.algorithm import Noted, states_of
-from onebit_jax.transforms.momentum import Carried
+from onebit_jax.states.placed import by_place, from_places, map_placed
+from onebit_jax.states.placement import Workers
+from onebit_jax.states.resizing import on_host, put, side
+from onebit_jax.states.specs import Specs
+from onebit_jax.transforms.algorithm import Carried, code
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
-from onebit_jax.transforms.phases import PHASES
 
 
 def from_adam(
@@ -67,88 +61,72 @@ def from_adam(
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
     validation.check_mesh(mesh)
-    validation.check_transformation("tx", tx)
-    adam = jax.tree.map(simulated.on_host, _only(optax.ScaleByAdamState, adam_state))
-    state = sharded_model.init(tx, params, mesh, axis_name=axis_name, param_specs=param_specs)
-    moments = [jax.tree.map(lambda x: x.astype(np.float32), x) for x in (adam.mu, adam.nu)]
-    variance = _only(ScaleByOnebitAdamState, state).v_then_inverse_root
-    shapes, expected = (jax.tree.map(np.shape, x) for x in (moments[1], variance))
-    if shapes != expected:
-        raise ValueError(
-            f"adam_state is of parameters of the shapes {shapes}, but params have {expected}: give "
-            f"the parameters that it belongs to."
-        )
-    side = one_side(tx, params, mesh, axis_name, param_specs)
-    held = side.from_mesh_view(jax.tree.map(simulated.on_host, state))
-    moments = [_laid(by_place, side, x) for x in moments]
+    workers, this = (
+        Workers(tx, mesh, axis_name, param_specs),
+        side(tx, params, mesh, axis_name, param_specs),
+    )
+    adam = jax.tree.map(on_host, _only(optax.ScaleByAdamState, adam_state))
+    moments = [_like(x, params) for x in (adam.mu, adam.nu)]
+    held = this.by_place(jax.tree.map(on_host, workers.init(params)))
+    node = _only(ScaleByOnebitAdamState, held)
+    of_params = _only(ScaleByOnebitAdamState, this.placed).v_then_inverse_root
+    mu, nu = (
+        map_placed(lambda p, x: by_place(workers.axes, p, x), of_params, x) for x in moments
+    )
+    upcoming = np.array([code("warmup"), -1], np.int32)
+    progress = node.progress._replace(
+        count=np.broadcast_to(adam.count, node.progress.count.shape),
+        upcoming=np.broadcast_to(upcoming, node.progress.upcoming.shape),
+    )
+    begun = node._replace(progress=progress, v_then_inverse_root=nu)
+    zeros = jax.tree.map(np.zeros_like, mu)
+    carried = Carried(begun, (mu, zeros, np.zeros((*adam.count.shape, 4), np.float32)))
 
-    def convert() -> Any:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return side.to_mesh_view(_begun(side, held, np.int32(adam.count), moments))
+    def filled(x: Any) -> Any:
+        """The carried state; counts of schedules, which hold nothing else, go on."""
+        if isinstance(x, ScaleByOnebitAdamState):
+            return carried
+        if hasattr(x, "count") and set(x._fields) <= {"count", *_INJECTED}:
+            rest = {name: jax.tree.map(filled, getattr(x, name), is_leaf=_counts) for name in x._fields if name in ("inner_state", "hyperparams_states")}
+            return x._replace(count=np.broadcast_to(adam.count, np.shape(x.count)), **rest)
+        return x
 
-    # In a thread of its own no mesh is set, whose devices would all take part.
-    with ThreadPoolExecutor(1) as thread:
-        begun = thread.submit(convert).result()
-    return jax.tree.map(
-        lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), begun, side.specs
+    state = this.from_places(this.resumed(jax.tree.map(filled, held, is_leaf=_counts)))
+    return map_placed(
+        lambda p, x: put(x, NamedSharding(mesh, p.spec_on(workers.axes))), this.placed, state
     )
 
 
-def _begun(side: Side, state: Any, count: Any, moments: Sequence[Any]) -> Any:
-    """A state by place with Adam's moments and number of updates."""
-    node = _only(ScaleByOnebitAdamState, state)
-    upcoming = np.array([PHASES.index("warmup"), -1], np.int32)
-    zeros = jax.tree.map(np.zeros_like, moments[0])
-    was = node.progress
-    progress = was._replace(
-        count=np.broadcast_to(count, was.count.shape),
-        frozen_at=np.full_like(was.frozen_at, -1),
-        upcoming=np.broadcast_to(upcoming, was.upcoming.shape),
+_INJECTED = ("hyperparams", "hyperparams_states", "inner_state")
+
+
+def _counts(x: Any) -> bool:
+    return isinstance(x, ScaleByOnebitAdamState) or (
+        hasattr(x, "_fields") and "count" in x._fields and set(x._fields) <= {"count", *_INJECTED}
     )
-    node_of_adam = node._replace(progress=progress, v_then_inverse_root=moments[1])
-    noted = _noted(side)
-    begun = simulated.resumed(noted, node_of_adam, Carried(moments[0], zeros), side.workers)
-    begun = begun._replace(progress=progress._replace(frozen_at=was.frozen_at))
-
-    def fill(x: Any) -> Any:
-        if x is node:
-            return begun
-        if isinstance(x, optax.InjectStatefulHyperparamsState):
-            inner = filled((x.hyperparams_states, x.inner_state))
-            x = x._replace(hyperparams_states=inner[0], inner_state=inner[1])
-        elif not _is_schedule(x):
-            return x
-        return x._replace(count=np.broadcast_to(count, np.shape(x.count)))
-
-    def is_filled(x: Any) -> bool:
-        kinds = (ScaleByOnebitAdamState, optax.InjectStatefulHyperparamsState)
-        return isinstance(x, kinds) or _is_schedule(x)
-
-    def filled(tree: Any) -> Any:
-        return jax.tree.map(fill, tree, is_leaf=is_filled)
-
-    return filled(state)
 
 
-def _laid(lay: Callable[[MeshAxes, Placed, Any], Any], side: Side, tree: Any) -> Any:
-    """A tree like the parameters, on the host, laid by ``by_place`` or ``from_places``."""
-    if side.split is None:
-        return tree
-    axes, placed = side.split
-    of_params = _only(ScaleByOnebitAdamState, placed).v_then_inverse_root
-    return map_placed(partial(lay, axes), of_params, tree)
+def _like(tree: Any, params: Any) -> Any:
+    """A tree of Adam's in the structure of the parameters, by the names in its paths; float32."""
+    found = {_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    leaves = []
+    for path, p in with_paths:
+        x = found.get(_names(path))
+        if x is None or np.shape(x) != np.shape(p):
+            raise ValueError(
+                f"adam_state has {'nothing' if x is None else f'shape {np.shape(x)}'} for the "
+                f"parameter {jax.tree_util.keystr(path)} of shape {np.shape(p)}: give the "
+                f"parameters that it belongs to."
+            )
+        leaves.append(np.asarray(x, np.float32))
+    return structure.unflatten(leaves)
 
 
-def _is_schedule(x: Any) -> bool:
-    """Whether a state is that of a schedule, which holds nothing but the number of updates."""
-    return getattr(x, "_fields", None) == ("count",)
-
-
-def _noted(side: Side) -> Noted:
-    """The algorithm of the one state of 1-bit Adam in another."""
-    states = [type(x) for x in states_of(side.shapes)]
-    found = simulated.algorithms(side.tx, side.like, side.workers)
-    return found[states.index(ScaleByOnebitAdamState)]
+def _names(path: Any) -> tuple[str, ...]:
+    """The keys of a path, however its containers call them; without those of Variables."""
+    names = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+    return tuple(x for x in names if x not in ("value", "raw_value"))
 
 
 def to_adam(
@@ -168,8 +146,8 @@ def to_adam(
 
     Args:
       opt_state: the state, in the mesh view.
-      tx: :func:`onebit_jax.onebit_adam`, alone or in a chain; its ``b2``, ``eps``, ``eps_root`` and
-        ``bias_correction`` are read from it.
+      tx: :func:`onebit_jax.onebit_adam`, alone or in a chain; its ``b1``, ``b2`` and ``eps`` are read
+        from it.
       params: the parameters.
       mesh: what the state is on.
       axis_name: as for :func:`onebit_jax.init`: the slow axis, if the model is split over others.
@@ -193,61 +171,43 @@ def to_adam(
       0
     """
     validation.check_transformation("tx", tx)
-    side = one_side(tx, params, mesh, axis_name, param_specs)
-    side.check_split(opt_state)
-    placement.check_state(opt_state, side.shapes, mesh)
-    _only(ScaleByOnebitAdamState, opt_state)
-    noted = _noted(side)
-
-    def carry() -> Any:
-        host = side.from_mesh_view(jax.tree.map(simulated.on_host, opt_state))
-        node = _only(ScaleByOnebitAdamState, host)
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return node, simulated.carried(noted, node, side.workers)
-
-    # In a thread of its own no mesh is set, whose devices would all take part.
-    with ThreadPoolExecutor(1) as thread:
-        node, held = thread.submit(carry).result()
-    first = (0,) * len(side.workers.places)
-    b1, variance_at = float(node.momentum_decay[first]), float(node.variance_at[first])
-    progress, nu = simulated.progress_of(node, side.workers), node.v_then_inverse_root
-    b2, eps, eps_root = (
-        _hyperparameter(noted.algorithm, opt_state, name) for name in ("b2", "eps", "eps_root")
-    )
-    mu = jax.tree.map(lambda x, r: np.asarray(x + (r / b1 if b1 else 0)), held.m, held.residual)
-    if progress.frozen_at >= 0:
-        correction = 1 - b2 ** float(progress.count)
-        if not cast(Any, noted.algorithm).bias_correction:
+    this = side(tx, params, mesh, axis_name, param_specs)
+    held = this.by_place(jax.tree.map(on_host, opt_state))
+    _only(ScaleByOnebitAdamState, held)
+    [found] = [
+        x
+        for x in outermost(this.carried(held), lambda x: isinstance(x, Carried))
+        if isinstance(x.state, ScaleByOnebitAdamState)
+    ]
+    (m, residual, numbers), node = found.trees, found.state
+    first = (0,) * len(this.workers.axes.fast_names)
+    b1, b2, eps, corrected = (float(x) for x in numbers[first])
+    count, frozen_at = int(node.progress.count[first]), int(node.progress.frozen_at[first])
+    variance_at, nu = int(node.variance_at[first]), node.v_then_inverse_root
+    mu = jax.tree.map(lambda x, r: x + (r / b1 if b1 else 0), m, residual)
+    if frozen_at >= 0:
+        correction = 1 - b2 ** float(count)
+        if not corrected:
             correction /= 1 - b2**variance_at
 
         def variance(y: Any) -> Any:
             root = np.where(y > 0, 1 / np.where(y > 0, y, 1), eps)
-            v = np.maximum((root - eps) ** 2 - eps_root, 0) * correction
+            v = np.maximum(root - eps, 0) ** 2 * correction
             return np.where(y > 0, v, 0).astype(np.float32)
 
         mu = jax.tree.map(lambda x, y: np.where(y > 0, x, 0), mu, nu)
         nu = jax.tree.map(variance, nu)
-    of_tensors = P() if side.split is None else side.workers.specs
-    mu, nu = (_on_devices(_laid(from_places, side, x), mesh, of_tensors) for x in (mu, nu))
-    return optax.ScaleByAdamState(_on_devices(progress.count, mesh, P()), mu, nu)
+    of_params = _only(ScaleByOnebitAdamState, this.placed).v_then_inverse_root
 
+    def on_devices(p: Any, x: Any) -> Any:
+        return put(from_places(this.workers.axes, p, np.asarray(x)), NamedSharding(mesh, p.spec))
 
-def _on_devices(tree: Any, mesh: Mesh, specs: Any) -> Any:
-    specs = jax.tree.map(lambda _: specs, tree) if isinstance(specs, P) else specs
-    return jax.tree.map(lambda x, spec: simulated.put(x, NamedSharding(mesh, spec)), tree, specs)
-
-
-def _hyperparameter(algorithm: Any, opt_state: Any, name: str) -> float:
-    """A hyperparameter of an optimizer; where it is injected, the one in the state."""
-    value = getattr(algorithm, name)
-    if not isinstance(value, jax.core.Tracer):
-        return float(value)
-    injected = _only(optax.InjectStatefulHyperparamsState, opt_state).hyperparams
-    if name not in injected:
-        raise ValueError(
-            f"{name} of tx is computed from others: to_adam cannot read it. Make tx with a number."
-        )
-    return float(simulated.on_host(injected[name]))
+    replicated = NamedSharding(mesh, jax.P())
+    return optax.ScaleByAdamState(
+        put(np.asarray(count, np.int32), replicated),
+        map_placed(on_devices, of_params, mu),
+        map_placed(on_devices, of_params, nu),
+    )
 
 
 def _only(kind: type, state: Any) -> Any:

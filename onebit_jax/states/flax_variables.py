@@ -7,7 +7,6 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.states.specs import names_of
-from onebit_jax.states.state_layout import is_placed_node
 
 
 def with_shardings(params: Any, state: Any, specs: Any) -> Any:
@@ -33,23 +32,23 @@ def with_shardings(params: Any, state: Any, specs: Any) -> Any:
     return jax.tree.map(variable, state, specs, is_leaf=_is_variable)
 
 
-def without_shardings(state: Any, placed: Any) -> Any:
+def without_shardings(state: Any, params: Any) -> Any:
     """Takes the leaves out of the Variables that :func:`with_shardings` put them into.
 
-    ``nnx.Optimizer`` does so before it calls ``update``, a step of one's own does not.
-
-    Args:
-      state: the optimizer's state; another structure than ``placed`` has comes back as it is.
-      placed: the same without these Variables, of :class:`~.state_layout.Placed`.
+    ``nnx.Optimizer`` does so before it calls ``update``, a step of one's own does not. Variables of
+    parameters, at paths that end in a parameter's, stay.
     """
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
-    def inner(_: Any, x: Any) -> Any:
-        return jax.tree.leaves(x)[0] if _is_variable(x) else x
+    def inner(path: Any, x: Any) -> Any:
+        if not _is_variable(x):
+            return x
+        [(below, leaf)] = jax.tree_util.tree_leaves_with_path(x)
+        whole = (*path, *below)
+        of_parameter = any(whole[i:] in paths for i in range(len(whole)))
+        return x if of_parameter else leaf
 
-    try:
-        return jax.tree.map(inner, placed, state, is_leaf=is_placed_node)
-    except ValueError:
-        return state
+    return jax.tree_util.tree_map_with_path(inner, state, is_leaf=_is_variable)
 
 
 def without_variables(tree: Any) -> Any:

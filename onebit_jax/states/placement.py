@@ -1,12 +1,11 @@
 """Places parameters and optimizer state on a mesh."""
 
-import collections
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.markers import (
     is_key,
     is_masked,
@@ -22,21 +22,21 @@ from onebit_jax.markers import (
     nodes_with,
     on_key_data,
 )
-from onebit_jax.programs import replica_check
-from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
-from onebit_jax.transforms.promotion import usual_promotion
+from onebit_jax.programs.checks import check_replicas
+from onebit_jax.programs.jaxprs import Program, programs_in
+from onebit_jax.programs.over_workers import abstract_mesh, mesh_of_arrays, over_workers
+from onebit_jax.states.placed import Placed, from_worker_view, map_placed, place_leaves
+from onebit_jax.states.specs import MeshAxes, Specs, names_of, parameter_specs
+from onebit_jax.transforms.algorithm import usual_promotion
 
 
 @contextlib.contextmanager
 def computing_on(mesh: Mesh, *, concretely: bool = False) -> Iterator[None]:
     """Sets a mesh, and the defaults of those settings of JAX that this library's code relies on.
 
-    Without a mesh ``shard_map`` refuses its own where a user has set another. Non-finite numbers
-    are looked for by the training step itself.
-
     Args:
       mesh: the mesh.
-      concretely: whether the mesh itself is set, or its abstract form, which a traced caller needs.
+      concretely: whether to set the mesh itself, not its abstract form.
 
     Raises:
       ValueError: for ``jax_disable_jit``.
@@ -80,48 +80,206 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
 
 
-def init(tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | AbstractMesh) -> Any:
-    """Initialises an optimizer on a mesh, all of whose axes are the workers'.
+class Workers:
+    """An optimizer on a mesh: where its parameters and its state lie.
 
-    :func:`onebit_jax.init` without a slow axis, which documents arguments, result and errors.
+    Args:
+      tx: the optimizer.
+      mesh: of devices; or one without, whose workers are simulated.
+      axis_name: the slow axes, that workers lie along; None for all axes of the mesh.
+      param_specs: how parameters are split over the others.
+
+    Attributes:
+      axes: the axes of the mesh.
+      devices: the mesh of the arrays' devices.
+      split: whether ``axis_name`` was given.
     """
-    check_whole(params)
-    devices = mesh_of_arrays(mesh)
-    replicated = NamedSharding(devices, P())
-    with computing_on(devices):
-        params = place(params, jax.tree.map(lambda _: replicated, params))
-        shapes = state_shapes(tx, params, mesh)
-        check_simulated(shapes, mesh)
-        specs = state_specs(shapes, mesh.axis_names)
-        replica_check.check_replicas(tx, params, shapes, specs, mesh)
-        shardings = jax.tree.map(lambda spec: NamedSharding(devices, spec), specs)
-        # For a state without arrays only the parameters tell jit its devices.
-        program = jax.jit(
-            _on_mesh(tx, mesh)(specs),
-            in_shardings=replicated,
-            out_shardings=shardings,
-            keep_unused=True,
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        mesh: Mesh | AbstractMesh,
+        axis_name: str | tuple[str, str] | None = None,
+        param_specs: Specs = None,
+    ):
+        validation.check_transformation("tx", tx)
+        validation.check_mesh(mesh, simulated=axis_name is None)
+        self.split = axis_name is not None
+        if param_specs is not None and not self.split:
+            raise ValueError(
+                f"param_specs was given without axis_name, so that all axes of the mesh, "
+                f"{mesh.axis_names}, are the workers' and none splits parameters: give axis_name, "
+                f"the slow axis, that workers lie along."
+            )
+        self.tx = optax.with_extra_args_support(tx)
+        self.axes = MeshAxes(mesh, axis_name if axis_name is not None else mesh.axis_names)
+        self.devices = mesh_of_arrays(mesh)
+        self.param_specs = param_specs if self.split else P()
+        self._placed: dict[Any, Any] = {}
+
+    def specs(self, params: Any) -> Any:
+        """The partition specs of the parameters, checked."""
+        return parameter_specs(self.axes, self.param_specs, params)
+
+    def specs_by_path(self, specs: Any) -> dict[Any, P]:
+        """The extra argument ``param_specs`` of optimizers."""
+        return dict(jax.tree_util.tree_leaves_with_path(specs))
+
+    def placed(self, params: Any, extra_args: dict[str, Any] | None = None) -> Any:
+        """How each leaf of a state lies, a tree of ``Placed``; checks the optimizer.
+
+        Raises:
+          ValueError: for an optimizer under which workers would diverge, or which mixes elements of
+            a tensor of which a device has a shard.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        specs = self.specs(params)
+        of_leaves = structure.flatten_up_to(specs)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        shards = structure.unflatten(
+            [
+                jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), x.dtype)
+                for x, spec in zip(shapes, of_leaves, strict=True)
+            ]
         )
-        return program(params)
+        key = structure, tuple(of_leaves), *((x.shape, x.dtype) for x in shapes)
+        mesh = abstract_mesh(self.axes.mesh)
+        if key not in self._placed:
+            state = initial_shapes(self.tx, shards, mesh, P())
+            self._placed[key] = place_leaves(self.axes, state, structure.unflatten(shapes), specs)
+        placed = self._placed[key]
+        of_workers = state_specs(initial_shapes(self.tx, shards, mesh, P()), self.axes.slow)
+        state = initial_shapes(self.tx, shards, mesh, of_workers)
+        told = {"param_specs": self.specs_by_path(specs)} if self.split else {}
+        arguments = self.tx, shards, state, of_workers, mesh, extra_args, self.axes.slow_names
+        check_replicas(*arguments, **told)
+        split = [x for x in of_leaves if set(names_of(x)) & set(self.axes.fast_names)]
+        if split:
+            check_replicas(*arguments, **told, task="pass", look=_check_elementwise)
+        return placed
+
+    def state_specs(self, params: Any) -> Any:
+        """The partition specs of a state."""
+        return map_placed(lambda p: p.spec_on(self.axes), self.placed(params))
+
+    def state_shapes(self, params: Any) -> Any:
+        """The shapes of a state, a tree like it."""
+
+        def shape(p: Placed) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self.axes.workers,) * p.own + p.shape, p.dtype)
+
+        return map_placed(shape, self.placed(params))
+
+    def init(self, params: optax.Params) -> Any:
+        """The state before the first step."""
+        validation.check_parameters(params)
+        specs = self.specs(params)
+        check_split("params", params, specs, self.devices)
+        with computing_on(self.devices):
+            placed, of_state = self.placed(params), self.state_specs(params)
+            check_simulated(self.state_shapes(params), self.axes.mesh)
+
+            def of_shards(params: Any) -> Any:
+                # Steps return no weak types: with them the second step would be compiled again.
+                state = jax.tree.map(strong, self.tx.init(params))
+                return from_worker_rows(placed, state)
+
+            mapped = over_workers(of_shards, self.axes.mesh, (specs,), of_state)
+            params = place(params, self.shardings(specs))
+            out = self.shardings(of_state)
+            # For a state without arrays only the parameters tell jit its devices.
+            return jax.jit(mapped, keep_unused=True, out_shardings=out)(params)
+
+    def shardings(self, specs: Any) -> Any:
+        """Shardings on the devices of the mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.devices, spec), specs)
+
+    def check_state(self, params: Any, opt_state: Any) -> None:
+        """Checks a state that no step on this mesh has returned, such as a restored one."""
+        _check_shapes(opt_state, self.state_shapes(params), self.axes.workers)
+        check_split("opt_state", opt_state, self.state_specs(params), self.devices)
+        check_plans(self.tx, opt_state, params, self.axes)
 
 
-def state_shapes(
-    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | AbstractMesh
+def initial_shapes(
+    tx: optax.GradientTransformation, shards: Any, mesh: AbstractMesh, specs: Any
 ) -> Any:
-    """The shapes of a state in the mesh view, a tree like it."""
-    on_mesh = _on_mesh(tx, mesh)
-    specs = state_specs(jax.eval_shape(on_mesh(P()), params), mesh.axis_names)
-    return jax.eval_shape(on_mesh(specs), params)
+    """The shapes of a state, with an axis of workers where specs name one, of a device's shards."""
 
-
-def _on_mesh(
-    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh
-) -> Callable[[Any], Callable[[optax.Params], optax.OptState]]:
-    def initialise(params: optax.Params) -> optax.OptState:
-        # Steps return no weak types: with them the second step would be compiled again.
+    def init(params: Any) -> Any:
         return jax.tree.map(strong, tx.init(params))
 
-    return lambda specs: over_workers(initialise, mesh, P(), specs)
+    mapped = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False)
+    # From another mesh JAX goes to this one only by way of none.
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh), usual_promotion():
+        return jax.eval_shape(mapped, shards)
+
+
+def to_worker_rows(placed: Any, state: Any) -> Any:
+    """From this device's part of all workers' state that in the worker view."""
+    return map_placed(lambda p, x: p.to_worker(x[0] if p.own else x), placed, state)
+
+
+def from_worker_rows(placed: Any, state: Any) -> Any:
+    """Undoes :func:`to_worker_rows`."""
+    state = from_worker_view(placed, state)
+    return map_placed(lambda p, x: x[None] if p.own else x, placed, state)
+
+
+def init(
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    mesh: Mesh | AbstractMesh,
+    *,
+    axis_name: str | tuple[str, str] | None = None,
+    param_specs: Specs = None,
+) -> Any:
+    """Initialises an optimizer on a mesh; every device of the mesh is a worker.
+
+    Args:
+      tx: the optimizer; its ``axis_name`` must be the axis of the mesh, or the pair of its axes. It
+        must average over the mesh itself, as this library's do: put
+        :func:`onebit_jax.mean_gradients` before a dense one.
+      params: the parameters, equal on all processes.
+      mesh: a mesh over the devices of one process or of many, with one axis, or with two for the
+        hierarchical exchange: ``jax.make_mesh((nodes, devices_per_node), ("node", "local"))``. Or
+        one without devices, ``jax.sharding.AbstractMesh((8,), ("data",))``: JAX's first device
+        simulates its workers by ``jax.vmap``, and holds what each has for itself. Nothing is sent
+        then; losses are those of as many devices, up to rounding.
+      axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
+        of slow axes, that workers lie along; None where all axes are the workers'.
+      param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of
+        :func:`onebit_jax.sharding.on_mesh`: a tree like the parameters, one spec for all, or a function of
+        the parameters; None where types say it, on Explicit meshes.
+
+    Returns:
+      The state in the mesh view, global arrays on this mesh: what workers share is replicated, what
+      each has for itself (:class:`~onebit_jax.PerWorker`) has a leading axis that is sharded over
+      the mesh, or over ``axis_name``. A device holds its part of the state of split parameters.
+
+    Raises:
+      ValueError: from the optimizer, for an axis that the mesh lacks, for an axis of the mesh that
+        it would not average over, and for parameters that it cannot train; for a ``mesh`` of the
+        wrong type; for parameters that are split between devices without ``axis_name``, or over it;
+        for ``param_specs`` that do not fit; and for an optimizer whose updates, or state outside a
+        ``PerWorker``, would differ between workers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, onebit_jax
+      >>> auto = (jax.sharding.AxisType.Auto,) * 2
+      >>> mesh = jax.make_mesh((1, jax.device_count()), ("data", "fsdp"), axis_types=auto)
+      >>> tx = onebit_jax.onebit_adam(1e-2, warmup=20, axis_name="data")
+      >>> split = {"axis_name": "data", "param_specs": jax.P("fsdp")}
+      >>> params = {"w": jnp.zeros(8)}
+      >>> opt_state = onebit_jax.init(tx, params, mesh, **split)
+      >>> loss_fn = lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
+      >>> step = onebit_jax.train_step(loss_fn, tx, mesh, **split)
+      >>> for _ in range(60):
+      ...     params, opt_state, metrics = step(params, opt_state, jnp.eye(16, 8))
+      >>> params["w"].sharding.spec
+      P('fsdp',)
+    """
+    return Workers(tx, mesh, axis_name, param_specs).init(params)
 
 
 def strong(x: Any) -> Any:
@@ -130,98 +288,126 @@ def strong(x: Any) -> Any:
 
 
 def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """The parameters that a worker trains: those in the state if it has such, else ``params``.
-
-    Several optimizers may have some each, within ``optax.partition``.
-    """
+    """The parameters that a worker trains: those in the state if it has such, else ``params``."""
     for node in nodes_with("worker_parameters", opt_state):
-        if _fits(node.own.value, params):
+        masked = jax.tree.structure(
+            jax.tree.map(lambda x: 0 if is_masked(x) else x, node.shared, is_leaf=is_masked)
+        )
+        if masked == jax.tree.structure(params):
             params = node.worker_parameters(params)
     return params
 
 
-def _fits(tree: Any, params: optax.Params) -> bool:
-    """Whether a tree is one like the parameters; it may be masked in places."""
-    try:
-        masked_alike = jax.tree.map(
-            lambda x, p: x if is_masked(x) else p, tree, params, is_leaf=is_masked
-        )
-    except ValueError:
-        return False
-    return jax.tree.structure(masked_alike) == jax.tree.structure(tree)
-
-
-def is_placed(x: Any, sharding: NamedSharding) -> bool:
-    """Whether an array lies where it belongs."""
-    return getattr(x, "sharding", None) == sharding
-
-
-def place(tree: Any, shardings: Any, name: str = "params") -> Any:
-    """Puts arrays where they belong, unless they are there already.
-
-    Arrays that are placed otherwise than a program's results would cost a second compilation, and
-    be refused with explicit axes. With several processes JAX compares what each of them gives,
-    which takes an exchange.
-
-    Args:
-      tree: the arrays.
-      shardings: where they belong, a tree like it.
-      name: what they are, an argument of a step.
-
-    Raises:
-      ValueError: processes give different arrays.
-    """
+def place(tree: Any, shardings: Any) -> Any:
+    """Puts arrays where they belong, unless they are there already."""
 
     def put(x: Any, sharding: NamedSharding) -> Any:
-        if is_placed(x, sharding):
+        if getattr(x, "sharding", None) == sharding:
             return x
         # With several processes device_put takes no random keys.
         if not sharding.is_fully_addressable and is_key(x):
             return on_key_data(lambda data: jax.device_put(data, sharding), x)
-        try:
-            return jax.device_put(x, sharding)
-        except AssertionError as error:
-            # Names take long to make.
-            which = next(path for path, leaf in named_leaves(tree, name) if leaf is x)
-            mend = (
-                "If each process has its own rows, make a global array of them: "
-                "jax.make_array_from_process_local_data(NamedSharding(mesh, P(mesh.axis_names)), "
-                "rows)."
-                if name == "batch"
-                else "Give all processes the same, as from one seed or one checkpoint."
-            )
-            raise ValueError(
-                f"{which}, of shape {np.shape(x)}, is not the same on all processes, but every "
-                f"process must give all of it. {mend}"
-            ) from error
+        return jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree, shardings)
 
 
-def place_random_key(rng: Any, sharding: NamedSharding) -> Any:
-    """Puts a random key, new in every step, on all devices without asking other processes.
+def check_split(name: str, tree: Any, specs: Any, mesh: Mesh) -> None:
+    """Raises ``ValueError`` for arrays that a mesh splits otherwise than specs say.
 
-    Workers fold their index into it, so that no harm is done even if it differs.
+    Arrays on fewer devices are placed; arrays that are split would have to be gathered.
     """
-    own = not isinstance(rng, jax.core.Tracer) and getattr(rng, "is_fully_addressable", True)
-    if sharding.is_fully_addressable or not own:
-        return place(rng, sharding)
-    if is_key(rng):
-        return on_key_data(lambda data: place_random_key(data, sharding), rng)
-    shards = [jax.device_put(rng, device) for device in sharding.addressable_devices]
-    return jax.make_array_from_single_device_arrays(rng.shape, sharding, shards)
+    for (leaf, x), spec in zip(named_leaves(tree, name), jax.tree.leaves(specs), strict=True):
+        known = getattr(x, "sharding", None)
+        if isinstance(x, jax.core.Tracer) or not isinstance(known, NamedSharding):
+            continue
+        if not isinstance(known.mesh, Mesh) or known.is_fully_replicated:
+            continue
+        expected = NamedSharding(mesh, spec)
+        if not known.is_equivalent_to(expected, x.ndim):
+            raise ValueError(
+                f"{leaf} is split by {known.spec} of a mesh of {dict(known.mesh.shape)}, but "
+                f"{spec} of {dict(mesh.shape)} is needed: every worker must have all of a "
+                f"parameter. If it is split over axes that workers do not lie along, give "
+                f"onebit_jax.init and train_step axis_name= and param_specs= as it lies; if it "
+                f"fits a device, gather it by jax.device_put(params, NamedSharding(mesh, jax.P()))."
+            )
 
 
-def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] = id) -> None:
-    """Raises ``ValueError`` for arrays that were donated before, or are to be donated twice.
+def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ``ValueError`` for an optimizer that workers which are simulated cannot have."""
+    in_params = len(nodes_with("own_parameters", opt_state))
+    if isinstance(mesh, AbstractMesh) and in_params > len(
+        nodes_with("worker_parameters", opt_state)
+    ):
+        raise ValueError(
+            f"mesh={mesh!r} has no devices, so that its workers are simulated and share one copy "
+            f"of the parameters, but this optimizer, as 0/1 Adam, lets each worker's copy differ "
+            f"between syncs. Give a mesh of devices; on CPUs "
+            f"jax.config.update('jax_num_cpu_devices', {mesh.size}) makes them."
+        )
 
-    XLA would end the process.
 
-    Args:
-      donated: trees, by the names of a step's arguments.
-      identity: what two arrays have in common that are the same; :func:`buffer` finds more than
-        ``id``, and takes longer.
-    """
+def check_plans(
+    tx: optax.GradientTransformation, opt_state: optax.OptState, params: Any, axes: MeshAxes
+) -> None:
+    """Checks the schedules in a state that must be the optimizer's."""
+    saved = nodes_with("check_plan", opt_state)
+    unknown = jax.ShapeDtypeStruct, jax.core.Tracer
+    if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
+        return
+    like = jax.eval_shape(lambda x: x, params)
+
+    def plans() -> list[Any]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return [node.plan for node in nodes_with("check_plan", tx.init(zeros))]
+
+    mesh = abstract_mesh(axes.mesh)
+    simulated = over_workers(plans, mesh, (), P())
+    # XLA computes only these numbers of the state.
+    for node, plan in zip(saved, jax.device_get(jax.jit(simulated)()), strict=True):
+        node.check_plan(plan)
+
+
+def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
+    """Raises ``ValueError`` for a state of another optimizer, tree or number of workers."""
+    got, wanted = (dict(named_leaves(x, "opt_state")) for x in (opt_state, expected))
+    alike = jax.tree.structure(opt_state) == jax.tree.structure(expected)
+    if not alike:
+        differing = [x for x in wanted if x not in got] + [x for x in got if x not in wanted]
+        raise ValueError(
+            f"opt_state is not a state of this optimizer for these parameters: "
+            f"{differing[0] if differing else 'its nodes'} differ. {_lost_marks(opt_state, expected)}"
+            f"Call onebit_jax.init again for another optimizer or other parameters; restore a "
+            f"checkpoint into what onebit_jax.init returns, as its target."
+        )
+    for name, needed in wanted.items():
+        shape, dtype = jnp.shape(got[name]), jnp.result_type(got[name])
+        if (shape, dtype) != (needed.shape, needed.dtype):
+            raise ValueError(
+                f"{name} has shape {shape} and dtype {dtype}, but for these parameters and "
+                f"{workers} workers {needed.shape} and {needed.dtype} is needed: a state belongs "
+                f"to its number of workers, to the optimizer's options and to the parameters' "
+                f"shapes. onebit_jax.resize takes it to another number of workers or other "
+                f"options; else call onebit_jax.init again, which begins with a new warm-up."
+            )
+
+
+def _lost_marks(opt_state: Any, expected: Any) -> str:
+    has, needs = (
+        sum(map(is_per_worker, jax.tree.leaves(x, is_leaf=is_per_worker)))
+        for x in (opt_state, expected)
+    )
+    if has >= needs:
+        return ""
+    return (
+        "It has lost its PerWorker nodes, which say what belongs to one worker alone: without them "
+        "replicas silently diverge. "
+    )
+
+
+def check_donated(donated: dict[str, Any]) -> None:
+    """Raises ``ValueError`` for arrays that were donated before, or are to be donated twice."""
 
     # Called in every step, and names take long to make: only arrays in an error message get one.
     def name(index: int) -> str:
@@ -238,7 +424,7 @@ def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] 
                 f"a step donates its arguments. Go on with what that call returned, or copy a tree "
                 f"before the call by jax.tree.map(jnp.copy, tree)."
             )
-        if (other := seen.setdefault(identity(x), index)) != index:
+        if (other := seen.setdefault(id(x), index)) != index:
             raise ValueError(
                 f"{name(index)} and {name(other)} are one array, but a step donates each of its "
                 f"arguments once. Copy one, jnp.copy(x); for tied weights, hold one array and use "
@@ -246,152 +432,35 @@ def check_donated(donated: dict[str, Any], identity: Callable[[jax.Array], int] 
             )
 
 
-def buffer(x: jax.Array) -> int:
-    """Where an array's first part lies in memory, where that can be told; else its ``id``."""
-    if x.size and not is_key(x):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return x.addressable_data(0).unsafe_buffer_pointer()
-    return id(x)
+# What makes one number of many of an array's: sums, products of matrices, orders; what makes one
+# tensor of several, which then have one scale. And what draws many numbers: the same ones for every
+# shard.
+_MIXING = re.compile(
+    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft|svd"
+    r"|qr|eigh|lu|chol|random_bits|threefry|rng_"
+)
 
 
-def check_whole(params: optax.Params) -> None:
-    """Raises ``ValueError`` for parameters that are split between devices."""
-    for name, leaf in named_leaves(params):
-        known = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-        if known and not leaf.sharding.is_fully_replicated:
-            raise ValueError(
-                f"parameter {name} is sharded, {leaf.sharding}, but every "
-                f"worker must have all of it: what is exchanged is a gradient of the same "
-                f"parameters. If it fits a device, gather it by jax.device_put(params, "
-                f"NamedSharding(mesh, P())). If it is split over other axes than the workers', "
-                f"give onebit_jax.init and train_step axis_name= and param_specs=, or take "
-                f"onebit_jax.on_mesh in a training step of your own."
-            )
+def _check_elementwise(program: Program) -> None:
+    """Raises ``ValueError`` for an update that mixes elements of tensors of which it has shards.
 
-
-_MEND = "onebit_jax.resize takes it to another number of workers"
-
-
-def check_state(
-    opt_state: optax.OptState, expected: Any, mesh: Mesh | AbstractMesh, mend: str = _MEND
-) -> None:
-    """Checks a state that no step on this mesh has returned, such as a restored one.
-
-    Args:
-      opt_state: the state, in the mesh view.
-      expected: the shapes of a state that fits, as from :func:`state_shapes`.
-      mesh: the mesh that it must be on.
-      mend: what to do, for the message.
-
-    Raises:
-      ValueError: for another structure, :class:`~onebit_jax.PerWorker` included, other shapes or
-        dtypes, or a mesh of other devices.
+    In the program this library's own computations are left out.
     """
-    if jax.tree.structure(opt_state) != jax.tree.structure(expected):
-        raise ValueError(_other_structure(opt_state, expected, mend))
-    leaves = named_leaves(opt_state, "opt_state")
-    for (name, x), needed in zip(leaves, jax.tree.leaves(expected), strict=True):
-        shape, dtype = jnp.shape(x), jnp.result_type(x)
-        if (shape, dtype) != (needed.shape, needed.dtype):
+    for eqn in program.eqns:
+        # Numbers may be joined, as norms are.
+        joins = eqn.primitive.name == "concatenate"
+        arrays = eqn.invars if joins else (*eqn.invars, *eqn.outvars)
+        most = max((np.prod(getattr(x.aval, "shape", ())) for x in arrays), default=0)
+        if _MIXING.match(eqn.primitive.name) and most > 1:
             raise ValueError(
-                f"{name} has shape {shape} and dtype {dtype}, but for these parameters, on this "
-                f"mesh of {mesh.size} workers, {needed.shape} and {needed.dtype} is needed: a "
-                f"state belongs to its number of workers, to the optimizer's options and to the "
-                f"parameters' shapes. {mend}; else go on with what it was made for, or call "
-                f"onebit_jax.init again, which begins with a new warm-up."
+                f"the optimizer computes {eqn.primitive.name} over elements of a tensor, as "
+                f"clipping by a norm, trust ratios, orthogonalization, optax.flatten and noise do, "
+                f"but parameters are split, and an optimizer has shards alone. To clip, take "
+                f"onebit_jax.clip_by_common_norm; leave optax.flatten out; let what needs whole "
+                f"tensors stand outside, as in optax.chain(onebit_jax.sharding.on_mesh("
+                f"onebit_jax.compressed_mean(axis), mesh, axis_name=axis, specs=specs), "
+                f"optax.contrib.muon(0.02))."
             )
-    devices = mesh_of_arrays(mesh)
-    for _, x in leaves:
-        of_state = getattr(getattr(x, "sharding", None), "mesh", None)
-        if not isinstance(of_state, Mesh):
-            continue
-        was, is_now = ((m.axis_names, m.device_ids.tolist()) for m in (of_state, devices))
-        if was != is_now:
-            raise ValueError(
-                f"opt_state is on a mesh of the axes {dict(of_state.shape)}, the step on one of "
-                f"{dict(devices.shape)} or of other devices. Give init and train_step the same "
-                f"mesh; to move a state fetch it with jax.device_get first."
-            )
-
-
-def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:
-    """Raises ``ValueError`` for an optimizer that workers which are simulated cannot have."""
-    in_params = set(map(id, nodes_with("own_parameters", opt_state)))
-    in_params -= set(map(id, nodes_with("worker_parameters", opt_state)))
-    if isinstance(mesh, AbstractMesh) and in_params:
-        raise ValueError(
-            f"mesh={mesh!r} has no devices, so that its workers are simulated and share one copy "
-            f"of the parameters, but this optimizer, as 0/1 Adam, lets each worker's copy differ "
-            f"between syncs. Give a mesh of devices; on CPUs "
-            f"jax.config.update('jax_num_cpu_devices', {mesh.size}) makes them."
-        )
-
-
-def check_plans(
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    opt_state: optax.OptState,
-    mesh: Mesh | AbstractMesh,
-) -> None:
-    """Checks the numbers in a state that must be the optimizer's.
-
-    Args:
-      tx: the optimizer.
-      params: the parameters, or their shapes.
-      opt_state: the state, in the mesh view; shapes are not checked.
-      mesh: the mesh that it is on.
-
-    Raises:
-      ValueError: from a state with a ``plan``, such as that of :func:`onebit_jax.local_steps`, if
-        that is not the optimizer's.
-    """
-    saved, shapes = nodes_with("check_plan", opt_state), jax.eval_shape(lambda x: x, params)
-    unknown = jax.ShapeDtypeStruct, jax.core.Tracer
-    if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
-        return
-
-    def plans() -> list[Any]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return [node.plan for node in nodes_with("check_plan", _on_mesh(tx, mesh)(P())(zeros))]
-
-    # XLA computes only these numbers of the state.
-    for node, plan in zip(saved, jax.device_get(jax.jit(plans)()), strict=False):
-        node.check_plan(plan)
-
-
-def _other_structure(opt_state: Any, expected: Any, mend: str) -> str:
-    """Says why a state does not fit, and what to do."""
-    got, wanted = (dict(named_leaves(x)) for x in (opt_state, expected))
-    differences = [f"{name} is missing" for name in wanted if name not in got]
-    differences += [f"{name} is unexpected" for name in got if name not in wanted]
-    place = differences[0] if differences else "its nodes are of other types"
-    what = f"opt_state is not a state of this optimizer for these parameters: {place}."
-    unmarked = _marks(opt_state) < _marks(expected)
-    # What nnx.split makes of an nnx.Optimizer has more arrays, and no marks.
-    has, needs = _arrays(opt_state), _arrays(expected)
-    if needs - has or (has - needs and not unmarked):
-        return (
-            f"{what} Call onebit_jax.init again for another optimizer or other parameters, or take "
-            f"those that the state was made for; {mend}."
-        )
-    lost = (
-        " It has lost its PerWorker nodes, which say what belongs to one worker alone: without "
-        "them replicas silently diverge."
-        if unmarked
-        else ""
-    )
-    return (
-        f"{what} It has the arrays of one, in nodes of other types, as a checkpoint has that is "
-        f"restored without a target.{lost} Restore it into one that fits, as by giving Orbax "
-        f"target=onebit_jax.init(tx, params, mesh); keep it as it is beside nnx.split, which is "
-        f"for the model."
-    )
-
-
-def _arrays(tree: Any) -> collections.Counter[tuple[Any, Any]]:
-    """Counts leaves by dtype and shape."""
-    return collections.Counter((jnp.result_type(x), jnp.shape(x)) for x in jax.tree.leaves(tree))
-
-
-def _marks(tree: Any) -> int:
-    return sum(map(is_per_worker, jax.tree.leaves(tree, is_leaf=is_per_worker)))
+        for value in eqn.params.values():
+            for below in programs_in(value):
+                _check_elementwise(below)

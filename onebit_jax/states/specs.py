@@ -1,11 +1,11 @@
-"""How parameters are split over the fast axes of a mesh, those that workers do not lie along."""
+"""The axes of a mesh, and how parameters are split over those that workers do not lie along."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import named_leaves
@@ -28,7 +28,7 @@ class MeshAxes:
       ValueError: for an axis that the mesh lacks, and for no name.
     """
 
-    def __init__(self, mesh: Mesh, axis_name: str | tuple[str, str]):
+    def __init__(self, mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]):
         names = (axis_name,) if isinstance(axis_name, str) else axis_name
         if not isinstance(names, Sequence) or not all(isinstance(x, str) for x in names):
             raise ValueError(
@@ -51,7 +51,7 @@ class MeshAxes:
         self.explicit = frozenset(name for name, kind in types if kind == AxisType.Explicit)
 
     @property
-    def spmd_axis_name(self) -> str | tuple[str, str] | None:
+    def spmd_axis_name(self) -> str | tuple[str, ...] | None:
         """What ``jax.vmap`` must be told of the workers' axis: on Explicit meshes nothing."""
         return None if self.explicit.issuperset(self.slow_names) else self.slow
 
@@ -94,16 +94,14 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
 
     Args:
       axes: of the mesh.
-      specs: as for :func:`onebit_jax.on_mesh`.
+      specs: as for :func:`onebit_jax.sharding.on_mesh`.
       tree: the parameters, or gradients like them; arrays, or their shapes.
 
     Returns:
       A tree like ``tree``.
 
     Raises:
-      ValueError: where specs are missing, do not fit the tree, differ from what types state or
-        from how parameters lie, name an axis that the mesh lacks or a slow one, or where an axis
-        does not divide.
+      ValueError: where specs are missing, do not fit the tree, or name a slow axis.
     """
     leaves = named_leaves(tree)
     if specs is None and not axes.explicit.issuperset(axes.fast_names):
@@ -114,84 +112,45 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
             f"them is split."
         )
     given = [None] * len(leaves) if specs is None else _given(specs, tree, len(leaves))
-    found = [_checked(axes, *leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]
+    found = [_of_leaf(axes, *leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]
     return jax.tree.structure(tree).unflatten(found)
 
 
-def _given(specs: Specs, tree: Any, count: int) -> list[Any]:
-    made = specs(tree) if callable(specs) else specs
-    is_spec = lambda x: isinstance(x, (P, NamedSharding))  # noqa: E731
-    found = jax.tree.leaves(made, is_leaf=is_spec)
-    if is_spec(made):
-        found = [made] * count
-    if len(found) != count or not all(map(is_spec, found)):
-        kinds = sorted({type(x).__name__ for x in found})
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, (P, NamedSharding))
+
+
+def _given(specs: Specs, tree: Any, count: int) -> list[P]:
+    """One spec for each leaf; a tree is a tree, though it may be a module that can be called."""
+    is_tree = all(map(_is_spec, jax.tree.leaves(specs, is_leaf=_is_spec)))
+    made = specs if is_tree or not callable(specs) else specs(tree)
+    found = [made] * count if _is_spec(made) else jax.tree.leaves(made, is_leaf=_is_spec)
+    if len(found) != count or not all(map(_is_spec, found)):
         raise ValueError(
-            f"specs has {len(found)} leaves of the types {kinds}, "
-            f"but there are {count} parameters: give one jax.P for each of them, in a tree like "
-            f"theirs, or one for all; where wrappers hide some of them, such as optax.partition, "
-            f"give a function of the parameters."
+            f"specs has {len(found)} leaves, but there are {count} parameters: give one jax.P for "
+            f"each of them, in a tree like theirs, or one for all; where wrappers hide some of "
+            f"them, such as optax.partition, give a function of the parameters."
         )
     return [x.spec if isinstance(x, NamedSharding) else x for x in found]
 
 
-def _over_fast_axes(axes: MeshAxes, spec: P, rank: int) -> list[tuple[str, ...]]:
-    """The fast axes that each axis of an array is split over."""
-    entries = *spec, *[None] * (rank - len(spec))
-    return [tuple(x for x in names_in(entry) if x in axes.fast_names) for entry in entries]
-
-
-def _checked(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
-    shape, stated = leaf.shape, spec_in_type(leaf)
+def _of_leaf(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
+    stated = spec_in_type(leaf)
     spec = given if given is not None else (stated if stated is not None else P())
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"parameter {name} has shape {shape}, but its spec is {spec}: more entries than axes."
-        )
-    spec = P(*spec, *[None] * (len(shape) - len(spec)))
-    if P.UNCONSTRAINED in spec or len(set(names_of(spec))) < len(names_of(spec)):
-        raise ValueError(
-            f"parameter {name} has the spec {spec}: give None, an axis or a tuple of axes for each "
-            f"of its axes, and name each axis of the mesh once."
-        )
+    spec = P(*spec, *[None] * (len(leaf.shape) - len(spec)))
     for axis in names_of(spec):
-        if axis not in axes.mesh.shape:
+        if axis not in axes.fast_names and axes.mesh.shape.get(axis) != 1:
             raise ValueError(
-                f"parameter {name} has the spec {spec}, but the mesh has the axes "
-                f"{axes.mesh.axis_names}: name one of these."
+                f"parameter {name} has the spec {spec}, which names {axis!r}: parameters may be "
+                f"split over the fast axes of the mesh, {axes.fast_names}, while along "
+                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it."
             )
-        if axis in axes.slow_names:
-            raise ValueError(
-                f"parameter {name} is split over {axis!r}, its spec is {spec}, but along "
-                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it. "
-                f"Split parameters over {axes.fast_names or 'another axis of the mesh'}, or let "
-                f"workers lie along another axis."
-            )
-    if (
-        given is not None
-        and stated is not None
-        and explicit_part(axes, stated) != explicit_part(axes, spec)
-    ):
-        raise ValueError(
-            f"specs says that parameter {name} is split by {spec}, but its type states {stated}. "
-            f"On an Explicit mesh leave specs out, or put the parameter where specs says, by "
-            f"jax.device_put or jax.reshard."
-        )
-    lies = getattr(leaf, "sharding", None)
-    if isinstance(lies, NamedSharding) and lies.mesh == axes.mesh:
-        there = _over_fast_axes(axes, lies.spec, len(shape))
-        if any(there) and there != _over_fast_axes(axes, spec, len(shape)):
-            raise ValueError(
-                f"specs says that parameter {name} is split by {spec}, but on the mesh it lies "
-                f"split by {lies.spec}: every step would move it. Give specs as parameters lie, or "
-                f"put the parameter where specs says, by jax.device_put."
-            )
-    for size, entry in zip(shape, spec, strict=True):
+    for size, entry in zip(leaf.shape, spec, strict=True):
         parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
         if size % parts:
             raise ValueError(
-                f"parameter {name} has shape {shape}, but its spec {spec} splits an axis of {size} "
-                f"into {parts} parts. Give the parameter a shape that divides, or leave that axis "
-                f"of it whole."
+                f"parameter {name} has shape {leaf.shape}, but its spec {spec} splits an axis of "
+                f"{size} into {parts} parts. Give the parameter a shape that divides, or leave "
+                f"that axis of it whole."
             )
     return spec

@@ -8,27 +8,47 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from onebit_jax.markers import named_leaves
-from onebit_jax.training.model_state import check_same_state
-from onebit_jax.watching.metrics import Metrics
+from onebit_jax.markers import is_key
 
 LossFn = Callable[..., Any]
+Metrics = dict[str, jax.Array]
+
+
+class WeightedLoss(NamedTuple):
+    """A loss that is a weighted mean: return it in place of the loss from ``loss_fn``.
+
+    The step's loss is the sum of all ``total`` over the sum of all ``weight``, over workers and
+    microbatches, and its gradients are those of this.
+
+    Attributes:
+      total: the sum over this share of the batch; a float scalar.
+      weight: its weight, such as the number of tokens that count; a scalar of at least 0.
+
+    >>> def loss_fn(params, batch):
+    ...     losses = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    ...     return WeightedLoss(jnp.sum(losses * batch["counts"]), jnp.sum(batch["counts"]))
+    """
+
+    total: jax.Array
+    weight: jax.Array
 
 
 class LossAndGradients(NamedTuple):
     """The result of :func:`loss_and_gradients`.
 
     Attributes:
-      loss: mean over the microbatches; ``[]``.
-      metrics: means over the microbatches, float32.
-      grads: means over the microbatches, summed in float32.
-      model_state: the state that the loss returned for the last microbatch; None without one.
+      loss: the mean loss, or the sum of a :class:`WeightedLoss`; float32 ``[]``.
+      metrics: of the loss; float32.
+      grads: the gradients of ``loss``.
+      model_state: the new model state, or None.
+      weight: of a :class:`WeightedLoss`, float32 ``[]``; else None.
     """
 
     loss: jax.Array
     metrics: Metrics
     grads: optax.Updates
     model_state: Any
+    weight: jax.Array | None
 
 
 def loss_and_gradients(
@@ -36,42 +56,26 @@ def loss_and_gradients(
     params: optax.Params,
     batch: Any,
     accumulation: int,
-    rng: jax.Array | None = None,
-    model_state: Any = None,
-    loss_scale: jax.Array | None = None,
+    rng: jax.Array | None,
+    model_state: Any,
     *,
-    interleaved: bool = False,
+    interleaved: bool,
 ) -> LossAndGradients:
-    """Computes the loss and gradients of one worker, in the worker view.
+    """Computes the loss and gradients of one worker.
 
     Args:
       loss_fn: as for :func:`onebit_jax.train_step`.
       params: the parameters.
       batch: the worker's share.
-      accumulation: number of microbatches.
-      rng: the worker's random key, from which each microbatch's key is folded.
-      model_state: the model's state, which ``loss_fn`` reads and returns.
-      loss_scale: a factor of the loss, by which gradients are divided again afterwards.
-      interleaved: whether a microbatch is every so manyth row, so that rows which are split over
-        devices stay where they are; else rows that follow each other.
+      accumulation: the number of microbatches.
+      rng: a random key, or None.
+      model_state: the model's state, or None.
+      interleaved: whether microbatch ``i`` takes rows ``i``, ``i + accumulation``, ..., which stay
+        on their devices where rows are split; else contiguous rows.
 
     Raises:
-      ValueError: for a ``loss_fn`` whose results have a wrong type or shape; for parameters without
-        gradients, or a ``loss_scale`` for float16 ones.
+      ValueError: for results of ``loss_fn`` of another form.
     """
-    for name, leaf in named_leaves(params):
-        if loss_scale is not None and jnp.result_type(leaf) == jnp.float16:
-            raise ValueError(
-                f"parameter {name} has dtype float16: its gradients, divided by loss_scale again, "
-                f"would round to 0 as without it. Hold parameters as float32, and cast them to "
-                f"float16 in loss_fn."
-            )
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            raise ValueError(
-                f"parameter {name} has dtype {jnp.result_type(leaf)}, which "
-                f"has no gradient. Pass it as model_state, or hold it as float32 and freeze it by "
-                f"optax.partition with optax.set_to_zero."
-            )
 
     def with_aux(params: Any, batch: Any, rng: Any, model_state: Any) -> tuple[jax.Array, Any]:
         options = {} if rng is None else {"rng": rng}
@@ -79,126 +83,120 @@ def loss_and_gradients(
         # created in the same trace, and Equinox allows one use of a State.
         copied = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": copied}
-        try:
-            result = loss_fn(params, batch, **options)
-        except TypeError as error:
-            for name in ("rng", "model_state"):
-                if f"'{name}'" in str(error):
-                    error.add_note(
-                        f"loss_fn gets {name}= exactly if the step does: "
-                        f"step(params, opt_state, batch, {name}=...)."
-                    )
-            raise
-        loss, aux = _parts(result, model_state)
-        return (loss if loss_scale is None else loss.astype(jnp.float32) * loss_scale), aux
+        loss, *aux = _parts(loss_fn(params, batch, **options), model_state)
+        return loss, tuple(aux)
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)
     if accumulation == 1:
-        (loss, (metrics, model_state)), grads = gradients(params, batch, rng, model_state)
-        loss, grads = _unscaled((loss, grads), loss_scale)
-        return LossAndGradients(loss, metrics, grads, model_state)
-    given = params, batch, rng, model_state
-    return _accumulated(gradients, given, accumulation, loss_scale, interleaved)
-
-
-def _accumulated(
-    gradients: Callable[..., Any],
-    given: tuple[Any, Any, Any, Any],
-    accumulation: int,
-    loss_scale: jax.Array | None,
-    interleaved: bool,
-) -> LossAndGradients:
-    """The means over microbatches; arguments as for :func:`loss_and_gradients`."""
-    params, batch, rng, model_state = given
-
-    def take(carry: Any, microbatch: Any) -> tuple[Any, None]:
-        total, state = carry
-        index, batch = microbatch
-        key = None if rng is None else jax.random.fold_in(rng, index)
-        (loss, (metrics, state)), grads = gradients(params, batch, key, state)
-        total = jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, (loss, metrics, grads))
-        return (total, state), None
+        (loss, (weight, metrics, new)), grads = gradients(params, batch, rng, model_state)
+        return LossAndGradients(loss.astype(jnp.float32), metrics, grads, new, weight)
 
     def split(x: jax.Array) -> jax.Array:
         if interleaved:
             return x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1)
         return x.reshape(accumulation, -1, *x.shape[1:])
 
+    def take(carry: Any, microbatch: Any) -> tuple[Any, None]:
+        total, state = carry
+        index, batch = microbatch
+        key = None if rng is None else jax.random.fold_in(rng, index)
+        (loss, (weight, metrics, state)), grads = gradients(params, batch, key, state)
+        own = loss, weight, metrics, grads
+        return (jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, own), state), None
+
     microbatches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], microbatches)
-    (loss, (metrics, _)), grads = jax.eval_shape(gradients, params, first, rng, model_state)
-    shapes = loss, metrics, grads
-
-    def zero(like: Any, of: Any) -> jax.Array:
-        return jnp.zeros_like(like, jnp.promote_types(of.dtype, jnp.float32))
-
+    (loss, (weight, metrics, _)), grads = jax.eval_shape(gradients, params, first, rng, model_state)
     # Gradients are split over Explicit axes as their parameters are.
-    zeros = jax.tree.map(zero, (loss, metrics, params), shapes)
-    (total, model_state), _ = lax.scan(
-        take, (zeros, model_state), (jnp.arange(accumulation), microbatches)
+    zeros = jax.tree.map(
+        lambda like, of: jnp.zeros_like(like, jnp.promote_types(of.dtype, jnp.float32)),
+        (loss, weight, metrics, params),
+        (loss, weight, metrics, grads),
     )
-    loss, metrics, grads = total
-    loss, grads = _unscaled((loss, grads), loss_scale)
-    loss, metrics, grads = jax.tree.map(
-        lambda x, shape: (x / accumulation).astype(shape.dtype), (loss, metrics, grads), shapes
-    )
-    return LossAndGradients(loss, metrics, grads, model_state)
+    start = zeros, model_state
+    sums, new = lax.scan(take, start, (jnp.arange(accumulation), microbatches))[0]
+    loss, weight, metrics, total = sums
+    of_all = 1 if weight is not None else accumulation
+    metrics = jax.tree.map(lambda x: x / accumulation, metrics)
+    grads = jax.tree.map(lambda x, of: (x / of_all).astype(of.dtype), total, grads)
+    return LossAndGradients(loss / of_all, metrics, grads, new, weight)
 
 
-def _unscaled(tree: Any, loss_scale: jax.Array | None) -> Any:
-    if loss_scale is None:
-        return tree
-
-    def unscaled(x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) / loss_scale).astype(x.dtype)
-
-    return jax.tree.map(unscaled, tree)
-
-
-def _parts(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Metrics, Any]]:
-    """Splits a loss function's result into the loss, and the metrics and the model's state."""
+def _parts(result: Any, model_state: Any) -> tuple[jax.Array, Any, Metrics, Any]:
+    """Splits a loss function's result: loss, weight or None, metrics, and the model's state."""
+    whole = isinstance(result, tuple) and not isinstance(result, WeightedLoss)
+    loss, *others = result if whole else (result,)
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
-    count = len(result) if isinstance(result, tuple) else 1
-    if count not in ((1, 2) if model_state is None else (3,)):
-        given = f"{count} values" if isinstance(result, tuple) else type(result).__name__
-        mend = ": with a model's state it returns the new one too, and {} for no metrics."
-        if model_state is None:
-            mend = "; to change a model's state pass it to the step, step(..., model_state=...)."
-        raise ValueError(f"loss_fn returned {given}, expected {expected}{mend}")
-    loss, *others = result if isinstance(result, tuple) else (result,)
-    metrics, new_state = (*others, *({}, None)[len(others) :])
-    if not jax.tree_util.all_leaves([loss]):
+    if len(others) not in ((0, 1) if model_state is None else (2,)):
         raise ValueError(
-            f"loss_fn returned a loss of type {type(loss).__name__}, expected a float scalar: it "
-            f"returns {expected}."
+            f"loss_fn returned {len(others) + 1} values, expected {expected}. To change a model's "
+            f"state pass it to the step, step(..., model_state=...); loss_fn then returns the new "
+            f"one, too."
         )
+    metrics, new_state = (*others, *({}, None)[len(others) :])
+    weight = None
+    if isinstance(loss, WeightedLoss):
+        loss, weight = loss.total, jnp.asarray(loss.weight, jnp.float32)
     if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ValueError(
             f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype "
             f"{jnp.result_type(loss)}, expected a float scalar: take its mean over the batch."
         )
-    if not isinstance(metrics, dict):
-        given = f"of type {type(metrics).__name__}"
-        if isinstance(metrics, jax.Array):
-            given = f"that are an array of shape {metrics.shape}"
+    if not isinstance(metrics, dict) or any(jnp.shape(x) for x in metrics.values()):
         raise ValueError(
-            f"loss_fn returned metrics {given}, expected a dict of scalars by name, such as "
-            f"{{'accuracy': accuracy}}."
+            f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of real "
+            f"scalars by name, such as {{'accuracy': accuracy}}: the step reports means over "
+            f"workers."
         )
-    for name, x in metrics.items():
-        kinds = jnp.bool, jnp.integer, jnp.floating
-        real = any(jnp.issubdtype(getattr(x, "dtype", type(x)), kind) for kind in kinds)
-        if not real or jnp.shape(x) or not isinstance(name, str):
-            has = f"= {x!r}"
-            if hasattr(x, "dtype"):
-                has = f"of shape {jnp.shape(x)} and dtype {x.dtype}"
-            raise ValueError(
-                f"loss_fn returned metrics[{name!r}] {has}, expected a real scalar, named by a "
-                f"string: the step reports means over workers."
-            )
     if model_state is not None:
-        check_same_state(new_state, model_state)
-    return jnp.asarray(loss), (
-        jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics),
-        new_state,
+        _check_same_state(new_state, model_state)
+    metrics = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
+    return jnp.asarray(loss), weight, metrics, new_state
+
+
+# A model's state, such as batch statistics.
+
+
+def with_own_keys(model_state: Any, index: jax.Array) -> Any:
+    """Folds a worker's index into random keys; other leaves stay as they are."""
+    return jax.tree.map(lambda x: jax.random.fold_in(x, index) if is_key(x) else x, model_state)
+
+
+def with_keys_of(given: Any, new: Any) -> Any:
+    """Puts the keys that all workers share back in the place of each worker's keys."""
+    return jax.tree.map(lambda old, x: old if is_key(old) else x, given, new)
+
+
+def remains_finite(given: Any, new: Any) -> jax.Array:
+    """Whether no float of a model's state, as one worker has it, has become NaN or infinite."""
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True)
+    became = [
+        jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y))
+        for x, y in pairs
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
+    return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
+
+
+def differs(x: Any) -> bool:
+    """Whether a leaf may differ between workers: floats, which are averaged, and random keys."""
+    return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
+def _check_same_state(new: Any, given: Any) -> None:
+    """Checks the state that a loss returned against the state that it was given."""
+    got, wanted = (
+        [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)] for tree in (new, given)
     )
+    if got != wanted or jax.tree.structure(new) != jax.tree.structure(given):
+        raise ValueError(
+            "loss_fn returned a model_state of other structure, shapes or dtypes than it was "
+            "given. Return all of it, changed or not, and no parameters."
+        )
+    for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True):
+        if is_key(x) and x is not y:
+            raise ValueError(
+                "loss_fn changed a random key in model_state, of which every worker has its own "
+                "version: it would be lost. Leave it as it is and count what was drawn, as Flax "
+                "NNX does, or take the key that step(..., rng=key) gives."
+            )

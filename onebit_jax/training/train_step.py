@@ -1,71 +1,127 @@
 """Builds a training step on a mesh from a loss and an optimizer."""
 
-from typing import Any, Literal, TypeVar, overload
+import collections
+import warnings
+import weakref
+from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.programs.collective_check import check_collectives
+from onebit_jax.markers import is_key, named_leaves, on_key_data
+from onebit_jax.programs.jaxprs import axes_of_results
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
-from onebit_jax.states import placement
-from onebit_jax.states.sharded_model import sharded_model
-from onebit_jax.states.specs import Specs
-from onebit_jax.training import agreement
-from onebit_jax.training.arguments import Arguments, Options, Placements, Setup, check_batch
+from onebit_jax.states.placement import Workers, check_split, computing_on, place
+from onebit_jax.states.specs import Specs, names_in
+from onebit_jax.training.agreement import check_agreement
 from onebit_jax.training.gradients import LossFn
-from onebit_jax.training.model_state import check_shared_model_state
-from onebit_jax.training.run import Run
-from onebit_jax.training.step_function import Results, replicated_step, sharded_step
-from onebit_jax.transforms.nonfinite import Skips
-from onebit_jax.transforms.phases import Phase
-from onebit_jax.watching.metrics import Metrics
+from onebit_jax.training.step import Arguments, Results, Setup, split_step, whole_step
+from onebit_jax.transforms.algorithm import Phase, phase_of, states_of
+from onebit_jax.transforms.skip_nonfinite import NonFiniteError, Skips, no_skips
 
-ParamsT = TypeVar("ParamsT")
-StateT = TypeVar("StateT")
-ModelStateT = TypeVar("ModelStateT")
+# Steps skipped so often deserve a word, though never many in a row.
+_MANY_SKIPS, _SHARE = 10, 0.1
+# The columns of an outlook.
+_REFUSED, _COUNT, _NEXT, _AFTER_NEXT = range(4)
+
+
+class Run:
+    """The run that a step makes: the phase of the next update, and the account of skipped steps.
+
+    A call reads results of the call before the last one, so that it does not wait for the last.
+    """
+
+    def __init__(self):
+        self.skips: collections.deque[Skips] = collections.deque([no_skips()], maxlen=2)
+        self._outlooks: collections.deque[tuple[Any, Phase | None]] = collections.deque(maxlen=2)
+        self._returned: Any = lambda: None
+        self._warned = False
+
+    def continues(self, opt_state: Any) -> bool:
+        """Whether the last call returned this state."""
+        return self._returned() is not None and self._returned() is _mark(opt_state)
+
+    def observe(self, results: Results, phase: Phase | None) -> None:
+        """Takes note of an update that was dispatched."""
+        mark = _mark(results.opt_state)
+        self._returned = weakref.ref(mark) if mark is not None else lambda: None
+        self.skips.append(results.skips)
+        self._outlooks.append((results.outlook, phase))
+
+    def next_phase(self, opt_state: Any, given: Phase | None) -> Phase | None:
+        """The phase to compile the next update for; None for all of them.
+
+        Raises:
+          ValueError: an optimizer refused a phase that was given two or one updates ago.
+        """
+        if not self._outlooks:
+            found = [x.progress.upcoming for x in states_of(opt_state)]
+            firsts = [_first(x) for x in found if not isinstance(x, tuple)]
+        else:
+            known = self._read(0)
+            if len(self._outlooks) == 2 and np.any(known[:, _NEXT] != known[:, _AFTER_NEXT]):
+                known = self._read(1)
+            firsts = known[:, _NEXT].tolist()
+        if given is not None or not firsts:
+            return given
+        return phase_of(firsts[0]) if len(set(firsts)) == 1 and firsts[0] >= 0 else None
+
+    def _read(self, which: int) -> np.ndarray:
+        outlook, phase = self._outlooks[which]
+        rows = np.asarray(outlook)
+        for row in rows[rows[:, _REFUSED] > 0]:
+            self._outlooks.clear()
+            raise ValueError(
+                f"phase={phase!r} was given, but the optimizer's update {row[_COUNT] + 1} is in "
+                f"{phase_of(int(row[_NEXT]))!r}: parameters and state were left as they were. Go "
+                f"on from those that the step returned, and leave phase out: the step finds it out "
+                f"by itself."
+            )
+        return rows
+
+    def check_skips(self, params: optax.Params, max_skipped: int) -> None:
+        """Raises ``NonFiniteError`` after too many skipped steps; the run may then continue."""
+        skips = self.skips[0]
+        try:
+            skips.check(params, max_skipped)
+        except NonFiniteError:
+            last = self.skips[-1]
+            self.skips.clear()
+            self.skips.append(last._replace(in_a_row=np.zeros_like(last.in_a_row)))
+            raise
+        skipped, steps = int(skips.skipped), int(skips.steps)
+        if skipped >= max(_MANY_SKIPS, _SHARE * steps) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{skipped} of {steps} steps were skipped, since a loss or a gradient of worker "
+                f"{int(skips.worker)} was not finite. A mean over no tokens is one: return "
+                f"onebit_jax.WeightedLoss(total, weight) from loss_fn.",
+                stacklevel=3,
+            )
+
+
+def _mark(opt_state: Any) -> Any:
+    """An array by which a state is known: every update makes new ones."""
+    return next(iter(jax.tree.leaves(opt_state)), None)
+
+
+def _first(upcoming: Any) -> int:
+    here = upcoming.addressable_data(0) if isinstance(upcoming, jax.Array) else upcoming
+    return int(np.asarray(here).flat[0])
 
 
 class TrainStep:
     """A compiled training step; :func:`train_step` makes and documents it."""
 
     def __init__(self, setup: Setup):
-        self._setup = setup
-        self._placements = Placements(setup)
+        self._setup, self._run = setup, Run()
         self._programs: dict[Any, Any] = {}
-        self._runs = [Run()]
-        self._calls = 0
+        self._agreed = False
 
-    @overload
-    def __call__(
-        self,
-        params: ParamsT,
-        opt_state: StateT,
-        batch: Any,
-        *,
-        phase: Phase | None = None,
-        rng: jax.Array | None = None,
-        model_state: None = None,
-        loss_scale: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[ParamsT, StateT, Metrics]: ...
-    @overload
-    def __call__(
-        self,
-        params: ParamsT,
-        opt_state: StateT,
-        batch: Any,
-        *,
-        phase: Phase | None = None,
-        rng: jax.Array | None = None,
-        model_state: ModelStateT,
-        loss_scale: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
-    ) -> tuple[ParamsT, StateT, ModelStateT, Metrics]: ...
     def __call__(
         self,
         params: Any,
@@ -75,48 +131,37 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: Any = None,
-        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
-        check_batch(self._setup, batch)
-        validation.check_loss_scale(loss_scale)
-        given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        # Before the phase is read from the state.
-        placement.check_donated(given.donated())
+        given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
         # In a jitted loop of steps the host cannot read a state's phase.
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given))
-        options, run = self._setup.options, Run()
-        every = options.grad_norm_every
-        measured = every is not None and (traced or self._calls % every == 0)
-        with placement.computing_on(self._setup.devices):
-            if not traced:
-                run = self._run(params, opt_state)
-                if options.max_skipped is not None:
-                    run.check(params, options.max_skipped)
-                phase = run.phases.choose(opt_state, phase)
-            given = given._replace(measured=np.bool(measured), skips=run.skips[-1])
-            placed = self._placements.place(given)
-            several = jax.process_count() > 1 and not traced
-            if several and not self._calls:
-                agreement.check_options(self._setup, placed)
-            if several and run.is_new:
-                agreement.check_values(placed)
-        # With the mesh itself, not its abstract form, a call and `lower` share compiled programs.
-        with placement.computing_on(self._setup.devices, concretely=not traced):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+            with computing_on(self._setup.workers.devices):
+                return self._returned(self._program(given, phase)(*_parts(given)))
+        if not self._run.continues(opt_state):
+            self._run, is_new = Run(), True
+            self._setup.workers.check_state(params, opt_state)
+        else:
+            is_new = False
+        if self._setup.max_skipped is not None:
+            self._run.check_skips(params, self._setup.max_skipped)
+        phase = self._run.next_phase(opt_state, phase)
+        with computing_on(self._setup.workers.devices):
+            placed = self._placed(given._replace(skips=self._run.skips[-1]))
+        with computing_on(self._setup.workers.devices, concretely=True):
             program = self._program(placed, phase)
-            if several and not self._calls:
-                agreement.check_program(program.trace(*placed.by_donation()).jaxpr)
-            _, results, metrics, outlook, skips = program(*placed.by_donation())
-        if not traced:
-            run.phases.observe(results[1], outlook, phase)
-            run.observe(results[0], results[1], skips)
-            self._calls += 1
-        if every is not None and not measured:
-            del metrics["grad_norm"]
-        if model_state is None:
-            return *results[:2], metrics
-        return *results, metrics
+            if jax.process_count() > 1 and (is_new or not self._agreed):
+                check_agreement(self._setup, placed, program)
+                self._agreed = True
+            results = program(*_parts(placed))
+        self._run.observe(results, phase)
+        return self._returned(results)
+
+    def _returned(self, results: Results) -> Any:
+        if results.model_state is None:
+            return results.params, results.opt_state, results.metrics
+        return results[:4]
 
     def lower(
         self,
@@ -127,82 +172,133 @@ class TrainStep:
         phase: Phase | None = None,
         rng: jax.Array | None = None,
         model_state: Any = None,
-        loss_scale: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> jax.stages.Lowered:
         """Lowers the step for these arguments, or for their shapes, without running it.
 
-        A call with arguments of these shapes and this ``phase`` shares the compiled program.
-
-        Without ``phase`` the program contains all phases and chooses on the devices; a call without
-        ``phase`` runs another program. Arguments are those of a call.
-
-        Returns:
-          What ``jax.jit`` lowers to, to compile or to give to ``onebit_jax.wire``.
-
-        Raises:
-          ValueError: as a call does before its program runs.
+        Args:
+          params: as for a call, like all arguments.
+          opt_state: see there.
+          batch: see there.
+          phase: see there.
+          rng: see there.
+          model_state: see there.
+          **extra_args: see there.
         """
-        check_batch(self._setup, batch)
-        validation.check_loss_scale(loss_scale)
-        given = Arguments(params, opt_state, model_state, batch, rng, loss_scale, extra_args)
-        with placement.computing_on(self._setup.devices):
+        given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
+        with computing_on(self._setup.workers.devices):
             shapes = jax.eval_shape(lambda x: x, given)
-            shardings = self._placements.shardings(shapes._replace(batch=batch))
+            specs = self._specs(given)
+            shardings = self._setup.workers.shardings(specs)
             placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-        # A call does not place this scalar; a placed one would be traced again.
-        placed = placed._replace(measured=given.measured)
-        with placement.computing_on(self._setup.devices, concretely=True):
-            return self._program(placed, phase).lower(*placed.by_donation())
+        with computing_on(self._setup.workers.devices, concretely=True):
+            return self._program(placed, phase).lower(*_parts(placed))
 
     @property
     def skips(self) -> Skips:
-        """The account of skipped steps after the last call.
+        """The account of skipped steps after the last call."""
+        return self._run.skips[-1]
 
-        Its ``check(params, max_skipped)`` waits for that call, and raises after ``max_skipped``
-        skipped steps in a row: call it after a run's last step, which no later call checks.
-        """
-        return self._runs[-1].skips[-1]
+    def _specs(self, given: Arguments) -> Arguments:
+        """The partition specs of the arguments."""
+        workers = self._setup.workers
+        batch = jax.tree_util.tree_map_with_path(self._batch_spec, given.batch)
+        return jax.tree.map(lambda _: P(), given)._replace(
+            params=workers.specs(given.params),
+            opt_state=workers.state_specs(given.params),
+            batch=batch,
+        )
 
-    def _run(self, params: optax.Params, opt_state: optax.OptState) -> Run:
-        """The run that this state continues, or a new one; it becomes the last in the list."""
-        others = [run for run in self._runs if not run.is_over()]
-        run = next((run for run in others if run.returned(params, opt_state)), None)
-        self._runs = [x for x in others if x is not run] + [run or Run()]
-        return self._runs[-1]
+    def _batch_spec(self, path: Any, x: Any) -> P:
+        """Over the workers; over fast axes too, if it lies so already."""
+        axes, shape = self._setup.workers.axes, np.shape(x)
+        parts = axes.workers * self._setup.accumulation
+        if not shape or not shape[0] or shape[0] % parts:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis must be "
+                f"a multiple of {parts} = {axes.workers} workers x accumulation "
+                f"{self._setup.accumulation}. Change the batch size or the accumulation."
+            )
+        known = getattr(getattr(x, "sharding", None), "spec", None)
+        if known and names_in(known[0])[: len(axes.slow_names)] == axes.slow_names:
+            return known
+        return P(axes.slow)
+
+    def _placed(self, given: Arguments) -> Arguments:
+        workers, specs = self._setup.workers, self._specs(given)
+        check_split("params", given.params, specs.params, workers.devices)
+        shardings = workers.shardings(specs)
+        rng = given.rng
+        if rng is not None and jax.process_count() > 1:
+            # Without asking other processes, as device_put would.
+            rng = _on_all(rng, shardings.rng)
+        return place(given._replace(rng=rng), shardings)
 
     def _program(self, placed: Arguments, phase: Phase | None) -> Any:
-        """The jitted step for placed arguments of this structure."""
-        key = self._placements.structure(placed), phase
+        """The jitted step for arguments of this structure."""
+        shapes = tuple((np.shape(x), jax.numpy.result_type(x)) for x in jax.tree.leaves(placed))
+        specs = self._specs(placed)
+        key = jax.tree.structure(placed), shapes, tuple(jax.tree.leaves(specs)), phase
         if key not in self._programs:
-            shardings = self._placements.shardings(placed)
-            self._programs[key] = _jitted(self._setup, placed, shardings, phase)
+            self._programs[key] = _jitted(self._setup, placed, specs, phase)
         return self._programs[key]
 
 
-def _jitted(setup: Setup, placed: Arguments, shardings: Arguments, phase: Phase | None) -> Any:
+def _parts(given: Arguments) -> tuple[Any, Any, Any]:
+    """The arguments as a program takes them: what is donated, the state, and the rest."""
+    return (given.params, given.model_state), given.opt_state, given[3:]
+
+
+def _on_all(x: Any, sharding: Any) -> Any:
+    if is_key(x):
+        return on_key_data(lambda data: _on_all(data, sharding), x)
+    shards = [jax.device_put(x, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+
+def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | None) -> Any:
     """The jitted step, once its collectives and the model's state are checked."""
-    step_of_workers = replicated_step if setup.sharded is None else sharded_step
+    workers = setup.workers
 
-    def step(donated: Any, others: Any) -> Results:
-        return step_of_workers(setup, Arguments(*donated, *others), phase)
+    def step(donated: Any, opt_state: Any, others: Any) -> Results:
+        params, model_state = donated
+        given = Arguments(params, opt_state, model_state, *others)
+        of_workers = split_step if workers.split else whole_step
+        return of_workers(setup, given, phase)
 
-    inputs, replicated = shardings.by_donation(), NamedSharding(setup.devices, P())
-    # What stays of the state comes first: JAX gives the memory of an argument to the first result
-    # of its shape.
-    outputs = jax.tree.leaves(inputs[0][1]), inputs[0], replicated, replicated, replicated
-    in_specs, out_specs = jax.tree.map(lambda x: x.spec, (inputs, outputs))
-    mapped = step
-    if setup.sharded is None:
-        mapped = over_workers(step, setup.mesh, in_specs, out_specs)
-    program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=0)
-    traced = program.trace(*placed.by_donation())
-    if isinstance(setup.mesh, AbstractMesh):
-        traced = traced_on_mesh(step, setup.mesh, in_specs, out_specs, placed.by_donation())
-    varies = check_collectives(traced.jaxpr.jaxpr)
-    _, (_, _, model_state), *_ = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
-    check_shared_model_state(model_state)
+    in_specs = _parts(specs)
+    out_specs = Results(specs.params, specs.opt_state, specs.model_state, P(), P(), P())
+    mapped = step if workers.split else over_workers(step, workers.axes.mesh, in_specs, out_specs)
+    inputs = workers.shardings(in_specs)
+    outputs = Results(*map(workers.shardings, out_specs))
+    on_cpus = workers.devices.devices.flat[0].platform == "cpu"
+    # New residuals are written beside the old ones, until it is known that the step counts. If the
+    # old ones were donated, XLA for CPUs would put the new ones among its temporaries, memory that
+    # the system gives anew in each step.
+    program = jax.jit(
+        mapped,
+        in_shardings=inputs,
+        out_shardings=outputs,
+        donate_argnums=0 if on_cpus else (0, 1),
+    )
+    arguments = _parts(placed)
+    if isinstance(workers.axes.mesh, AbstractMesh):
+        traced = traced_on_mesh(step, workers.axes.mesh, in_specs, out_specs, arguments)
+    else:
+        traced = program.trace(*arguments)
+    varies = axes_of_results(traced.jaxpr.jaxpr)
+    state: Any = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies).model_state
+    for name, over in named_leaves(jax.tree.map(tuple, state, is_leaf=_is_axes), "model_state"):
+        raise ValueError(
+            f"{name} would differ between workers along {over!r}. Float leaves are averaged over "
+            f"them; others, integers say, must become the same on all, as a count of steps does: "
+            f"keep this one as a float, or make it the same by jax.lax.psum, jax.lax.pmax."
+        )
     return program
+
+
+def _is_axes(x: Any) -> bool:
+    return isinstance(x, frozenset)
 
 
 def train_step(
@@ -214,8 +310,6 @@ def train_step(
     param_specs: Specs = None,
     accumulation: int = 1,
     max_grad_norm: float | None = None,
-    clip: Literal["common", "local"] = "common",
-    grad_norm_every: int | None = None,
     max_skipped: int | None = 10,
 ) -> TrainStep:
     r"""Builds a training step in which every device of a mesh is a worker.
@@ -225,7 +319,11 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` returns a scalar, the mean over its batch, or this scalar
-        and a dict of scalar metrics. If the step is called with a random key or a model's state,
+        and a dict of scalar metrics. Where examples count unequally, as where the loss is a mean
+        over tokens that are not padding, it returns in place of the scalar
+        ``onebit_jax.WeightedLoss(total, weight)``, a sum and its weight, such as the number of
+        tokens: then all tokens of the batch weigh the same, however they lie on workers and
+        microbatches, some of which may have none. If the step is called with a random key or a model's state,
         ``loss_fn`` takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns
         ``loss, metrics, model_state``.
       tx: the optimizer. It must average over the mesh itself, as this library's optimizers do; put
@@ -241,20 +339,15 @@ def train_step(
       param_specs: as for :func:`init`.
       accumulation: the number of microbatches into which a worker's share is divided; their
         gradients are averaged in float32.
-      max_grad_norm: clips gradients before the optimizer sees them; None for no clipping.
-      clip: ``"common"`` multiplies all workers' gradients by one factor, so that the root of their
-        mean squared norm is at most ``max_grad_norm`` (one more float32 in the exchange).
-        ``"local"`` clips each worker's gradient by its norm, which biases the mean towards workers
-        with small gradients.
-      grad_norm_every: measures the norm of the gradients, which takes a pass over them, in the
-        first call and every ``grad_norm_every`` calls after it. None for never. If gradients are
-        clipped, every call measures it.
+      max_grad_norm: multiplies all workers' gradients by one factor before the optimizer sees them,
+        so that the root of their mean squared norm is at most this (one more float32 in the
+        exchange); None for no clipping.
       max_skipped: the number of skipped steps in a row after which a call raises. All workers skip
-        a step if one worker's loss, gradient or new model state is not finite, or its gradient's
-        norm is above ``2**48``. Parameters, states and random keys stay as they were, bit for bit.
-        Each worker sends two float32 besides the exchange, and one with the metrics; the norm takes
-        a pass over the gradients, which clipping needs anyway. None turns the check off: one
-        worker's NaN then stays in all parameters and residuals.
+        a step if one worker's loss, gradient or new model state is not finite, or its gradient so
+        large that sums of its squares may overflow float32. Parameters, states and random keys stay
+        as they were, bit for bit. This library's optimizers know it from the scales that they send;
+        of others the gradients are looked at. Each worker sends 4 bytes besides the exchange. None
+        turns the check off: one worker's NaN then stays in all parameters and residuals.
 
         An update that is not finite, because of a schedule of the learning rate or of the decay, is
         detected only after it is made: parameters stay as they were and the step counts as skipped,
@@ -276,22 +369,20 @@ def train_step(
         worker changes it on its own share of the batch, one microbatch after the other; then float
         leaves are averaged over the workers, together with the metrics. Other leaves must become
         equal on all workers. Random keys in it, as of Flax NNX, are folded for each worker;
-      - ``loss_scale``, a factor of the loss above 0, by which gradients are divided again
-        afterwards, for gradients that float16 would round to 0;
       - any argument of the optimizer's ``update``, the same on all workers, such as ``value`` for
         :func:`optax.contrib.reduce_on_plateau`: the loss of an earlier step costs no waiting.
 
       ``metrics`` are scalars on all workers:
 
       - ``loss`` and the metrics that ``loss_fn`` returned: means over the workers;
-      - ``grad_norm``, in calls that measure it: the root of the workers' mean squared gradient
-        norm, before clipping;
+      - ``grad_norm``, if gradients are clipped: the root of the workers' mean squared gradient norm,
+        before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
         "refresh"; -1 if it was refused, or skipped before any was made; 0 for an optimizer without
         phases;
       - ``skipped``, the number of skipped steps of this run, and ``skipped_in_a_row``, unless
         ``max_skipped`` is None;
-      - further metrics of the optimizer's state, such as ``residual_ratio``. If several optimizers
+      - further metrics of the optimizer's state, such as ``frozen_at``. If several optimizers
         in one ``optax.partition`` report the same metric, labels distinguish: ``matrices/phase``.
 
       Each phase of an optimizer is compiled separately, at the first call that needs it. A call
@@ -300,9 +391,8 @@ def train_step(
       :func:`onebit_jax.variance_stable` may end the warm-up at any update, it waits for the last
       one. Optimizers that are in different phases use a program that contains all phases.
 
-      One step may serve several runs, alternately or one after the other. A call with the state
-      that an earlier call returned continues that call's run; any other state begins a run. After
-      an error for skipped steps the same state may be passed again, with good batches. No call
+      A call with the state that the last call returned continues its run; any other state begins a
+      run. After an error for skipped steps the same state may be passed again, with good batches. No call
       checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last call waits
       for that call and raises if the last ``max_skipped`` steps were skipped.
 
@@ -327,14 +417,11 @@ def train_step(
     Raises:
       NonFiniteError: from the step, after ``max_skipped`` skipped steps in a row, the last of them
         two calls ago or earlier.
-      ValueError: for ``accumulation``, ``max_grad_norm``, ``clip``, ``grad_norm_every`` or
-        ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
+      ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
         step, before anything is compiled: for a batch that does not divide into workers and
         microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
         :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` with
-        another schedule; parameters that are split between devices; an array that would be donated
-        twice, or was donated before; an ``rng`` that is not a single key, and equal keys in a
-        batch; a ``loss_fn`` whose results have a wrong type or shape; updates that would differ
+        another schedule; parameters that are split between devices; a ``loss_fn`` whose results have a wrong type or shape; updates that would differ
         between workers, with the parameter's name; a collective under a condition that may differ
         between workers, which would then wait for each other for ever; processes with different
         steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from this
@@ -356,22 +443,15 @@ def train_step(
       >>> bool(metrics["loss"] < 0.01)
       True
     """
-    validation.check_transformation("tx", tx)
+    workers = Workers(tx, mesh, axis_name, param_specs)
     if not callable(loss_fn):
         raise ValueError(
             f"loss_fn={loss_fn!r:.60} must be a function of parameters and a worker's share of the "
             f"batch that returns the loss."
         )
-    sharded = sharded_model(tx, mesh, axis_name, param_specs)
-    validation.check_step_count("accumulation", accumulation, 1, "Give the number of microbatches.")
     if max_grad_norm is not None:
-        validation.check_positive("max_grad_norm", max_grad_norm, usual=1.0)
-    validation.check_name("clip", clip, "common", "local")
-    if grad_norm_every is not None:
-        validation.check_step_count("grad_norm_every", grad_norm_every, 1, "Or None for never.")
+        max_grad_norm = validation.number("max_grad_norm", max_grad_norm, "positive")
     if max_skipped is not None:
-        validation.check_step_count("max_skipped", max_skipped, 1, "Or None, to look at nothing.")
-    # Clipping computes the norm in every step.
-    every = grad_norm_every if max_grad_norm is None else 1
-    options = Options(accumulation, max_grad_norm, clip, every, max_skipped)
-    return TrainStep(Setup(loss_fn, optax.with_extra_args_support(tx), mesh, sharded, options))
+        max_skipped = validation.count("max_skipped", max_skipped, 1, "or None for no check")
+    accumulation = validation.count("accumulation", accumulation, 1, "the number of microbatches")
+    return TrainStep(Setup(loss_fn, workers, accumulation, max_grad_norm, max_skipped))

@@ -1,120 +1,86 @@
 """Birder, first called BinSGDM: one random bit per parameter, with no warm-up and no scales."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives import hierarchical
 from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.one_bit import evenly_sampled
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
+from onebit_jax.collectives.packing import pack_flags, unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
-from onebit_jax.collectives.votes import Transport
-from onebit_jax.collectives.xla_workarounds import materialize, overwrite_if
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms.algorithm import (
+    PHASES,
     Algorithm,
-    Arrays,
+    Made,
+    Phase,
+    Progress,
+    Step,
     Update,
+    begin,
+    chain,
     decay_and_rate,
     transformation,
 )
-from onebit_jax.transforms.phases import PHASES, Progress, begin, keep
-from onebit_jax.transforms.worker_pieces import named, named_shared, named_zeros, pieces_of
+from onebit_jax.transforms.distributed_lion import mean_of_held
 
 # The least a of an active element. Its product with the smallest uniform number is still a normal
 # float, and a > 0 marks the element as active.
 _LEAST_A = 2.0**-100
-
 _WARMUP, _COMPRESSION = PHASES.index("warmup"), PHASES.index("compression")
 
 
 class ScaleByBirderState(NamedTuple):
-    """State of Birder for ``n`` workers, or for ``N`` nodes of ``L`` devices each.
+    """State of Birder.
 
     Attributes:
-      progress: the first update has the phase "warmup", all others "compression"; equal on all
-        workers, as is the key.
-      key: gives all random bits, together with the number of updates; uint32 ``[2]``.
-      elements: the number of elements of ``m``, without padding; float32 ``[]``.
-      m: the worker's average of gradients ``m_i``, in pieces
-        (:mod:`onebit_jax.collectives.layout`) by the names of their first tensors; float32,
-        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device holds its shard,
-        ``8/L`` bytes per parameter for ``m`` and ``a``; on a single node it holds all of ``m``.
-      a: the worker's average of absolute gradients ``a_i``, at least ``abs(m)``; stored as ``m``. 0
-        for inactive elements, which had no gradient on any worker yet, else at least ``2**-100``.
+      progress: updates made, and the phase; equal on all workers.
+      key: from which all random bits are drawn, equal on all workers; uint32 ``[2]``.
+      m: the worker's average ``m_i`` of gradients; float32, a tree like the parameters,
+        ``[1, *shape]``. In the hierarchical form a worker is a node, and a device holds its shard.
+      a: its average ``a_i`` of their magnitudes, 0 for inactive elements; likewise.
     """
 
     progress: Progress
     key: jax.Array
-    elements: jax.Array
     m: PerWorker
     a: PerWorker
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          ``phase`` of the last update, by its place in
-          :data:`~onebit_jax.transforms.phases.PHASES`; ``active``, the share of active elements;
-          and ``certainty``, the mean of ``|m_i| / a_i`` over these: near 1 the signs are those of
-          the gradients, near 0 they are coin flips, and only a smaller learning rate helps. For
-          large tensors both are estimated from about 16,000 elements, evenly spread.
-        """
-        active = certainty = jnp.float32(0)
-        for m, a in zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True):
-            (m, times), (a, _) = evenly_sampled(m), evenly_sampled(a)
-            active += times * jnp.sum(a != 0, dtype=jnp.float32)
-            certainty += times * jnp.sum(jnp.where(a != 0, jnp.abs(m) / a, 0.0))
-        return {
-            "phase": self.progress.phase,
-            "active": active / jnp.maximum(self.elements, 1),
-            "certainty": certainty / jnp.maximum(active, 1),
-        }
+        """``phase``, a scalar."""
+        return {"phase": self.progress.phase}
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """Further scalars for :func:`onebit_jax.diagnose`.
+        """Further scalars, as one worker sees them.
 
         Returns:
-          ``saturation``, the share of active elements whose ``|m_i| / a_i`` is above 0.99, so that
-          their bits are hardly random; ``greatest_ratio``, the largest ``|m_i| / a_i``, at most 1
-          up to rounding; and ``updates``, the number of updates made.
+          ``active``, the share of elements with a gradient so far; ``certainty``, the mean of
+          ``|m| / a`` over these; ``saturation``, the share of these with ``|m| / a > 0.99``;
+          ``greatest_ratio``, the greatest, at most 1; and the number of ``updates``.
         """
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
-        ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0) for m, a in pairs]
-        saturated = sum((jnp.sum(x > 0.99, dtype=jnp.float32) for x in ratios), jnp.float32(0))
+        ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
+        ratio = jnp.concatenate([*ratios, jnp.zeros(1)])
         active = sum((jnp.sum(a != 0, dtype=jnp.float32) for _, a in pairs), jnp.float32(0))
-        greatest = [jnp.max(x, initial=0.0) for x in ratios]
+        some = jnp.maximum(active, 1)
         return {
-            "saturation": saturated / jnp.maximum(active, 1),
+            "active": active / max(sum(math.prod(a.shape) for _, a in pairs), 1),
+            "certainty": jnp.sum(ratio) / some,
+            "saturation": jnp.sum(ratio > 0.99, dtype=jnp.float32) / some,
+            "greatest_ratio": jnp.max(ratio),
             "updates": self.progress.count,
-            "greatest_ratio": functools.reduce(jnp.maximum, greatest, jnp.float32(0)),
         }
-
-
-def averages(b: Any, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
-    """``m <- b m + (1 - b) g`` and ``a <- b a + (1 - b) |g|``, at least 2**-100 if active."""
-    # In each sum a compiler can fuse only one product, that with the old average. So m and a round
-    # alike on all devices, and |m| <= a.
-    shares = [jnp.abs((1 - b) * y) for y in g]
-    new_m = [b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)]
-    new_a = [jnp.maximum(b * x + z, _least(y)) for x, y, z in zip(a, active, shares, strict=True)]
-    return new_m, new_a
-
-
-def _least(active: jax.Array) -> jax.Array:
-    return jnp.where(active, _LEAST_A, 0.0)
 
 
 State = ScaleByBirderState
+Pieces = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,134 +88,127 @@ class Birder(Algorithm):
     """The algorithm; :func:`birder` documents its fields."""
 
     b: Any
-    amsgrad: bool
     seed: Any
     exchange: Exchange
-    phases = ("warmup", "compression")
 
     def init(self, params: optax.Params) -> State:
         """``m = a = 0``."""
-        exchange = self.exchange.over(params)
-        exchange.init()
-        seed = self.seed
+        layout, seed = self.exchange.over(params).layout, self.seed
         is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
-        m, a = named_zeros(exchange), named_zeros(exchange)
-        return ScaleByBirderState(begin(), key, held_elements(exchange), m, a)
+        m, a = (PerWorker(layout.held(layout.zeros())) for _ in range(2))
+        return ScaleByBirderState(begin(), key, m, a)
+
+    def steps(self) -> Mapping[Phase, Step]:
+        """The first update, which asks for active elements; all others."""
+        return {
+            "warmup": lambda state, update: self.step(state, update, ask=True),
+            "compression": lambda state, update: self.step(state, update, ask=False),
+        }
 
     def upcoming(self, state: State) -> jax.Array:
         """``"warmup"`` for the first update, ``"compression"`` for all others."""
         first = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return jnp.where(state.progress.count == 0, first, _COMPRESSION)
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+    def averages(self, m: Pieces, a: Pieces, g: Pieces, active: Pieces) -> tuple[Pieces, Pieces]:
+        """``m <- b m + (1 - b) g``; ``a <- b a + (1 - b) |g|``, at least 2**-100 if active."""
+        # In each sum a compiler can fuse only one product, that with the old average. So m and a
+        # round alike on all devices, and |m| <= a.
+        shares = [jnp.abs((1 - self.b) * y) for y in g]
+        new_m = [
+            self.b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)
+        ]
+        new_a = [
+            jnp.maximum(self.b * x + z, jnp.where(on, _LEAST_A, 0.0))
+            for x, on, z in zip(a, active, shares, strict=True)
+        ]
+        return new_m, new_a
+
+    def step(self, state: State, update: Update, *, ask: bool) -> Made:
         """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``; on a single node ``u = m / a``."""
-        exchange, was = self.exchange.over(update.tree), state.progress
-        m, a = (pieces_of(exchange, x) for x in (state.m, state.a))
-        g = [x[None] for x in exchange.node_mean(update.grads)]
+        exchange = self.exchange.over(update.grads)
+        layout, g = exchange.layout, exchange.node_mean(update.grads)
+        validation.check_same_tree(layout.held(layout.zeros()), state.m.value)
+        m, a = layout.pieces_of(state.m.value), layout.pieces_of(state.a.value)
         if exchange.compresses:
-            m, a, u = self._exchanged(exchange, state, (m, a, g), update)
+            m, a, u, unfit = self._exchanged(exchange, state, (m, a, g), ask=ask)
         else:
             active = [(x != 0) | (y != 0) for x, y in zip(a, g, strict=True)]
-            m, a = keep(update.when, self._averages(m, a, g, active), (m, a))
+            m, a = self.averages(m, a, g, active)
             # A single node averages gradients at full precision, so its devices agree on m and a.
-            alike = zip(*equal_on_all_workers((m, a)), strict=True)
-            u = exchange.layout.scatter([jnp.where(y > 0, x / y, 0.0)[0] for x, y in alike])
-        progress = was._replace(frozen_at=jnp.where(update.when, 1, was.frozen_at))
-        m, a = (named(exchange, x) for x in (m, a))
-        return state._replace(progress=progress, m=m, a=a), jax.tree.leaves(u)
-
-    def _averages(self, m: Arrays, a: Arrays, g: Arrays, active: Arrays) -> tuple[Arrays, Arrays]:
-        new_m, new_a = averages(self.b, m, a, g, active)
-        return new_m, list(map(jnp.maximum, a, new_a)) if self.amsgrad else new_a
+            alike = zip(equal_on_all_workers(m), equal_on_all_workers(a), strict=True)
+            u, unfit = [jnp.where(y > 0, x / y, 0.0) for x, y in alike], unfit_of(g)
+        kept = state._replace(m=PerWorker(layout.held(m)), a=PerWorker(layout.held(a)))
+        return Made(kept, layout.scatter(u), unfit)
 
     def _exchanged(
         self,
         exchange: BoundExchange,
         state: State,
-        arrays: tuple[Arrays, Arrays, Arrays],
-        update: Update,
-    ) -> tuple[Arrays, Arrays, Arrays]:
-        """The new ``m`` and ``a``, and ``u`` from the exchange of their signs."""
-        (m, a, g), layout, when = arrays, exchange.layout, update.when
-        ask = state.progress.count == 0 if update.phase is None else update.phase == "warmup"
-        signs = cast(RandomSigns, exchange.compressor)
+        arrays: tuple[Pieces, Pieces, Pieces],
+        *,
+        ask: bool,
+    ) -> tuple[Pieces, Pieces, Pieces, jax.Array]:
+        """The new ``m`` and ``a``, ``u`` from the exchange of their signs, and an unfit tensor."""
+        (m, a, g), layout = arrays, exchange.layout
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.progress.count)
-        active = equal_on_all_workers(find_active(exchange, a, update.grads, key, ask))
-        m, a = keep(when, self._averages(m, a, g, flags(exchange, active)), (m, a))
-        z = [Ratio(x[0], y[0]) for x, y in zip(m, a, strict=True)]
-        received, _ = exchange.all_reduce_shard(z, (), Draw(key, active))
-        told = signs.newly_active(layout, received, active)
+        active = layout.row(
+            [
+                piece.section(pack_flags(piece.cut(x != 0), 2))
+                for piece, x in zip(layout.pieces, a, strict=True)
+            ],
+            None,
+        )
+        if ask:
+            values = [Ratio(x, x) for x in g]
+            answer, _, _ = exchange.all_reduce(values, Draw(key, jnp.zeros_like(active)))
+            active |= layout.shard(answer)[:, : active.shape[1]]
+        active = equal_on_all_workers(active)
+        m, a = self.averages(m, a, g, _flags(exchange, active))
+        z = [Ratio(x, y) for x, y in zip(m, a, strict=True)]
+        received, _, unfit = exchange.all_reduce(z, Draw(key, active))
+        told = layout.shard(received)[:, : active.shape[1]] & ~active
+        a = [
+            jnp.maximum(x, jnp.where(new, _LEAST_A, 0.0))
+            for x, new in zip(a, _flags(exchange, told), strict=True)
+        ]
+        if layout.shards > 1:
+            active = lax.all_gather(active, exchange.axes.local)
+        on = _all_flags(exchange, active)
+        u = [jnp.where(x, y, 0.0) for x, y in zip(on, exchange.decode(received), strict=True)]
+        return m, a, u, unfit
 
-        def mark(a: Arrays, told: jax.Array) -> Arrays:
-            return list(map(jnp.maximum, a, map(_least, flags(exchange, told))))
-
-        any_told = when & jnp.any(told != 0)
-        a = overwrite_if(any_told, mark, a, told, axis_names=exchange.axes.names)
-        received, active = (hierarchical.all_gather(x, exchange.axes) for x in (received, active))
-        pieces = zip(signs.decompress(layout, received), flags(exchange, active), strict=True)
-        return m, a, layout.scatter([jnp.where(y.reshape(x.shape), x, 0.0) for x, y in pieces])
-
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: State, update: Update) -> Any:
         """The means of ``m_i`` and ``a_i`` over the workers."""
-        exchange = self.exchange.over(like)
-        m, a = (exchange.whole_means(pieces_of(exchange, x)) for x in (state.m, state.a))
+        m, a = (mean_of_held(self.exchange, x, update.params) for x in (state.m, state.a))
         # Rounding must not make |m| exceed a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, update: Update) -> State:
         """Gives these means to every worker."""
-        exchange = self.exchange.over(like)
-        m, a = (named_shared(exchange, tree) for tree in carried)
-        return {"m": m, "a": a, "elements": held_elements(exchange)}
+        exchange = self.exchange.over(update.params, update.specs)
+        m, a = (PerWorker(exchange.layout.held(exchange.own(tree))) for tree in carried)
+        return state._replace(m=m, a=a)
 
 
-def held_elements(exchange: BoundExchange) -> jax.Array:
-    """The number of the tree's elements that a device holds, without padding; float32 ``[]``."""
-    shards = 1 if exchange.axes.single_node else exchange.axes.per_node
-    return jnp.float32(sum(map(math.prod, exchange.layout.shapes)) / shards)
+def _all_flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
+    """Unpacks rows of bits ``[..., chunks, bytes]`` of all shards to booleans, whole pieces."""
+    layout, axis = exchange.layout, bits.ndim
+    return [
+        piece.uncut(jnp.swapaxes(unpack_flags(x, axis), axis - 2, axis - 1))
+        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
+    ]
 
 
-def find_active(
-    exchange: BoundExchange, a: Arrays, grads: Arrays, key: jax.Array, ask: Any
-) -> jax.Array:
-    """Finds active elements: those with ``a > 0`` and, if ``ask``, those with a gradient anywhere.
-
-    Args:
-      exchange: over the gradients.
-      a: ``[1, *shape]`` for each piece.
-      grads: this device's gradients.
-      key: as for the exchange of signs.
-      ask: whether workers tell each other, in a separate exchange, where their gradients are not 0;
-        the same on all workers.
-
-    Returns:
-      Bits, uint8 ``[chunks, bytes]``.
-    """
-    layout, signs = exchange.layout, cast(RandomSigns, exchange.compressor)
-
-    def tell(active: jax.Array, grads: Arrays) -> jax.Array:
-        # The mean is recomputed deliberately: as input of a loop it would be written to memory even
-        # if the loop does not run.
-        none = jnp.zeros_like(active)
-        values = [Ratio(x, x) for x in exchange.node_mean(grads)]
-        received, _ = exchange.all_reduce_shard(values, (), Draw(key, none))
-        return active | signs.newly_active(layout, received, none)
-
-    bits = [piece.pack(x[0] != 0, 1) for piece, x in zip(layout.pieces, a, strict=True)]
-    active = layout.row(bits, None)
-    if isinstance(ask, jax.Array):
-        active = overwrite_if(ask, tell, active, grads, axis_names=exchange.axes.names)
-    elif ask:
-        active = tell(active, grads)
-    # Otherwise XLA recomputes these bits wherever they are read, and cannot overwrite a in place.
-    return materialize(active, exchange.axes.node)
-
-
-def flags(exchange: BoundExchange, bits: jax.Array) -> list[jax.Array]:
-    """Unpacks rows of bits ``[..., chunks, bytes]`` to booleans, in pieces ``[1, ..., *shape]``."""
-    return [piece.flags(bits)[None] for piece in exchange.layout.pieces]
+def _flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
+    """The same of this device's shard, ``[chunks, bytes]``, like what it compresses."""
+    layout = exchange.layout
+    return [
+        layout.own(piece, unpack_flags(x, 2).swapaxes(0, 1))
+        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
+    ]
 
 
 def scale_by_birder(
@@ -257,9 +216,6 @@ def scale_by_birder(
     *,
     seed: int | jax.Array | None = None,
     axis_name: str | tuple[str, str],
-    transport: Transport = "bits",
-    requantize: bool = True,
-    amsgrad: bool = False,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by Birder; :func:`birder` adds weight decay and learning rate.
@@ -278,17 +234,9 @@ def scale_by_birder(
       >>> scaled = onebit_jax.scale_by_birder(seed=0, axis_name="data")
       >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
     """
-    validation.check_decay("b", b)
     validation.check_seed(seed)
-    validation.check_flag("amsgrad", amsgrad)
-    check_options(exchange)
-    if transport == "votes" and isinstance(exchange.bucket_bytes, int):
-        raise ValueError(
-            f"bucket_bytes={exchange.bucket_bytes} must be None for transport='votes': XLA joins "
-            f"sums into one. Leave it out, or take transport='bits'."
-        )
-    signs = exchange.of(axis_name, RandomSigns(transport, requantize))
-    return transformation(Birder(validation.float32(b), amsgrad, seed, signs))
+    decay = validation.number("b", b, "decay")
+    return transformation(Birder(decay, seed, exchange.of(axis_name, RandomSigns())))
 
 
 def birder(
@@ -299,9 +247,6 @@ def birder(
     *,
     seed: int | jax.Array | None = None,
     axis_name: str | tuple[str, str],
-    transport: Transport = "bits",
-    requantize: bool = True,
-    amsgrad: bool = False,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Birder, first called BinSGDM: one random bit per parameter, from the first update on.
@@ -320,7 +265,7 @@ def birder(
     (:mod:`onebit_jax.collectives.random_signs`). Each worker has its own averages. Both have the
     same decay, so :math:`|m_i| \le a_i`, and Birder needs no scales, no residuals and no warm-up.
 
-    With ``requantize`` every coordinate moves by exactly :math:`\alpha_t` in every update, in a
+    Every coordinate moves by exactly :math:`\alpha_t` in every update, in a
     direction as random as the gradients: a schedule, about as large as Adam's, must anneal to near
     0, or parameters keep jittering at the size of the learning rate.
 
@@ -344,23 +289,14 @@ def birder(
       axis_name: as for :func:`onebit_jax.onebit_adam`. In the hierarchical form a worker is a node,
         with the mean gradient of its devices, each of which draws the bits of its shard; a single
         node draws no bits: there :math:`u = m / a` of the mean gradient.
-      transport: ``"bits"``, an ``all_to_all`` and an ``all_gather``, one bit per parameter each; or
-        ``"votes"``, one ``psum`` of 1, 2, 4 or 8 bits per parameter, for at most 1, 3, 15 and 255
-        workers (or nodes). Results are equal, bit for bit. Votes take one collective instead of
-        two, but up to 8 times the bytes: they are faster if latency dominates the exchange.
-      requantize: whether to apply the outer :math:`Q`. Without it :math:`u` is a mean of signs,
-        whose variance falls as :math:`1/n`, unlike that of :math:`Q`; but the ``all_gather`` of
-        "bits" then carries ``bit_length(n)`` bits per parameter.
-      amsgrad: whether :math:`a_i` never falls, as the paper's theory requires.
-      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`. With "votes",
-        ``bucket_bytes`` cannot be a number, since one sum carries all votes.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
       An Optax transformation. Updates have the dtype of the gradients, all else is float32.
 
     Raises:
-      ValueError: as from :func:`onebit_jax.onebit_adam`; for a missing ``seed``; from ``init`` for
-        more than 255 workers with "votes"; from ``update`` for an unknown phase.
+      ValueError: as from :func:`onebit_jax.onebit_adam`; for a missing ``seed``; from
+        ``update`` for an unknown phase.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, onebit_jax
@@ -388,18 +324,8 @@ def birder(
       Inactive coordinates do not move; by the formula they would walk at random. On all others
       :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q` tosses a fair coin.
     """
-    return optax.chain(
-        scale_by_birder(
-            b,
-            seed=seed,
-            axis_name=axis_name,
-            transport=transport,
-            requantize=requantize,
-            amsgrad=amsgrad,
-            exchange=exchange,
-        ),
-        *decay_and_rate(learning_rate, weight_decay, mask),
-    )
+    signs = scale_by_birder(b, seed=seed, axis_name=axis_name, exchange=exchange)
+    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))
 
 
 binsgdm = birder

@@ -1,28 +1,28 @@
-"""The mean of gradients at a few bits per value, with error feedback, for any Optax optimizer."""
+"""The mean of gradients, dense or at a few bits per value, for any Optax optimizer."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.compressor import Compressor
-from onebit_jax.collectives.error_feedback import Arrived, Call, Calls, ExchangeState
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import (
-    ExchangeOptions,
-    check_compressor,
-    check_decay_counts,
-    check_options,
-    check_unused,
+from onebit_jax.collectives.error_feedback import Compressor
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, unfit_of
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Made,
+    Phase,
+    Progress,
+    Step,
+    Update,
+    begin,
+    in_float32,
+    transformation,
 )
-from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
-from onebit_jax.transforms.mean_gradients import mean_gradients
-from onebit_jax.transforms.phases import Progress
-from onebit_jax.transforms.promotion import in_float32
 
 
 class CompressedMeanState(NamedTuple):
@@ -30,115 +30,56 @@ class CompressedMeanState(NamedTuple):
 
     Attributes:
       progress: updates made; equal on all workers.
-      exchange: the residuals; without error feedback
-        :class:`~onebit_jax.collectives.error_feedback.Calls`.
+      exchange: the residuals, an :class:`~onebit_jax.collectives.error_feedback.ExchangeState`, or
+        the state of a compressor of one's own.
     """
 
     progress: Progress
-    exchange: ExchangeState | Calls
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          ``phase``, the place of ``"compression"`` in
-          :data:`~onebit_jax.transforms.phases.PHASES`, since every update is compressed; and with
-          error feedback ``residual_ratio``, ``||e_i|| / ||mean||`` over the elements that this
-          worker compresses.
-        """
-        return {"phase": self.progress.phase, **self.exchange.metrics()}
+    exchange: Any
 
     def diagnostics(self) -> dict[str, jax.Array]:
         """At one bit the ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
-        return self.exchange.diagnostics()
-
-
-class DelayedMeanState(NamedTuple):
-    """State of :func:`compressed_mean` with ``delay=1``, as large as without.
-
-    Attributes:
-      progress: updates made; equal on all workers.
-      in_flight: the residuals, and the message that the next update sends: both follow from the
-        compensated values.
-    """
-
-    progress: Progress
-    in_flight: ExchangeState
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """As for :class:`CompressedMeanState`; the residual is of this update's gradient."""
-        return {"phase": self.progress.phase, **self.in_flight.metrics()}
-
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """As for :class:`CompressedMeanState`."""
-        return self.in_flight.diagnostics()
-
-
-State = CompressedMeanState
+        of_exchange = getattr(self.exchange, "diagnostics", dict)
+        return of_exchange()
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressedMean(Algorithm):
     """The algorithm; :func:`compressed_mean` documents its fields."""
 
-    residual_decay: Any
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> CompressedMeanState:
         """No residuals, and all elements active."""
-        return CompressedMeanState(phases.begin(), self.exchange.over(params).begin())
+        return CompressedMeanState(begin(), self.exchange.over(params).begin())
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+    def steps(self) -> Mapping[Phase, Step]:
+        """Compressed updates alone."""
+        return {"compression": self.step}
+
+    def step(self, state: CompressedMeanState, update: Update) -> Made:
         """``u = EC(g_1, ..., g_n)``."""
-        exchange = self.exchange.over(update.grads, state.exchange)
-        call = update.call(self.residual_decay, self.residual_decay)
-        call = call._replace(weight=update.extra_args.get("vote_weight", 1.0))
-        mean, kept = exchange.average(update.grads, state.exchange, call)
-        return state._replace(exchange=kept), mean
+        kept = weighted(state.exchange, update.extra_args)
+        exchange = self.exchange.over(update.grads)
+        mean, kept, unfit = exchange.mean(update.grads, kept)
+        return Made(state._replace(exchange=kept), mean, unfit)
 
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: CompressedMeanState, update: Update) -> Any:
         """The total residual of all workers and servers."""
-        return self.exchange.over(like).total_residual(state.exchange)
+        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
 
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: CompressedMeanState, carried: Any, update: Update) -> CompressedMeanState:
         """Gives every worker this residual."""
-        del state
-        return {"exchange": self.exchange.over(like).resumed(carried)}
+        exchange = self.exchange.over(update.params, update.specs)
+        if carried == ():
+            return state
+        return state._replace(exchange=exchange.resumed(carried))
 
 
-@dataclasses.dataclass(frozen=True)
-class DelayedMean(Algorithm):
-    """The algorithm with ``delay=1``."""
-
-    residual_decay: Any
-    exchange: Exchange
-
-    def init(self, params: optax.Params) -> DelayedMeanState:
-        """No residuals, and a message of zeros."""
-        return DelayedMeanState(phases.begin(), self.exchange.over(params).begin())
-
-    def step(self, state: DelayedMeanState, update: Update) -> tuple[DelayedMeanState, Arrays]:
-        """``u`` of the gradients of the update before."""
-        exchange = self.exchange.over(update.grads, state.in_flight)
-        call = update.call(self.residual_decay, self.residual_decay)
-        came = update.extra_args.get("arrived", ())
-        arrived = next((x for own, x in came if own is self), None)
-        mean, kept = exchange.average_one_late(update.grads, state.in_flight, call, arrived)
-        return state._replace(in_flight=kept), mean
-
-    def arrive(self, state: DelayedMeanState, like: Any) -> Arrived:
-        """Sends the message, before there are gradients."""
-        call = Call(True, self.residual_decay, self.residual_decay)
-        return self.exchange.over(like).arrive(state.in_flight, call)
-
-    def carry(self, state: DelayedMeanState, like: Any) -> Any:
-        """The total residual, with the message in flight."""
-        return self.exchange.over(like).total_in_flight(state.in_flight)
-
-    def resume(self, state: DelayedMeanState, carried: Any, like: Any) -> dict[str, Any]:
-        """Gives every worker this residual, and an empty message."""
-        del state
-        return {"in_flight": self.exchange.over(like).resumed_in_flight(carried)}
+def weighted(kept: Any, extra_args: Mapping[str, Any]) -> Any:
+    """The state of a vote with this worker's extra argument ``vote_weight``."""
+    weight = extra_args.get("vote_weight")
+    return kept._replace(weight=weight) if weight is not None and hasattr(kept, "weight") else kept
 
 
 def compressed_mean(
@@ -147,7 +88,6 @@ def compressed_mean(
     *,
     compressor: Compressor | None = None,
     residual_decay: jax.typing.ArrayLike = 1.0,
-    delay: int = 0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients over the workers at one bit per element each way, or at a few.
@@ -184,30 +124,22 @@ def compressed_mean(
     step. Corrections that come late also limit the learning rate: if elements of a tensor differ in
     size, SGD may be stable only at a small fraction of the dense form's learning rate.
 
-    **Delay.** With ``delay=1`` an update returns the mean of the gradients of the update *before*;
-    the first returns zeros. What it sends follows from the state, so that XLA can run encoding and
-    collectives beside the forward and the backward pass. The state is no larger: a checkpoint holds
-    the message, :func:`onebit_jax.resize` adds it to the residuals, a skipped update leaves it to
-    the next one. The gradients of a run's last update are not applied. Every optimizer that we
-    measured loses by it: see ``docs/lm.md``, and :func:`onebit_jax.onebit_muon`, which corrects
-    late updates.
-
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, as those of
     :func:`onebit_jax.onebit_adam`. Transformations of each worker's own gradients, such as
     clipping, go before it. ``update`` accepts any ``phase`` and ignores it, and a
-    ``vote_weight`` for :class:`onebit_jax.MajorityVote`.
+    ``vote_weight`` for :class:`onebit_jax.contrib.MajorityVote`.
 
     Args:
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
-        nodes (:mod:`onebit_jax.collectives.hierarchical`).
+        nodes (:mod:`onebit_jax.collectives.exchange`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
-      compressor: another compressor, in place of ``bits``: :class:`onebit_jax.MajorityVote`,
-        :class:`onebit_jax.Drive` or :class:`onebit_jax.LargestValues`.
+      compressor: another compressor, in place of ``bits``: :class:`onebit_jax.contrib.MajorityVote`,
+        :class:`onebit_jax.contrib.Drive` or :class:`onebit_jax.contrib.LargestValues`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
-        errors in full; less than 1 reduces the weight of errors from earlier parameters.
-      delay: 1 for means that are one update late; it needs 1, 2, 4 or 8 bits.
+        errors in full; less than 1 reduces the weight of errors from earlier parameters. Another
+        ``compressor`` has its own.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -248,35 +180,57 @@ def compressed_mean(
       compressed. Tang et al. compress momenta. Here any optimizer may follow, so gradients are
       compressed.
     """
-    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
-    validation.check_share("residual_decay", residual_decay)
-    residual_decay = validation.float32(residual_decay)
-    validation.check_delay(delay)
-    check_options(exchange)
-    if delay and (compressor is not None or bits == 32):
-        given = f"compressor={compressor!r}" if compressor is not None else "bits=32"
-        raise ValueError(
-            f"delay=1 with {given}: the message is kept with the residuals, so it needs 1, 2, 4 or "
-            f"8 bits and no compressor of your own. Leave out delay=1."
-        )
+    bits = validation.bits("bits", bits, (1, 2, 4, 8, 32))
+    decay = validation.number("residual_decay", residual_decay, "share")
     if compressor is not None:
-        check_compressor(compressor, bits, 1)
-        check_decay_counts("residual_decay", residual_decay, compressor)
-        return transformation(CompressedMean(residual_decay, exchange.of(axis_name, compressor)))
+        return transformation(CompressedMean(exchange.of(axis_name, compressor)))
     if bits == 32:
-        check_unused(exchange)
-        check_decay_counts("residual_decay", residual_decay, None)
-        return _uncompressed(axis_name)
-    algorithm = DelayedMean if delay else CompressedMean
-    return transformation(algorithm(residual_decay, exchange.at_bits(axis_name, bits)))
+        return in_float32(mean_gradients(axis_name))
+    return transformation(CompressedMean(exchange.at_bits(axis_name, bits, decay)))
 
 
-def _uncompressed(axis_name: Any) -> optax.GradientTransformationExtraArgs:
-    mean = in_float32(mean_gradients(axis_name))
+class MeanGradientsState(NamedTuple):
+    """State of :func:`mean_gradients`: updates made; equal on all workers."""
 
-    def init_fn(params: optax.Params) -> Any:
-        validation.check_parameters(params)
-        bound_axes(axis_name)
-        return mean.init(params)
+    progress: Progress
 
-    return optax.GradientTransformationExtraArgs(init_fn, mean.update)
+
+@dataclasses.dataclass(frozen=True)
+class MeanGradients(Algorithm):
+    """The algorithm of :func:`mean_gradients`; of its exchange only the axis counts."""
+
+    exchange: Exchange
+
+    def init(self, params: optax.Params) -> MeanGradientsState:
+        """No updates."""
+        del params
+        return MeanGradientsState(begin())
+
+    def steps(self) -> Mapping[Phase, Step]:
+        """Dense updates alone."""
+        return {"warmup": self.step}
+
+    def step(self, state: MeanGradientsState, update: Update) -> Made:
+        """``u = (1/n) sum_i g_i``."""
+        mean = lax.pmean(update.grads, bound_axes(self.exchange.axis_name).names)
+        return Made(state, mean, unfit_of(mean))
+
+
+def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformationExtraArgs:
+    """Averages gradients over the workers without compression, in their dtype.
+
+    :func:`onebit_jax.train_step` gives every optimizer the worker's own gradients; put this before
+    a dense optimizer.
+
+    Args:
+      axis_name: the axis that the workers run along, or a pair of axes.
+
+    Returns:
+      A stateless gradient transformation; its update raises ``ValueError`` if ``axis_name`` is not
+      bound, and for gradients that ``jax.shard_map`` has summed (``check_vma=True``).
+
+    >>> import onebit_jax
+    >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
+    """
+
+    return transformation(MeanGradients(ExchangeOptions().at_bits(axis_name, 8)))

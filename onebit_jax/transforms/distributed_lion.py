@@ -1,32 +1,31 @@
-"""Distributed Lion: Lion whose workers vote with the signs of their updates."""
+"""Distributed Lion and Signum: optimizers whose workers vote with the signs of their updates."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.votes import Turn, Votes
-from onebit_jax.collectives.xla_workarounds import materialize
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, unfit_of
+from onebit_jax.collectives.votes import Votes
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms import phases
 from onebit_jax.transforms.algorithm import (
     Algorithm,
-    Arrays,
+    Made,
+    Phase,
+    Progress,
+    Step,
     Update,
+    begin,
+    chain,
     decay_and_rate,
     transformation,
 )
-from onebit_jax.transforms.phases import Progress, keep
-from onebit_jax.transforms.worker_pieces import named, named_shared, named_zeros, pieces_of
-
-Aggregation = Literal["majority", "mean"]
 
 
 class ScaleByDistributedLionState(NamedTuple):
@@ -43,11 +42,6 @@ class ScaleByDistributedLionState(NamedTuple):
     momentum: PerWorker
 
 
-def interpolate(b: jax.typing.ArrayLike, m: jax.Array, g: jax.Array) -> jax.Array:
-    """``b m + (1 - b) g``, float32."""
-    return jnp.asarray(b * m + (1 - b) * g.astype(jnp.float32), jnp.float32)
-
-
 State = ScaleByDistributedLionState
 
 
@@ -61,38 +55,49 @@ class DistributedLion(Algorithm):
 
     def init(self, params: optax.Params) -> State:
         """``m_i = 0``."""
-        return ScaleByDistributedLionState(phases.begin(), named_zeros(self.exchange.over(params)))
+        layout = self.exchange.over(params).layout
+        return ScaleByDistributedLionState(begin(), PerWorker(layout.held(layout.zeros())))
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+    def steps(self) -> Mapping[Phase, Step]:
+        """Compressed updates alone."""
+        return {"compression": self.step}
+
+    def step(self, state: State, update: Update) -> Made:
         """``u``, voted by ``sgn(b1 m_i + (1 - b1) g_i)``; ``m_i <- b2 m_i + (1 - b2) g_i``."""
-        exchange = self.exchange.over(update.tree)
-        m, g = pieces_of(exchange, state.momentum), exchange.node_mean(update.grads)
-        values = [interpolate(self.b1, x[0], y) for x, y in zip(m, g, strict=True)]
+        exchange = self.exchange.over(update.grads)
+        layout, count = exchange.layout, state.progress.count
+        validation.check_same_tree(layout.held(layout.zeros()), state.momentum.value)
+        m, g = layout.pieces_of(state.momentum.value), exchange.node_mean(update.grads)
+        votes = [self.b1 * x + (1 - self.b1) * y for x, y in zip(m, g, strict=True)]
         if exchange.compresses:
-            received, _ = exchange.all_reduce(values, (), Turn(state.progress.count))
+            received, _, unfit = exchange.all_reduce(votes, count)
+            u = exchange.decode(received)
         else:
             # A single node averages gradients at full precision, so its devices agree on the signs.
-            received = list(map(jnp.sign, equal_on_all_workers(values)))
-        # Overwrites m only after its last use; otherwise XLA copies it.
-        kept: tuple[Arrays, Any] = (m, received)
-        m, received = materialize(kept, exchange.axes.node)
-        new = [interpolate(self.b2, x, y[None]) for x, y in zip(m, g, strict=True)]
-        m = named(exchange, keep(update.when, new, m))
-        if exchange.compresses:
-            u = exchange.mean(received, ())
-        else:
-            u = exchange.layout.scatter(received)
-        return state._replace(momentum=m), jax.tree.leaves(u)
+            u, unfit = [jnp.sign(x) for x in equal_on_all_workers(votes)], unfit_of(votes)
+        m = [self.b2 * x + (1 - self.b2) * y for x, y in zip(m, g, strict=True)]
+        kept = state._replace(momentum=PerWorker(layout.held(m)))
+        return Made(kept, layout.scatter(u), unfit)
 
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: State, update: Update) -> Any:
         """The mean momentum."""
-        exchange = self.exchange.over(like)
-        return exchange.whole_means(pieces_of(exchange, state.momentum))
+        return mean_of_held(self.exchange, state.momentum, update.params)
 
-    def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, update: Update) -> State:
         """Gives the mean momentum to every worker."""
-        del state
-        return {"momentum": named_shared(self.exchange.over(like), carried)}
+        exchange = self.exchange.over(update.params, update.specs)
+        return state._replace(momentum=PerWorker(exchange.layout.held(exchange.own(carried))))
+
+
+def mean_of_held(how: Exchange, held: PerWorker, like: Any) -> Any:
+    """The mean over the workers of pieces in a state, a tree."""
+    exchange = how.over(like)
+    layout = exchange.layout
+    pieces = [
+        piece.cut(lax.pmean(x, exchange.axes.names[:1]))
+        for piece, x in zip(layout.pieces, layout.pieces_of(held.value), strict=True)
+    ]
+    return layout.scatter(exchange.of_all_shards(pieces))
 
 
 def scale_by_distributed_lion(
@@ -100,7 +105,7 @@ def scale_by_distributed_lion(
     b2: jax.typing.ArrayLike = 0.99,
     *,
     axis_name: str | tuple[str, str],
-    aggregation: Aggregation = "majority",
+    aggregation: Literal["majority", "mean"] = "majority",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces gradients by voted signs; :func:`distributed_lion` adds decay and learning rate.
@@ -119,12 +124,14 @@ def scale_by_distributed_lion(
       >>> scaled = onebit_jax.scale_by_distributed_lion(axis_name="data")
       >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
     """
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
     validation.check_name("aggregation", aggregation, "majority", "mean")
-    check_options(exchange)
-    votes = exchange.of(axis_name, Votes(mean=aggregation == "mean"))
-    return transformation(DistributedLion(validation.float32(b1), validation.float32(b2), votes))
+    return transformation(
+        DistributedLion(
+            b1=validation.number("b1", b1, "decay"),
+            b2=validation.number("b2", b2, "decay"),
+            exchange=exchange.of(axis_name, Votes(mean=aggregation == "mean")),
+        )
+    )
 
 
 def distributed_lion(
@@ -135,9 +142,9 @@ def distributed_lion(
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
-    aggregation: Aggregation = "majority",
+    aggregation: Literal["majority", "mean"] = "majority",
     exchange: ExchangeOptions = ExchangeOptions(),
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Distributed Lion: Lion whose workers vote with the signs of their updates.
 
     Every worker :math:`i` keeps a momentum of its own gradients, and votes with the sign of a
@@ -203,9 +210,81 @@ def distributed_lion(
       and back by one learning rate; with ``"mean"`` by ``1/n`` of it, or, with an even number of
       workers, not at all.
     """
-    return optax.chain(
-        scale_by_distributed_lion(
-            b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange
-        ),
-        *decay_and_rate(learning_rate, weight_decay, mask),
+    signs = scale_by_distributed_lion(
+        b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange
     )
+    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))
+
+
+def signum(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
+    axis_name: str | tuple[str, str],
+    exchange: ExchangeOptions = ExchangeOptions(),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Signum: sign SGD with momentum and a majority vote of the workers.
+
+    Every worker :math:`i` keeps a momentum of its own gradients, sends its signs and receives the
+    majority's, one bit per parameter each way. It is :func:`onebit_jax.distributed_lion` with the
+    same decay for the vote and the momentum:
+
+    .. math::
+
+        \begin{aligned}
+          m_i &\leftarrow \beta_1 m_i + (1-\beta_1) g_i \\
+          u &= \mathrm{sgn} \textstyle\sum_i \mathrm{sgn}(m_i) \\
+          p &\leftarrow p - \alpha_t \, (u + \lambda p)
+        \end{aligned}
+
+    When to choose it: as the simplest method with one bit per parameter from the first step on; if
+    some workers may be wrong or hostile, since each has one vote; and as the baseline that a method
+    with error feedback must beat. Without error feedback rounding errors are lost, and if workers
+    disagree only their number counts, not the size of their gradients. For state, learning rate and
+    NaN see :func:`onebit_jax.distributed_lion`.
+
+    Args:
+      learning_rate: a number, or a schedule of the number of updates made.
+      b1: decay of the momentum, in [0, 1); with 0 it is sign SGD.
+      weight_decay: decoupled, multiplied with the learning rate as in :func:`optax.adamw`.
+      mask: which tensors are decayed, as in :func:`optax.adamw`. All by default.
+      axis_name: as for :func:`onebit_jax.distributed_lion`.
+      exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
+
+    Returns:
+      As from :func:`onebit_jax.distributed_lion`.
+
+    Raises:
+      ValueError: as from :func:`onebit_jax.distributed_lion`.
+
+    Example:
+      Three workers, two with the minimum at 1 and one with the minimum at 5:
+
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> tx = onebit_jax.signum(optax.linear_schedule(0.1, 0.0, 100), axis_name="workers")
+      >>> def step(params, state, target):
+      ...     updates, state = tx.update(params - target, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params = jnp.zeros((3, 2))  # one row per worker
+      >>> state = jax.vmap(tx.init, axis_name="workers")(params)
+      >>> step = jax.jit(jax.vmap(step, axis_name="workers"))
+      >>> for _ in range(100):
+      ...     params, state = step(params, state, jnp.array([1.0, 1.0, 5.0]))
+      >>> bool(jnp.allclose(params, 1.0, atol=0.05))  # the median, not the mean
+      True
+
+    References:
+      Bernstein et al., `signSGD with Majority Vote is Communication Efficient and Fault Tolerant
+      <https://arxiv.org/abs/1810.05291>`_, ICLR 2019, Algorithm 1.
+
+    Differences from the paper:
+      **Zeros and ties take turns, which is not the published behaviour**
+      (:mod:`onebit_jax.collectives.votes`). With one bit and a fixed sign for 0, a parameter
+      without any gradient moves by the learning rate in every step, and a tied vote (half of all
+      votes, with two workers) moves it in the same direction each time. Here such a parameter stays
+      within one learning rate of its initial value.
+    """
+    signs = scale_by_distributed_lion(b1, b1, axis_name=axis_name, exchange=exchange)
+    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))

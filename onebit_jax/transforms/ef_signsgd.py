@@ -1,29 +1,28 @@
 """Error-feedback sign SGD: SGD with momentum over the error-compensated one-bit all-reduce."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import materialize
-from onebit_jax.markers import PerWorker, own
-from onebit_jax.transforms import phases
+from onebit_jax.collectives.error_feedback import ExchangeState
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
+from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import (
     Algorithm,
-    Arrays,
+    Made,
+    Phase,
+    Progress,
+    Step,
     Update,
     at_count,
+    begin,
     transformation,
 )
-from onebit_jax.transforms.phases import Progress, keep
-from onebit_jax.transforms.promotion import usual_promotion
 
 
 class EfSignsgdState(NamedTuple):
@@ -32,16 +31,12 @@ class EfSignsgdState(NamedTuple):
     Attributes:
       progress: updates made; equal on all workers.
       momentum: the worker's momentum ``m_i``; float32, a tree like the parameters, ``[1, *shape]``.
-      exchange: the residuals of steps.
+      exchange: the residuals, of steps.
     """
 
     progress: Progress
     momentum: PerWorker
     exchange: ExchangeState
-
-    def metrics(self) -> dict[str, jax.Array]:
-        """``phase``, and ``residual_ratio``, the norm of residuals over that of steps."""
-        return {"phase": self.progress.phase, **self.exchange.metrics()}
 
     def diagnostics(self) -> dict[str, jax.Array]:
         """The ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
@@ -53,70 +48,48 @@ State = EfSignsgdState
 
 @dataclasses.dataclass(frozen=True)
 class EfSignsgd(Algorithm):
-    """The algorithm without weight decay; :func:`ef_signsgd` documents its fields.
-
-    It compresses steps, learning rate included: a residual keeps the learning rate of the step in
-    which it arose, whatever the learning rate is when it is sent.
-    """
+    """The algorithm; :func:`ef_signsgd` documents its fields."""
 
     learning_rate: optax.ScalarOrSchedule
     momentum: Any
+    weight_decay: optax.ScalarOrSchedule
+    mask: Any
     exchange: Exchange
-
-    def tree(self, state: State) -> Any:
-        """The momentum."""
-        return own(state.momentum)
+    needs_params = "weight decay multiplies them"
 
     def init(self, params: optax.Params) -> State:
         """No momentum and no residuals."""
-        m = jax.tree.map(lambda p: jnp.zeros((1, *p.shape), jnp.float32), params)
-        return EfSignsgdState(phases.begin(), PerWorker(m), self.exchange.over(params).begin())
+        m = optax.tree.zeros_like(params, dtype=jnp.float32)
+        return EfSignsgdState(begin(), as_own(m), self.exchange.over(params).begin())
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
-        """``m_i <- mu m_i + g_i`` and ``Delta = EC1(lr (mu m_i + g_i))``."""
-        m, tree = jax.tree.flatten(state.momentum.value)
+    def steps(self) -> Mapping[Phase, Step]:
+        """Compressed updates alone."""
+        return {"compression": self.step}
+
+    def step(self, state: State, update: Update) -> Made:
+        """``m_i <- mu m_i + g_i``, ``Delta = EC1(lr (mu m_i + g_i))`` and ``-Delta - lr wd p``."""
         rate = at_count(self.learning_rate, state.progress.count)
-        exchange = self.exchange.over(update.grads, state.exchange)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
-            return self.momentum * m + g[None].astype(jnp.float32)
+            return self.momentum * m + g.astype(jnp.float32)
 
-        # Materialized in the shape of the state, m is overwritten in place; otherwise XLA copies it
-        # and computes it twice.
-        m = keep(update.when, list(map(add, m, update.grads)), m)
-        m = materialize(m, exchange.axes.node)
-        nesterov = [rate * add(x, g)[0] for x, g in zip(m, update.grads, strict=True)]
-        delta, kept = exchange.average(nesterov, state.exchange, Call(update.when))
-        new = state._replace(momentum=PerWorker(tree.unflatten(m)), exchange=kept)
-        return new, [-x for x in delta]
+        validation.check_same_tree(update.grads, own(state.momentum))
+        m = jax.tree.map(add, own(state.momentum), update.grads)
+        steps = jax.tree.map(lambda m, g: rate * add(m, g), m, update.grads)
+        delta, kept, unfit = self.exchange.over(steps).mean(steps, state.exchange)
+        decay = -rate * at_count(self.weight_decay, state.progress.count)
+        tx = optax.add_decayed_weights(decay, self.mask)
+        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
+        updates, _ = tx.update(jax.tree.map(lambda x: -x, delta), tx.init(p), p)
+        return Made(state._replace(momentum=as_own(m), exchange=kept), updates, unfit)
 
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: State, update: Update) -> Any:
         """The total residual of all workers and servers."""
-        return self.exchange.over(like).total_residual(state.exchange)
+        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
 
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, update: Update) -> State:
         """Gives every worker this residual."""
-        del state
-        return {"exchange": self.exchange.over(like).resumed(carried)}
-
-
-def _decay_steps(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule
-) -> optax.GradientTransformation:
-    """Adds decoupled weight decay to steps, which include the learning rate already."""
-
-    @usual_promotion()
-    def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, jax.Array]:
-        if params is None:
-            raise ValueError("params=None: give update the parameters, which weight decay needs.")
-        count = cast(jax.Array, state)
-        factor = at_count(learning_rate, count) * at_count(weight_decay, count)
-        steps = jax.tree.map(lambda u, p: u - (factor * p).astype(u.dtype), updates, params)
-        return steps, count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.zeros([], jnp.int32), update_fn)
+        return state._replace(exchange=self.exchange.over(update.params, update.specs).resumed(carried))
 
 
 def ef_signsgd(
@@ -127,7 +100,7 @@ def ef_signsgd(
     *,
     axis_name: str | tuple[str, str],
     exchange: ExchangeOptions = ExchangeOptions(scale="mean_abs"),
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Error-feedback sign SGD: SGD with momentum that sends one bit per parameter each way.
 
     Every worker :math:`i` keeps a Nesterov momentum of its own gradients. The workers' steps are
@@ -207,11 +180,12 @@ def ef_signsgd(
       decoupled and not sent. As in the paper, a parameter that never had a gradient moves by the
       scale and error feedback moves it back: it stays within its residuals of its initial value.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
-    validation.check_decay("momentum", momentum)
-    check_options(exchange)
-    steps = EfSignsgd(learning_rate, validation.float32(momentum), exchange.one_bit(axis_name))
-    decay = _decay_steps(learning_rate, weight_decay)
-    return optax.chain(transformation(steps), decay if mask is None else optax.masked(decay, mask))
+    return transformation(
+        EfSignsgd(
+            learning_rate=validation.rate("learning_rate", learning_rate),
+            momentum=validation.number("momentum", momentum, "decay"),
+            weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
+            mask=validation.checked_mask(mask),
+            exchange=exchange.at_bits(axis_name, 1),
+        )
+    )

@@ -1,154 +1,175 @@
-"""What 1-bit Adam and 1-bit LAMB share: a momentum over a variance that freezes after a warm-up."""
+"""What 1-bit Adam and 1-bit LAMB share: a momentum over a variance that freezes after a warm-up.
 
-import functools
-from collections.abc import Mapping
-from typing import Any
+Each tensor has one array for both phases. In warm-up it holds the momentum ``m``, equal on all
+workers; after it the worker's compensated values ``c_i``, while the momentum is stored as the
+received signs and scales, at one bit per element instead of 32. Likewise ``v`` and then
+``1 / (sqrt(v) + eps)``. So no phase holds an array that it does not need.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
+from jax import lax
 
-from onebit_jax.collectives.exchange import BoundExchange
-from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
+from onebit_jax.collectives.error_feedback import ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms import phases
-from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import PhasedAlgorithm, Step, Update
-from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.phases import Phase
-from onebit_jax.transforms.warmup import Warmup
+from onebit_jax.transforms.algorithm import Algorithm
 
 
-def first_moment(b1: Any, m: jax.Array, g: jax.Array) -> jax.Array:
-    """``m <- b1 m + (1 - b1) g``, in the dtype and the shape of ``m``."""
-    return (jnp.multiply(b1, m.astype(jnp.float32)) + (1 - b1) * g.reshape(m.shape)).astype(m.dtype)
-
-
-def second_moment(b2: Any, v: jax.Array, g: jax.Array) -> jax.Array:
-    """``v <- b2 v + (1 - b2) g^2``."""
-    return b2 * v + (1 - b2) * g**2
-
-
-def metrics_of(state: Any) -> dict[str, jax.Array]:
-    """The metrics of a state's progress, variance and exchange."""
-    parts = (state.progress, state.variance_record, state.momentum.exchange)
-    return {name: value for part in parts for name, value in part.metrics().items()}
-
-
-def diagnostics_of(state: Any) -> dict[str, jax.Array]:
-    """``dead_share``, ``variance_at``, and the diagnostics of the exchange."""
-    return {
-        "dead_share": warmup_end.zero_share(state.v_then_inverse_root),
-        "variance_at": state.variance_at,
-        **state.momentum.exchange.diagnostics(),
-    }
-
-
-class FrozenVariance(PhasedAlgorithm):
-    """An algorithm whose state has at least the fields that :meth:`begin` makes.
+class Momentum(NamedTuple):
+    """A momentum that is first dense and then compressed.
 
     Attributes:
-      b1: decay of the momentum.
-      b2: decay of the variance.
-      warmup: when the variance freezes.
-      gradient_mean: averages the gradients of dense updates.
+      m_then_compensated: ``m`` in warm-up, equal on all workers; later each worker's ``c_i``. For
+        each tensor ``[1, *shape]``, in the hierarchical form ``[1, L, ...]``, of which ``c_i`` has
+        the device's shard. On a single node it is always ``m``.
+      received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
+        form ``[L, N, bytes]``; equal on all workers.
+      exchange: the rest of the exchange's state.
     """
 
-    b1: Any
-    b2: Any
-    warmup: Warmup
-    gradient_mean: GradientMean
+    m_then_compensated: PerWorker
+    received: jax.Array
+    exchange: ExchangeState
 
-    def dense_step(self, state: Any, update: Update) -> Any:
-        """The state after an update of the warm-up."""
-        raise NotImplementedError
 
-    def compressed_step(self, state: Any, update: Update) -> Any:
-        """The state after an update with the frozen variance."""
-        raise NotImplementedError
+@dataclasses.dataclass(frozen=True)
+class FrozenVariance(Algorithm):
+    """An algorithm that averages gradients in warm-up, and momenta after it.
 
-    def before(self) -> Mapping[Phase, Step]:
-        """Dense updates."""
-        return {"warmup": self.dense_step}
+    Attributes:
+      exchange: averages momenta at one bit.
+      gradient_exchange: averages gradients at a few bits; None for float32.
+    """
 
-    def after(self) -> Mapping[Phase, Step]:
-        """Compressed updates."""
-        return {"compression": self.compressed_step}
+    exchange: Exchange
+    gradient_exchange: Exchange | None
 
-    def tree(self, state: Any) -> Any:
-        """The variance, or its reciprocal root."""
-        return state.v_then_inverse_root
+    def mean_gradient(self, grads: Any, count: jax.Array) -> tuple[Any, jax.Array]:
+        """The mean of the workers' gradients, float32; and the id of an unfit tensor, or 0."""
+        if self.gradient_exchange is None:
+            mean = dense_mean(grads, bound_axes(self.exchange.axis_name))
+            return mean, unfit_of(mean)
+        mean, _, unfit = self.gradient_exchange.over(grads).mean(grads, count)
+        return mean, unfit
 
-    def upcoming(self, state: Any) -> jax.Array:
-        """The phases that the warm-up gives."""
-        progress = state.progress
-        return warmup_end.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
+    def no_momentum(self, params: Any) -> Momentum:
+        """``m = 0``."""
+        exchange = self.exchange.over(params)
+        state = exchange.init()
+        empty = PerWorker(state.worker.value._replace(values=()))
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        m = self.stored(exchange, zeros)
+        return Momentum(m, exchange.nothing_received(), state._replace(worker=empty))
 
-    def ends(self, state: Any) -> jax.Array:
-        """Whether this update is the last of the warm-up."""
-        return warmup_end.ends(self.warmup, state)
+    def stored(self, exchange: BoundExchange, m: Any) -> PerWorker:
+        """A dense momentum, a tree, in the dtype of residuals."""
+        dtype = getattr(exchange.compressor, "residual_dtype", "float32")
+        return PerWorker(jax.tree.map(lambda x: x.astype(dtype), exchange.layout.in_shards(m)))
 
-    def begin(self, params: optax.Params) -> dict[str, Any]:
-        """The common fields before the first update, ``m = v = 0``."""
-        return {
-            "progress": phases.begin(),
-            "momentum_decay": jnp.asarray(self.b1, jnp.float32),
-            "variance_record": warmup_end.no_record(params),
-            "v_then_inverse_root": optax.tree.zeros_like(params, dtype=jnp.float32),
-            "momentum": moments.begin(self.exchange.over(params)),
-        }
+    def dense(self, exchange: BoundExchange, momentum: Momentum) -> Any:
+        """``m`` in warm-up, a tree, float32."""
+        return exchange.layout.from_shards(equal_on_all_workers(momentum.m_then_compensated.value))
 
-    def bound(self, state: Any) -> BoundExchange:
-        """The exchange over the variance's tree."""
-        return moments.bound(self.exchange, state.v_then_inverse_root, state.momentum)
+    def last(self, exchange: BoundExchange, momentum: Momentum) -> list[jax.Array]:
+        """``m`` after warm-up, in the pieces that a worker compresses."""
+        if not exchange.compresses:
+            return exchange.layout.gather(self.dense(exchange, momentum))
+        return exchange.decode(momentum.received, own_shard=True)
 
-    def with_dense_moments(self, exchange: BoundExchange, state: Any, update: Update) -> Any:
-        """The state with :func:`first_moment` and :func:`second_moment` of the mean gradient.
+    def frozen(self, exchange: BoundExchange, momentum: Momentum, active: Any, decay: Any) -> Momentum:
+        """The momentum at the end of warm-up, from which compression begins.
 
-        Processes about a quarter of the tensors at a time: otherwise XLA averages all gradients
-        into new memory before it uses the first.
+        Args:
+          exchange: the exchange.
+          momentum: the momentum, dense.
+          active: a tree that is above 0 where elements are active.
+          decay: the factor of the momentum in the next update. Nothing has been received yet: times
+            this factor, the momentum is the first residual.
         """
-        layout, grads = exchange.layout, update.grads
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        m = list(state.momentum.m_then_compensated.value)
-        averaged = self.gradient_mean.compresses
-        if averaged:
-            grads = self.gradient_mean.average(grads, state.progress.count)
-        for places in layout.quarters():
-            leaves = [i for place in places for i in layout.leaves_of(place)]
-
-            def moments_of(old: Any, g: Any, places: Any = places, leaves: Any = leaves) -> Any:
-                old_m, old_v = old
-                if not averaged:
-                    g = self.gradient_mean.dense(g)
-                pieces = layout.gather_pieces(places, dict(zip(leaves, g, strict=True)))
-                new_m = [first_moment(self.b1, *x) for x in zip(old_m, pieces, strict=True)]
-                of_v = functools.partial(second_moment, self.b2)
-                return new_m, layout.alike(leaves).map(of_v, old_v, g)
-
-            new_m, new_v = overwrite_if(
-                update.when,
-                moments_of,
-                ([m[place] for place in places], [v[i] for i in leaves]),
-                [grads[i] for i in leaves],
-                axis_names=exchange.axes.names,
-            )
-            for place, new in zip(places, new_m, strict=True):
-                m[place] = new
-            for i, new in zip(leaves, new_v, strict=True):
-                v[i] = new
-        return state._replace(
-            v_then_inverse_root=tree.unflatten(v),
-            momentum=state.momentum._replace(m_then_compensated=PerWorker(m)),
+        if not exchange.compresses:
+            return momentum
+        lent = exchange.activate(self._lend(exchange, momentum), active)
+        c = jax.tree.map(
+            lambda x: (decay * x.astype(jnp.float32)).astype(x.dtype), momentum.m_then_compensated
         )
+        return Momentum(c, momentum.received, self._without_values(lent))
 
-    def carry(self, state: Any, like: Any) -> moments.Carried:
-        """Momentum and residuals."""
-        return moments.carry(self.exchange.over(like), state.momentum, state.progress)
+    def compressed(
+        self, exchange: BoundExchange, momentum: Momentum, m_i: list[jax.Array]
+    ) -> tuple[Momentum, Any, jax.Array]:
+        """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and the id of an unfit tensor."""
+        layout = exchange.layout
+        if not exchange.compresses:
+            m = layout.scatter(m_i)
+            kept = self.stored(exchange, m)
+            return momentum._replace(m_then_compensated=kept), m, unfit_of(m)
+        received, state, unfit = exchange.all_reduce(m_i, self._lend(exchange, momentum))
+        m = layout.scatter(exchange.decode(received))
+        return self._take_back(exchange, momentum, received, state), m, unfit
 
-    def resume(self, state: Any, carried: Any, like: Any) -> dict[str, Any]:
-        """Momentum and residuals."""
-        active, decay = state.v_then_inverse_root, state.momentum_decay
+    def reactivated(self, exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
+        """Marks the active elements again; newly active ones begin with residuals of 0."""
+        if not exchange.compresses:
+            return momentum
+        state = exchange.activate(self._lend(exchange, momentum), active)
+        return self._take_back(exchange, momentum, momentum.received, state)
+
+    def _lend(self, exchange: BoundExchange, momentum: Momentum) -> ExchangeState:
+        """The exchange's state with this device's shard of the values that the momentum holds."""
+        values, worker = momentum.m_then_compensated.value, momentum.exchange.worker.value
+        if exchange.layout.shards > 1:
+            index = lax.axis_index(exchange.axes.local)
+            values = jax.tree.map(lambda x: x[:, index], values)
+        return momentum.exchange._replace(worker=PerWorker(worker._replace(values=values)))
+
+    def _take_back(
+        self, exchange: BoundExchange, momentum: Momentum, received: jax.Array, state: ExchangeState
+    ) -> Momentum:
+        values = state.worker.value.values
+        if exchange.layout.shards > 1:
+            index = lax.axis_index(exchange.axes.local)
+            held = momentum.m_then_compensated.value
+            values = jax.tree.map(lambda x, y: x.at[:, index].set(y), held, values)
+        return Momentum(PerWorker(values), received, self._without_values(state))
+
+    @staticmethod
+    def _without_values(state: ExchangeState) -> ExchangeState:
+        return state._replace(worker=PerWorker(state.worker.value._replace(values=())))
+
+    # Another number of workers.
+
+    def carried_momentum(self, state: Any, like: Any) -> tuple[Any, Any]:
+        """``m`` and the total residual, trees."""
         exchange = self.exchange.over(like)
-        return {"momentum": moments.resume(exchange, carried, state.progress, active, decay)}
+        dense, frozen = self.dense(exchange, state.momentum), state.progress.frozen_at >= 0
+        if not exchange.compresses:
+            return dense, jax.tree.map(jnp.zeros_like, dense)
+        m = exchange.layout.scatter(exchange.decode(state.momentum.received))
+        R = exchange.total_residual(self._lend(exchange, state.momentum))
+        m = jax.tree.map(lambda x, y: jnp.where(frozen, x, y), m, dense)
+        return m, jax.tree.map(lambda r: jnp.where(frozen, r, 0.0), R)
+
+    def resumed_momentum(
+        self, momentum: Momentum, carried: tuple[Any, Any], state: Any, decay: Any
+    ) -> Momentum:
+        """A momentum for other workers from :meth:`carried_momentum`.
+
+        What was received has a scale for each of ``n`` chunks, or ``n`` rows of bits, which others
+        have not: ``m``, times its factor in the next update, is added to the residual, as at the
+        end of warm-up. A single node, which compresses nothing, applies the residual immediately.
+        """
+        active, frozen = state.v_then_inverse_root, state.progress.frozen_at >= 0
+        exchange = self.exchange.over(active)
+        m, R = carried
+        alive = jax.tree.map(lambda y: ~frozen | (y > 0), active)
+        m, R = (jax.tree.map(lambda x, on: jnp.where(on, x, 0.0), x, alive) for x in (m, R))
+        share = jnp.where(decay > 0, 1 / jnp.where(decay > 0, decay, 1.0), 0.0)
+        whole = jax.tree.map(lambda x, r: x + share * r, m, R)
+        dense = momentum._replace(m_then_compensated=self.stored(exchange, whole))
+        begun = self.frozen(exchange, dense, active, decay)
+        return jax.tree.map(lambda x, y: jnp.where(frozen, x, y), begun, dense)

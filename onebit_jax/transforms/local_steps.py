@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,135 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.compressor import Compressor
-from onebit_jax.collectives.error_feedback import Call
-from onebit_jax.collectives.exchange import Exchange, dense_mean
-from onebit_jax.collectives.exchange_options import (
-    ExchangeOptions,
-    check_compressor,
-    check_decay_counts,
-    check_options,
-    check_unused,
-)
-from onebit_jax.collectives.stages import Stages, carry_out, send_in_turns
-from onebit_jax.collectives.xla_workarounds import overwrite_one
-from onebit_jax.markers import as_own, own
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
-from onebit_jax.transforms.fragments import Fragments
-from onebit_jax.transforms.local_steps_checks import (
-    check_exchanges_nothing,
-    check_moves,
-    check_schedule,
-)
-from onebit_jax.transforms.local_steps_state import LocalStepsState, Plan
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, begin, keep
+from onebit_jax.collectives.error_feedback import Compressor
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
+from onebit_jax.markers import PerWorker, as_own, in_place_of, own
+from onebit_jax.programs.jaxprs import collectives
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Phase, Progress, Step, Update
+from onebit_jax.transforms.compressed_mean import weighted
 
-_LOCAL, _SYNC = PHASES.index("local"), PHASES.index("sync")
+
+class Plan(NamedTuple):
+    """The schedule of exchanges for which a state was made.
+
+    Attributes:
+      every: the number of updates between two exchanges of a tensor, 0 if a function gives it;
+        int32 ``[]``.
+      fragments: the number of groups of tensors that take turns; int32 ``[]``.
+      delay: the number of updates after which an outer gradient is applied, 0 or 1; int32 ``[]``.
+    """
+
+    every: jax.Array
+    fragments: jax.Array
+    delay: jax.Array
+
+
+class LocalStepsState(NamedTuple):
+    """State of :func:`local_steps`, equal on all workers except inside a ``PerWorker``.
+
+    Attributes:
+      progress: updates made, and the phase; ``"local"`` or ``"sync"``.
+      plan: the schedule of exchanges.
+      since_sync: number of updates that the last exchange did not include; int32 ``[]``.
+      fragment: the group of tensors whose turn is next; int32 ``[]``.
+      inner: each worker's state of the inner optimizer; leaves ``[1, *shape]``.
+      outer: the states of the outer optimizer, one for each group of tensors.
+      shared: the parameters ``x`` that all workers share, each as of its last exchange; float32, a
+        tree like the parameters.
+      own: the worker's parameters ``x_i``; float32, a tree like the parameters, ``[1, *shape]``.
+        With a delay the message that the next update sends is ``shared`` minus these.
+      exchange: the residuals, for each group of tensors.
+    """
+
+    exchanging_phase = "sync"
+    progress: Progress
+    plan: Plan
+    since_sync: jax.Array
+    fragment: jax.Array
+    inner: PerWorker
+    outer: tuple[Any, ...]
+    shared: Any
+    own: PerWorker
+    exchange: tuple[Any, ...]
+
+    def synced_parameters(self, params: optax.Params) -> optax.Params:
+        """``x``, in the dtypes of ``params``: the parameters to evaluate and to publish.
+
+        Those of other optimizers, within ``optax.partition``, are returned as they are.
+        """
+        return in_place_of(self.shared, params)
+
+    def worker_parameters(self, params: optax.Params) -> optax.Params:
+        """``x_i``, in the dtypes of ``params``, in the worker view: the parameters in training."""
+        return in_place_of(own(self.own), params)
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """``phase``, a scalar."""
+        return {"phase": self.progress.phase}
+
+    def own_parameters(self) -> Any:
+        """A tree of booleans that marks parameters which may differ between workers: all."""
+        return jax.tree.map(lambda _: True, self.shared)
+
+    def check_plan(self, expected: Plan) -> None:
+        """Raises ``ValueError`` for a state that another schedule cannot continue.
+
+        Args:
+          expected: the plan of this optimizer.
+        """
+        saved, wanted = jax.device_get((self.plan, expected))
+        alike = saved._replace(every=wanted.every) == wanted and wanted.fragments == 1
+        if saved != wanted and not (alike and int(self.since_sync) == saved.delay):
+            raise ValueError(
+                f"opt_state is one of local_steps with {_in_words(saved)}, saved "
+                f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
+                f"{_in_words(wanted)}. Go on with what it was made with. Another every can be "
+                f"given, of a state with fragments=1, right after an exchange."
+            )
+
+
+def _in_words(plan: Plan) -> str:
+    every = plan.every or "a function"
+    return f"every={every}, fragments={plan.fragments}, delay={plan.delay}"
+
+
+class Fragments:
+    """Groups of a tree's tensors of about the same size; the largest are assigned first.
+
+    Args:
+      tree: the tree.
+      count: the number of groups.
+
+    Raises:
+      ValueError: for more groups than tensors.
+    """
+
+    def __init__(self, tree: Any, count: int):
+        leaves, self._structure = jax.tree.flatten(tree)
+        if count > max(1, len(leaves)):
+            raise ValueError(
+                f"fragments={count} must be at most {len(leaves)}, the number of parameter "
+                f"tensors: a tensor is exchanged whole."
+            )
+        sizes, of_leaf = [0] * count, {}
+        for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+            of_leaf[i] = sizes.index(min(sizes))
+            sizes[of_leaf[i]] += leaves[i].size
+        self.of_leaf = [of_leaf[i] for i in range(len(leaves))]
+
+    def group(self, tree: Any, number: int) -> Any:
+        """The tree of a group, with :class:`optax.MaskedNode` for all other tensors."""
+        pairs = zip(jax.tree.leaves(tree), self.of_leaf, strict=True)
+        return self._structure.unflatten(
+            x if own == number else optax.MaskedNode() for x, own in pairs
+        )
+
+    def replaced(self, tree: Any, number: int, group: Any) -> Any:
+        """The tree with other tensors of one group."""
+        new = iter(jax.tree.leaves(group))
+        pairs = zip(jax.tree.leaves(tree), self.of_leaf, strict=True)
+        return self._structure.unflatten(next(new) if own == number else x for x, own in pairs)
 
 
 State = LocalStepsState
@@ -49,10 +154,8 @@ class LocalSteps(Algorithm):
     every: int | Callable[[jax.Array], jax.Array]
     fragments: int
     delay: int
-    error_decay: Any
     compresses: bool
     exchange: Exchange
-    phases = ("local", "sync")
     needs_params = "local steps move them"
 
     @property
@@ -61,20 +164,15 @@ class LocalSteps(Algorithm):
         every = 0 if callable(self.every) else self.every
         return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments), jnp.int32(self.delay))
 
-    def tree(self, state: State) -> Any:
-        """The shared parameters."""
-        return state.shared
-
     def init(self, params: optax.Params) -> State:
         """Sets ``x`` and all ``x_i`` to the parameters."""
         # Copies: a step donates the state and the parameters.
         shared = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
         state = self.inner.init(shared)
-        check_exchanges_nothing(self.inner, shared, state)
-        check_moves(self.outer, params)
-        groups = Fragments(shared, self.fragments).split(shared)
+        _check_exchanges_nothing(self.inner, shared, state)
+        groups = [Fragments(shared, self.fragments).group(shared, i) for i in range(self.fragments)]
         return LocalStepsState(
-            progress=begin(),
+            progress=algorithm.begin(),
             plan=self.plan,
             since_sync=jnp.zeros([], jnp.int32),
             fragment=jnp.int32(1 % self.fragments),
@@ -87,120 +185,125 @@ class LocalSteps(Algorithm):
             ),
         )
 
+    def steps(self) -> Mapping[Phase, Step]:
+        """Local updates, and those that exchange a group of tensors each."""
+        steps = {"local": functools.partial(self.step, group=None)}
+        for i in range(self.fragments):
+            steps[algorithm.sync_of(i)] = functools.partial(self.step, group=i)
+        return steps
+
+    def accepts(self, state: State, phase: Phase) -> jax.Array | bool:
+        """Whether it is the group's turn."""
+        syncs = [algorithm.sync_of(i) for i in range(self.fragments)]
+        return phase == "local" or state.fragment == syncs.index(phase)
+
     def upcoming(self, state: State) -> jax.Array:
         """The phases that ``every`` gives."""
-        found, since_sync, every = [], state.since_sync, self.every
-        for i in range(OUTLOOK):
-            gap = every(state.progress.count + i) if callable(every) else every // self.fragments
+        found, since_sync, fragment = [], state.since_sync, state.fragment
+        codes = jnp.array([algorithm.code(algorithm.sync_of(i)) for i in range(self.fragments)])
+        for i in range(algorithm.OUTLOOK):
+            gap = self.every
+            gap = gap(state.progress.count + i) if callable(gap) else gap // self.fragments
             syncs = since_sync + 1 >= jnp.asarray(gap, jnp.int32) + self.delay
-            found.append(jnp.where(syncs, _SYNC, _LOCAL))
+            found.append(jnp.where(syncs, codes[fragment], algorithm.code("local")))
             since_sync = jnp.where(syncs, self.delay, since_sync + 1)
+            fragment = jnp.where(syncs, (fragment + 1) % self.fragments, fragment)
         return jnp.stack(found).astype(jnp.int32)
 
-    def outer_step(
-        self, when: jax.Array, call: Call, kept: tuple[Any, Any, Any], own: Any
-    ) -> Stages[tuple[Any, Any, Any]]:
-        """``D = EC(x - x_i)`` and ``x <- x + outer(D)``, with the states of both; in stages."""
-        shared, of_outer, of_exchange = kept
-        gradient = jax.tree.map(lambda x, y: x - y, shared, own)
-        if not self.compresses:
-            D = dense_mean(gradient, bound_axes(self.exchange.axis_name))
-        else:
-            exchange = self.exchange.over(shared, of_exchange)
-            D, of_exchange = yield from exchange.average_in_stages(gradient, of_exchange, call)
-        moves, new_outer = self.outer.update(D, of_outer, shared)
-        new = optax.apply_updates(shared, moves), new_outer
-        return *keep(when, new, (shared, of_outer)), of_exchange
+    def step(self, state: State, update: Update, *, group: int | None) -> Made:
+        """An inner step; where a group is given, then its outer step.
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
-        """An inner step; in a sync then an outer step of the group of tensors whose turn it is.
-
-        The update is the new ``x_i`` minus the present parameters.
+        The updates are the new ``x_i`` minus the parameters given.
         """
-        tree = jax.tree.structure(state.shared)
         inner, x = own(state.inner), own(state.own)
-        grads = tree.unflatten([g.astype(jnp.float32) for g in update.grads])
-        steps, inner_state = self.inner.update(grads, inner, x, **update.extra_args)
+        validation.check_same_tree(update.grads, x)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), update.grads)
+        steps, inner = self.inner.update(grads, inner, x, **update.extra_args)
         steps = jax.tree.map(lambda u: u.astype(jnp.float32), steps)
         moved = jax.tree.map(jnp.add, x, steps)
-        inner_state, moved = keep(update.when, (inner_state, moved), (inner, x))
-        # With a delay nothing that is sent waits for this update's gradients.
-        sent = x if self.delay else moved
-        index = (
-            jnp.int32(PHASES.index(update.phase)) if update.phase else state.progress.upcoming[0]
+        state = state._replace(
+            plan=self.plan, since_sync=state.since_sync + 1, inner=as_own(inner)
         )
-        syncs = update.when & (index == _SYNC)
-        fragments = Fragments(state.shared, self.fragments)
-        kept = list(zip(fragments.split(state.shared), state.outer, state.exchange, strict=True))
-        shared = state.shared
-        # The group to exchange; -1 in a local step.
-        turn = jnp.where(syncs, state.fragment if self.fragments > 1 else 0, -1)
-        if update.phase != "local":
-            kept = self._outer_steps(turn, state.fragment, update, kept, fragments.split(sent))
-            shared = fragments.join([x for x, *_ in kept])
-            met = jax.tree.map(jnp.add, shared, steps) if self.delay else shared
-            moved = jax.tree.map(
-                lambda x, y, group: jnp.where(turn == group, x, y), met, moved, fragments.numbers()
-            )
-        fragment = jnp.where(syncs, state.fragment + 1, state.fragment) % self.fragments
-        new = state._replace(
-            plan=self.plan,
-            since_sync=jnp.where(syncs, self.delay, state.since_sync + update.when),
-            fragment=fragment,
-            inner=as_own(inner_state),
-            outer=tuple(of_outer for _, of_outer, _ in kept),
-            shared=shared,
-            own=as_own(moved),
-            exchange=tuple(of_exchange for *_, of_exchange in kept),
-        )
-        pairs = zip(jax.tree.leaves(moved), update.params, strict=True)
-        return new, [x - p.astype(jnp.float32) for x, p in pairs]
+        if group is not None:
+            fragments = Fragments(x, self.fragments)
+            # With a delay nothing that is sent depends on this update's gradients.
+            sent = fragments.group(x if self.delay else moved, group)
+            shared, state = self._outer_step(state, update, fragments, group, sent)
+            met = shared
+            if self.delay:
+                met = jax.tree.map(jnp.add, shared, fragments.group(steps, group))
+            moved = fragments.replaced(moved, group, met)
+        updates = jax.tree.map(lambda x, p: x - p.astype(jnp.float32), moved, update.params)
+        return Made(state._replace(own=as_own(moved)), updates, unfit_of(grads))
 
-    def _outer_steps(
-        self, turn: jax.Array, upcoming: jax.Array, update: Update, kept: list[Any], own: list[Any]
-    ) -> list[Any]:
-        """The outer step of the group ``turn``; in a sync that counts it is the upcoming one."""
-        decays, axes = (self.error_decay, self.error_decay), bound_axes(self.exchange.axis_name)
-        call = Call(True, *decays, weight=update.extra_args.get("vote_weight", 1.0))
-        one = functools.partial(self.outer_step, jnp.bool(True), call)
-        received = []
-        # The group is known before the gradients, unlike whether its turn counts.
-        if self.delay and update.phase == "sync" and self.compresses and axes.local is None:
-            pairs = list(zip(kept, own, strict=True))
-            received = send_in_turns(upcoming, lambda x: one(*x), pairs, axis_names=axes.names)
-        if update.phase == "sync" and self.fragments == 1:
-            call = call._replace(when=update.when)
-            return [carry_out(self.outer_step(update.when, call, kept[0], own[0]), received)]
-        return overwrite_one(
-            turn,
-            lambda kept, reads: carry_out(one(kept, reads[0]), reads[1]),
-            kept,
-            [(x, received) for x in own],
-            axis_names=axes.names,
+    def _outer_step(
+        self, state: State, update: Update, fragments: Fragments, group: int, own: Any
+    ) -> tuple[Any, State]:
+        """``D = EC(x - x_i)`` and ``x <- x + outer(D)`` of one group; its new ``x``, the state."""
+        x, kept = fragments.group(state.shared, group), state.exchange[group]
+        D = jax.tree.map(lambda x, y: x - y, x, own)
+        if self.compresses:
+            kept = weighted(kept, update.extra_args)
+            D, kept, _ = self.exchange.over(x).mean(D, kept)
+        else:
+            D = dense_mean(D, bound_axes(self.exchange.axis_name))
+        moves, of_outer = self.outer.update(D, state.outer[group], x)
+        x = optax.apply_updates(x, moves)
+
+        def with_new(values: tuple[Any, ...], new: Any) -> tuple[Any, ...]:
+            return (*values[:group], new, *values[group + 1 :])
+
+        return x, state._replace(
+            since_sync=jnp.full_like(state.since_sync, self.delay),
+            fragment=(state.fragment + 1) % self.fragments,
+            outer=with_new(state.outer, of_outer),
+            shared=fragments.replaced(state.shared, group, x),
+            exchange=with_new(state.exchange, kept),
         )
 
-    def _groups(self, like: Any) -> list[Any]:
-        return Fragments(like, self.fragments).split(like)
+    def foreign(self, state: State, update: Update) -> tuple[Any, State]:
+        """The steps of both optimizers."""
+        steps, _ = self.inner.update(update.grads, own(state.inner), own(state.own))
+        group = Fragments(steps, self.fragments).group(steps, 0)
+        moves, _ = self.outer.update(group, state.outer[0], group)
+        return steps, state._replace(exchange=moves)
 
-    def carry(self, state: State, like: Any) -> Any:
+    def _exchanges(self, update: Update) -> list[Any]:
+        fragments = Fragments(update.params, self.fragments)
+        groups = [fragments.group(update.params, i) for i in range(self.fragments)]
+        return [self.exchange.over(group, update.specs) for group in groups]
+
+    def carry(self, state: State, update: Update) -> Any:
         """The total residual of each group."""
         if not self.compresses:
             return ()
-        return [
-            self.exchange.over(group).total_residual(kept)
-            for group, kept in zip(self._groups(like), state.exchange, strict=True)
-        ]
+        pairs = zip(self._exchanges(update), state.exchange, strict=True)
+        return [exchange.total_residual(kept) for exchange, kept in pairs]
 
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, update: Update) -> State:
         """Gives every worker these residuals."""
-        del state
         if not self.compresses:
-            return {}
+            return state
         resumed = [
-            self.exchange.over(group).resumed(residual)
-            for group, residual in zip(self._groups(like), carried, strict=True)
+            kept if residual == () else exchange.resumed(residual)
+            for exchange, residual, kept in zip(
+                self._exchanges(update), carried, state.exchange, strict=True
+            )
         ]
-        return {"exchange": tuple(resumed)}
+        return state._replace(exchange=tuple(resumed))
+
+
+def _check_exchanges_nothing(
+    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
+) -> None:
+    """Raises ``ValueError`` for an inner optimizer that calls a collective."""
+    program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
+    for eqn in collectives(program.jaxpr):
+        raise ValueError(
+            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
+            f"every step what local steps are there to save. Give one without an exchange, such as "
+            f"optax.adamw(1e-3)."
+        )
 
 
 def local_steps(
@@ -213,7 +316,6 @@ def local_steps(
     compressor: Compressor | None = None,
     fragments: int = 1,
     delay: int = 0,
-    error_decay: jax.typing.ArrayLike = 1.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Lets workers train independently, and averages their progress every few steps.
@@ -238,7 +340,7 @@ def local_steps(
     parameters in a ``PerWorker``: :func:`onebit_jax.train_step` reads them there, so a run can be
     saved and resumed after any update, and sets them to :math:`x` in an exchange, bit for bit. In
     your own loop read them by ``state.worker_parameters(params)``; parameters to which updates were
-    added, as within :func:`onebit_jax.on_mesh`, may be off by a unit in the last place.
+    added, as within :func:`onebit_jax.sharding.on_mesh`, may be off by a unit in the last place.
     ``state.synced_parameters(params)`` are the shared ones, to evaluate and to publish. Nothing may
     change the updates after this transformation.
 
@@ -248,7 +350,7 @@ def local_steps(
     there are :math:`F` times as many. Each group has its own residuals and outer state, and its
     turn sets :math:`x_i` of its tensors to :math:`x`, bit for bit; after no update all are equal.
     The outer optimizer sees one group, and :class:`optax.MaskedNode` for the other tensors. Tensors
-    stay whole: no group has more than twice the mean, or ``init`` refuses.
+    stay whole, so that one large tensor is a large group.
 
     **Delay.** With ``delay=1`` the distances after an update are exchanged in the *next* one, which
     applies the result:
@@ -267,14 +369,12 @@ def local_steps(
 
     Nothing that is sent or received then depends on this update's gradients. In the programs of
     :func:`onebit_jax.train_step`, and with a static ``phase``, XLA can therefore run encoding and
-    collectives beside the forward and the backward pass; only the outer step waits for the check
-    for NaNs, and encodes once more. Every group then sends as many bytes as the largest. Between
-    nodes of several devices an exchange waits nevertheless; at 32 bits with several groups, and
-    without a phase, it stands in a loop, beside which accelerators run nothing else.
+    collectives beside the forward and the backward pass.
 
     The extra argument ``phase`` overrides ``every``: ``"local"`` compiles a program that sends
-    nothing, ``"sync"`` one that exchanges the group whose turn is next. With
-    :class:`onebit_jax.MajorityVote` the extra argument ``vote_weight`` is a worker's weight, such
+    nothing, ``"sync"`` one that exchanges the first group, ``"sync_1"`` the second, and so on; a
+    group whose turn is not next is refused. With
+    :class:`onebit_jax.contrib.MajorityVote` the extra argument ``vote_weight`` is a worker's weight, such
     as the number of tokens of its updates since the last exchange; without it all weigh the same.
 
     A state belongs to its ``every``, ``fragments`` and ``delay``: :func:`onebit_jax.train_step`
@@ -296,13 +396,11 @@ def local_steps(
         hierarchical form every device takes its own local steps.
       bits: per value of the outer gradient: 1, 2, 4, 8 or 32.
       compressor: another compressor of the outer gradient, in place of ``bits``:
-        :class:`onebit_jax.MajorityVote`, :class:`onebit_jax.Drive`,
-        :class:`onebit_jax.LargestValues`.
+        :class:`onebit_jax.contrib.MajorityVote`, :class:`onebit_jax.contrib.Drive`,
+        :class:`onebit_jax.contrib.LargestValues`.
       fragments: the number of groups of tensors that take turns; values above 1 need a number for
         ``every``.
       delay: 1 for an exchange beside the gradients of the update after; 0 for one that waits.
-      error_decay: the factor of residuals when they are added; 1 corrects rounding errors in
-        full.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -312,8 +410,7 @@ def local_steps(
 
     Raises:
       ValueError: for an invalid option; from ``init`` for an inner optimizer that exchanges
-        over an axis, an outer one that never moves, as with a learning rate of 0, more fragments
-        than there are tensors or than the largest allows, parameters that are not real
+        over an axis, more fragments than there are tensors, parameters that are not real
         floating-point arrays, or an axis that is not bound; from ``update`` without parameters, or
         for an unknown phase.
 
@@ -352,24 +449,30 @@ def local_steps(
     """
     validation.check_transformation("inner", inner)
     validation.check_transformation("outer", outer)
-    check_schedule(every, fragments, delay)
-    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
-    validation.check_share("error_decay", error_decay)
-    error_decay = validation.float32(error_decay)
-    check_options(exchange)
+    fragments = validation.count("fragments", fragments, 1, "1 exchanges all tensors at once")
+    if not callable(every):
+        every = validation.count("every", every, 1, "the updates per exchange", traced=True)
+    unknown = callable(every) or isinstance(every, jax.core.Tracer)
+    if fragments > 1 and (unknown or every % fragments):
+        raise ValueError(
+            f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
+            f"tensors take turns every / fragments updates apart."
+        )
+    if validation.count("delay", delay, 0, "0, or 1 for an exchange beside gradients") > 1:
+        raise ValueError(f"delay={delay!r} must be 0 or 1: longer delays would need more messages.")
+    bits = validation.bits("bits", bits, (1, 2, 4, 8, 32))
     if compressor is not None:
-        check_compressor(compressor, bits, 32)
-        check_decay_counts("error_decay", error_decay, compressor)
         how = exchange.of(axis_name, compressor)
-    elif bits == 32:
-        check_unused(exchange)
-        check_decay_counts("error_decay", error_decay, None)
-        # Only the axis counts.
-        how = exchange.at_bits(axis_name, 8)
     else:
-        how = exchange.at_bits(axis_name, bits)
-    compresses = bits < 32 or compressor is not None
-    inner = optax.with_extra_args_support(inner)
-    return transformation(
-        LocalSteps(inner, outer, every, fragments, delay, error_decay, compresses, how)
+        how = exchange.at_bits(axis_name, bits if bits < 32 else 8)
+    return algorithm.transformation(
+        LocalSteps(
+            inner=optax.with_extra_args_support(inner),
+            outer=outer,
+            every=every,
+            fragments=fragments,
+            delay=delay,
+            compresses=compressor is not None or bits < 32,
+            exchange=how,
+        )
     )

@@ -7,39 +7,20 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms import phases, step_sets
-from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import (
-    Arrays,
-    Step,
-    Update,
-    chain,
-    decay_and_rate,
-    transformation,
-)
-from onebit_jax.transforms.frozen_variance import (
-    FrozenVariance,
-    diagnostics_of,
-    first_moment,
-    metrics_of,
-)
-from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.momentum import Momentum
-from onebit_jax.transforms.phases import PHASES, Phase, Progress
-from onebit_jax.transforms.step_bound import bounded, check_step_bound, for_uncorrected
-from onebit_jax.transforms.step_sets import StepSet
-from onebit_jax.transforms.warmup import VarianceRecord, Warmup, variance_stable
+from onebit_jax.collectives.axes import bound_axes, sum_over_shards
+from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
+from onebit_jax.transforms import algorithm, schedules
+from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
+from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum
+from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
 # The best measured (docs/pretraining.md): with refreshes it matters little when the warm-up ends,
 # as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
-_WARMUP_BITS, _REFRESHES = 4, step_sets.published_variance_steps(16)
+_REFRESHES = schedules.published_variance_steps(16)
 
 
 class ScaleByOnebitAdamState(NamedTuple):
@@ -48,7 +29,6 @@ class ScaleByOnebitAdamState(NamedTuple):
     Attributes:
       progress: updates made, and the phase; equal on all workers, as are all fields but
         ``momentum``.
-      momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
       variance_record: the changes of the variance, from which the end of warm-up is decided.
       variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
         int32 ``[]``.
@@ -58,50 +38,54 @@ class ScaleByOnebitAdamState(NamedTuple):
     """
 
     progress: Progress
-    momentum_decay: jax.Array
     variance_record: VarianceRecord
     variance_at: jax.Array
     v_then_inverse_root: Any
     momentum: Momentum
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          ``phase`` of the last update, by its place in
-          :data:`~onebit_jax.transforms.phases.PHASES`, -1 if it was refused; ``frozen_at``;
-          ``variance_growth`` and ``variance_shrinkage``; and ``residual_ratio``,
-          ``||e_i|| / ||m||`` over the elements that this worker compresses, 0 in warm-up: if it
-          keeps growing, the momentum changes faster than one bit per step can follow.
-        """
-        return metrics_of(self)
+        """``phase``, ``frozen_at``, ``variance_growth`` and ``variance_shrinkage``, scalars."""
+        return self.progress.metrics() | self.variance_record.metrics()
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """Further scalars for :func:`onebit_jax.diagnose`.
-
-        Returns:
-          ``dead_share``, the share of elements whose ``v`` is 0; ``variance_at``; and the
-          exchange's ``scale_spread``.
-        """
-        return diagnostics_of(self)
-
-
-def root(v: jax.Array, correction: Any, eps: Any, eps_root: Any) -> jax.Array:
-    """The momentum's divisor, ``sqrt(v / correction + eps_root) + eps``."""
-    return jnp.sqrt(v / correction + eps_root) + eps
+        """``inactive_share``, ``variance_at``, and the exchange's ``scale_spread``, scalars."""
+        return {
+            "inactive_share": zero_share(self.v_then_inverse_root),
+            "variance_at": self.variance_at,
+            **self.momentum.exchange.diagnostics(),
+        }
 
 
-def refreshed(
-    inverse_root: jax.Array, g: jax.Array, share: jax.Array, eps: Any, eps_root: Any
-) -> jax.Array:
-    """``v <- (1 - share) v + share g^2``, or ``g^2`` where v was 0; as ``1 / (sqrt(v) + eps)``."""
-    was = inverse_root > 0
-    v = jnp.square(1 / inverse_root - eps) - eps_root
-    v = jnp.where(was, (1 - share) * jnp.maximum(v, 0.0) + share * g**2, g**2)
-    return jnp.where(was | (g != 0), 1 / root(v, 1.0, eps, eps_root), 0.0)
+def zero_share(v: Any) -> jax.Array:
+    """The share of a tree's elements that are 0, such as elements without a variance."""
+    leaves = jax.tree.leaves(v)
+    zeros = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
+    return sum(zeros, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)
 
 
-State = ScaleByOnebitAdamState
+def bounded(u: jax.Array, bound: Any) -> jax.Array:
+    """``u``, of at most this magnitude; None for none.
+
+    Adam's own steps need no bound: its variance contains the gradients that its momentum does, and
+    an element that has its first gradient after many zeros moves by ``(1 - b1) / sqrt(1 - b2)``
+    learning rates, 3.2 with the usual decays (Kingma and Ba, section 2.1). A frozen variance does
+    not know later gradients, and one bit per parameter sends an element whose own momentum is tiny,
+    such as a rare token's, as large a momentum as the other elements of its tensor. Divided by the
+    small root of its variance that is hundreds of learning rates: such elements drift until the
+    loss is not finite.
+    """
+    return u if bound is None else lax.clamp(-jnp.asarray(bound, u.dtype), u, jnp.asarray(bound, u.dtype))
+
+
+def for_uncorrected(bound: Any, b2: Any, updates: jax.Array) -> Any:
+    """The bound where ``v``, of so many updates, is not corrected for beginning at 0.
+
+    Steps are then as much longer as the root of ``v`` is too small.
+    """
+    if bound is None:
+        return None
+    begun = jnp.maximum(updates, 1).astype(jnp.float32)
+    return bound / jnp.sqrt(1 - jnp.float32(b2) ** begun)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,203 +95,235 @@ class OnebitAdam(FrozenVariance):
     b1: Any
     b2: Any
     eps: Any
-    eps_root: Any
     warmup: Warmup
-    bias_correction: bool
     refreshes: StepSet | None
     step_bound: Any
-    exchange: Exchange
-    gradient_mean: GradientMean
+    bias_correction: bool
+    before = ("warmup",)
 
-    def after(self) -> Mapping[Phase, Step]:
-        """Compressed updates, and those that refresh the variance."""
-        steps = super().after()
+    def init(self, params: optax.Params) -> Any:
+        """``m = v = 0``."""
+        return ScaleByOnebitAdamState(
+            algorithm.begin(),
+            schedules.no_record(params),
+            jnp.full([], -1, jnp.int32),
+            optax.tree.zeros_like(params, dtype=jnp.float32),
+            self.no_momentum(params),
+        )
+
+    def steps(self) -> Mapping[Phase, Step]:
+        """Dense updates; compressed ones; and those that refresh the variance."""
+        steps: dict[Phase, Step] = {"warmup": self.dense_step, "compression": self.compressed_step}
         return steps if self.refreshes is None else {**steps, "refresh": self.refresh_step}
 
-    def init(self, params: optax.Params) -> State:
-        """``m = v = 0``."""
-        return ScaleByOnebitAdamState(variance_at=jnp.full([], -1, jnp.int32), **self.begin(params))
-
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: Any) -> jax.Array:
         """The phases that the warm-up and the set of refreshes give."""
-        coming, count = super().upcoming(state), state.progress.count
+        progress = state.progress
+        coming = schedules.upcoming(self.warmup, progress.count, progress.frozen_at >= 0)
         if self.refreshes is None:
             return coming
-        due = jnp.stack([jnp.asarray(self.refreshes(count + i)) for i in range(phases.OUTLOOK)])
+        counts = [progress.count + i for i in range(algorithm.OUTLOOK)]
+        due = jnp.stack([jnp.asarray(self.refreshes(count)) for count in counts])
         compressed = coming == PHASES.index("compression")
         return jnp.where(compressed & due, PHASES.index("refresh"), coming).astype(jnp.int32)
 
     def corrections(self, t: jax.Array) -> tuple[Any, Any]:
         """The divisors ``1 - b1**t`` and ``1 - b2**t``; both 1 without bias correction."""
         if not self.bias_correction:
-            return 1.0, 1.0
+            return jnp.float32(1), jnp.float32(1)
         b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
         return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
 
-    def dense_step(self, state: State, update: Update) -> State:
+    def momentum_of(self, m: Any, g: Any) -> Any:
+        """``b1 m + (1 - b1) g``."""
+        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, m, g)
+
+    def dense_step(self, state: Any, update: Update) -> Made:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
-        exchange = self.bound(state)
-        state = self.with_dense_moments(exchange, state, update)
-        v = jax.tree.leaves(state.v_then_inverse_root)
-        _, correction = self.corrections(state.progress.count + 1)
-        norms = sum_over_shards(exchange.layout.alike().sums(v)) / correction
-        return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when)
+        exchange, t = self.bound(state, update), state.progress.count + 1
+        g, unfit = self.mean_gradient(update.grads, state.progress.count)
+        stored = self.stored(
+            exchange, self.momentum_of(self.dense(exchange, state.momentum), g)
         )
-
-    def freeze(self, state: State, params: Any) -> State:
-        """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
-        del params
-        _, correction = self.corrections(state.progress.count + 1)
-        exchange, (v, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-
-        def inverse(v: jax.Array) -> jax.Array:
-            return jnp.where(v > 0, 1 / root(v, correction, self.eps, self.eps_root), 0.0)
-
-        inverse_root = tree.unflatten(exchange.layout.alike().map(inverse, v))
-        m = state.momentum.m_then_compensated.value
-        return state._replace(
-            variance_at=state.progress.count + 1,
-            v_then_inverse_root=inverse_root,
-            momentum=moments.activate(exchange, state.momentum, m, inverse_root),
+        v = jax.tree.map(
+            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_inverse_root, g
         )
-
-    def compressed_step(self, state: State, update: Update) -> State:
-        """``m <- EC1(b1 m + (1 - b1) g_i)``."""
-        exchange = self.bound(state)
-        m, g = moments.last(exchange, state.momentum), exchange.node_mean(update.grads)
-        return self._with_momentum(exchange, state, m, g, update)
-
-    def _with_momentum(
-        self, exchange: BoundExchange, state: State, m: Arrays, g: Arrays, update: Update
-    ) -> State:
-        m_i = [first_moment(self.b1, x, y) for x, y in zip(m, g, strict=True)]
-        first = state.progress.count == state.progress.frozen_at
-        return state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, update)
-        )
-
-    def refresh_step(self, state: State, update: Update) -> State:
-        """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
-        exchange, t = self.bound(state), state.progress.count + 1
-        mean = self.gradient_mean.average(update.grads, state.progress.count)
-        _, correction = self.corrections(t)
-        share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / correction
-        old, tree = jax.tree.flatten(state.v_then_inverse_root)
-
-        def renewed(y: jax.Array, g: jax.Array) -> jax.Array:
-            return phases.keep(update.when, refreshed(y, g, share, self.eps, self.eps_root), y)
-
-        new = exchange.layout.alike().map(renewed, old, mean)
-        # The momentum received for an inactive element is undefined.
-        was, last = exchange.pieces(tree.unflatten(old)), moments.last(exchange, state.momentum)
-        m = [jnp.where(y > 0, x, 0.0) for x, y in zip(last, was, strict=True)]
-        inverse_root = tree.unflatten(new)
+        of_m, of_v = self.corrections(t)
         state = state._replace(
-            variance_at=jnp.where(update.when, t, state.variance_at),
-            v_then_inverse_root=inverse_root,
-            momentum=moments.reactivate(exchange, state.momentum, inverse_root),
+            v_then_inverse_root=v,
+            momentum=state.momentum._replace(m_then_compensated=stored),
+            variance_record=self._observed(state, v, of_v),
         )
-        # The residuals are written here before they are read, and so anew in any case.
-        waiting, g = update._replace(beside=None), exchange.node_mean(update.grads)
-        return self._with_momentum(exchange, state, m, g, waiting)
+        u = jax.tree.map(
+            lambda m, v: m / of_m / (jnp.sqrt(v / of_v) + self.eps),
+            self.dense(exchange, state.momentum),
+            v,
+        )
+        return self.scaled(state, update, u, unfit, dense=True)
 
-    def direction(self, state: State, update: Update) -> Arrays:
-        """``m / (sqrt(v) + eps)``, bias-corrected; bounded once v is frozen."""
-        exchange = self.bound(state)
-        over_root, arrays = self.momentum_over_root(exchange, state, update)
-        return exchange.layout.alike().map(over_root, *arrays)
+    def _observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
+        leaves = jax.tree.leaves(v)
+        norms = jnp.stack([jnp.sum(x) for x in leaves]) if leaves else jnp.zeros((0,))
+        norms = sum_over_shards(norms, bound_axes(self.exchange.axis_name)) / of_v
+        sizes, t = [x.size for x in leaves], state.progress.count + 1
+        return schedules.observe(self.warmup, state.variance_record, norms, sizes, t)
 
-    def momentum_over_root(
-        self, exchange: BoundExchange, state: State, update: Update
-    ) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], tuple[Arrays, Arrays]]:
-        """The direction as a function of one tensor's arrays, and the arrays of all tensors."""
-        of_m, of_v = self.corrections(state.progress.count)
-        frozen = state.progress.frozen_at >= 0
-        compressed = update.phase in self.after()
-        m = moments.whole(exchange, state.momentum, state.progress.phase, update.phase)
+    def ends(self, state: Any) -> jax.Array:
+        """Whether this update is the last of the warm-up."""
+        return schedules.ends(self.warmup, state.variance_record, state.progress.count + 1)
+
+    def freeze(self, state: Any, update: Update, updates: Any) -> Any:
+        """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
+        del updates
+        t = state.progress.count + 1
+        _, of_v = self.corrections(t)
+        inverse_root = jax.tree.map(
+            lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v / of_v) + self.eps), 0.0),
+            state.v_then_inverse_root,
+        )
+        exchange = self.bound(state, update)
+        return state._replace(
+            variance_at=t,
+            v_then_inverse_root=inverse_root,
+            momentum=self.frozen(exchange, state.momentum, inverse_root, self.b1),
+        )
+
+    def compressed_step(self, state: Any, update: Update) -> Made:
+        """``m <- EC1(b1 m + (1 - b1) g_i)``."""
+        exchange = self.bound(state, update)
+        return self._exchanged(exchange, state, update, self.last(exchange, state.momentum))
+
+    def refresh_step(self, state: Any, update: Update) -> Made:
+        """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
+        exchange, t = self.bound(state, update), state.progress.count + 1
+        g, _ = self.mean_gradient(update.grads, state.progress.count)
+        share = 1 - jnp.float32(self.b2) ** (t - state.variance_at)
+        share = share / self.corrections(t)[1]
+        was = state.v_then_inverse_root
+        inverse_root = jax.tree.map(lambda y, g: self._refreshed(y, g, share), was, g)
+        # The momentum received for an inactive element is undefined.
+        m = [
+            jnp.where(y > 0, m, 0.0)
+            for y, m in zip(exchange.own(was), self.last(exchange, state.momentum), strict=True)
+        ]
+        state = state._replace(
+            variance_at=t,
+            v_then_inverse_root=inverse_root,
+            momentum=self.reactivated(exchange, state.momentum, inverse_root),
+        )
+        return self._exchanged(exchange, state, update, m)
+
+    def _refreshed(self, inverse_root: jax.Array, g: jax.Array, share: jax.Array) -> jax.Array:
+        """``v <- (1 - share) v + share g^2``, or ``g^2`` where v was 0; as its inverse root."""
+        was = inverse_root > 0
+        v = jnp.maximum(jnp.square(1 / inverse_root - self.eps), 0.0)
+        v = jnp.where(was, (1 - share) * v + share * g**2, g**2)
+        return jnp.where(was | (g != 0), 1 / (jnp.sqrt(v) + self.eps), 0.0)
+
+    def _exchanged(
+        self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
+    ) -> Made:
+        m_i = self.momentum_of(m, exchange.node_mean(update.grads))
+        momentum, m, unfit = self.compressed(exchange, state.momentum, m_i)
+        of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
         if not self.bias_correction:
             bound = for_uncorrected(bound, self.b2, state.variance_at)
-        if bound is not None and not compressed:
-            dense = state.progress.phase == PHASES.index("warmup")
-            bound = jnp.where(dense, jnp.inf, bound)
+        u = jax.tree.map(
+            lambda m, y: bounded(m / of_m * y, bound), m, state.v_then_inverse_root
+        )
+        return self.scaled(state._replace(momentum=momentum), update, u, unfit, dense=False)
 
-        def over_root(m: jax.Array, y: jax.Array) -> jax.Array:
-            m = m / of_m
-            u = bounded(m * y, bound)
-            if compressed:
-                return u
-            return jnp.where(frozen, u, m / root(y, of_v, self.eps, self.eps_root))
+    def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
+        """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``."""
+        del update, dense
+        return Made(state, u, unfit)
 
-        return over_root, (jax.tree.leaves(m), jax.tree.leaves(state.v_then_inverse_root))
+    def bound(self, state: Any, update: Update) -> BoundExchange:
+        """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
+        validation.check_same_tree(update.grads, state.v_then_inverse_root)
+        return self.exchange.over(state.v_then_inverse_root)
+
+    def carry(self, state: Any, update: Update) -> Any:
+        """Momentum and residuals; ``b1``, ``b2``, ``eps`` and whether averages are corrected."""
+        numbers = self.b1, self.b2, self.eps, self.bias_correction
+        return *self.carried_momentum(state, update.params), jnp.asarray(numbers, jnp.float32)
+
+    def resume(self, state: Any, carried: Any, update: Update) -> Any:
+        """Momentum and residuals."""
+        del update
+        fresh = self.no_momentum(state.v_then_inverse_root)
+        return state._replace(momentum=self.resumed_momentum(fresh, carried[:2], state, self.b1))
 
 
-def _unless_auto(value: Any, default: Any) -> Any:
-    # Defaults are strings, since optax.inject_hyperparams would trace numbers and call functions.
-    return default if isinstance(value, str) and value == "auto" else value
-
-
-def algorithm_of(
+def fields_of(
     b1: jax.typing.ArrayLike,
     b2: jax.typing.ArrayLike,
     eps: jax.typing.ArrayLike,
-    eps_root: jax.typing.ArrayLike,
-    *,
     axis_name: str | tuple[str, str],
     warmup: Warmup,
-    bias_correction: bool,
-    warmup_bits: int | Literal["auto"] | None,
+    warmup_bits: int,
     variance_refreshes: int | StepSet | Literal["auto"] | None,
     step_bound: jax.typing.ArrayLike | None,
     exchange: ExchangeOptions,
-) -> OnebitAdam:
-    """The algorithm with these arguments of :func:`onebit_adam`, checked."""
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps, usual=1e-8)
-    validation.check_not_negative("eps_root", eps_root)
-    check_options(exchange)
-    validation.check_flag("bias_correction", bias_correction)
-    b1, b2, eps, eps_root = map(validation.float32, (b1, b2, eps, eps_root))
-    refreshes = _unless_auto(variance_refreshes, _REFRESHES)
-    warmup = warmup_end.check_warmup(warmup, refreshed=refreshes is not None)
-    return OnebitAdam(
-        b1,
-        b2,
-        eps,
-        eps_root,
-        warmup,
-        bias_correction,
-        step_sets.refresh_steps("variance_refreshes", refreshes),
-        check_step_bound(step_bound),
-        exchange.one_bit(axis_name),
-        GradientMean(axis_name, _unless_auto(warmup_bits, _WARMUP_BITS), exchange),
-    )
+    *,
+    bias_correction: bool = True,
+) -> dict[str, Any]:
+    """The fields of :class:`OnebitAdam` from arguments of :func:`onebit_adam`, checked."""
+    bits = validation.bits("warmup_bits", warmup_bits, (4, 8, 32))
+    refreshes = _REFRESHES if isinstance(variance_refreshes, str) else variance_refreshes
+    if step_bound is not None:
+        step_bound = validation.number("step_bound", step_bound, "positive")
+    return {
+        "exchange": exchange.at_bits(axis_name, 1),
+        "gradient_exchange": None if bits == 32 else exchange.at_bits(axis_name, bits, None),
+        "b1": validation.number("b1", b1, "decay"),
+        "b2": validation.number("b2", b2, "decay"),
+        "eps": validation.number("eps", eps, "positive"),
+        "warmup": schedules.check_warmup(warmup, refreshed=refreshes is not None),
+        "refreshes": schedules.refresh_steps("variance_refreshes", refreshes),
+        "step_bound": step_bound,
+        "bias_correction": bias_correction,
+    }
 
 
 def scale_by_onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
-    eps_root: jax.typing.ArrayLike = 0.0,
     *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    bias_correction: bool = True,
-    warmup_bits: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 4,
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     step_bound: jax.typing.ArrayLike | None = 3.0,
+    bias_correction: bool = True,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Rescales updates by 1-bit Adam; :func:`onebit_adam` adds weight decay and learning rate.
 
-    The update is :math:`m / (\sqrt{v} + \varepsilon)`, with both averages bias-corrected.
-    Arguments, references and differences from the paper are those of :func:`onebit_adam`.
+    The update is :math:`m / (\sqrt{v} + \varepsilon)`. Arguments, references and differences from
+    the paper are those of :func:`onebit_adam`, and two more:
+
+    Args:
+      b1: see there, as all others.
+      b2: see there.
+      eps: see there.
+      axis_name: see there.
+      warmup: see there.
+      warmup_bits: see there.
+      variance_refreshes: see there.
+      step_bound: the largest step of an element once v is frozen, in learning rates, weight decay
+        aside; None for no bound, as in the paper.
+      bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
+        warm-up is Adam on the averaged gradients; v's correction freezes with v. False is the
+        paper's and DeepSpeed's form, whose steps are too long while v grows from 0, and 1.26x as
+        long after a freeze at 1,000.
+      exchange: see there.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
-      :class:`ScaleByOnebitAdamState`.
+      ``ScaleByOnebitAdamState``.
 
     Raises:
       ValueError: as :func:`onebit_adam`.
@@ -316,21 +332,20 @@ def scale_by_onebit_adam(
     >>> scale = onebit_jax.scale_by_onebit_adam(axis_name="data")
     >>> tx = optax.chain(scale, optax.scale_by_schedule(optax.linear_schedule(-1e-3, 0, 10_000)))
     """
-    return transformation(
-        algorithm_of(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            axis_name=axis_name,
-            warmup=warmup,
-            bias_correction=bias_correction,
-            warmup_bits=warmup_bits,
-            variance_refreshes=variance_refreshes,
-            step_bound=step_bound,
-            exchange=exchange,
-        )
+    validation.check_flag("bias_correction", bias_correction)
+    fields = fields_of(
+        b1,
+        b2,
+        eps,
+        axis_name,
+        warmup,
+        warmup_bits,
+        variance_refreshes,
+        step_bound,
+        exchange,
+        bias_correction=bias_correction,
     )
+    return algorithm.transformation(OnebitAdam(**fields))
 
 
 def onebit_adam(
@@ -338,16 +353,13 @@ def onebit_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
-    eps_root: jax.typing.ArrayLike = 0.0,
-    *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    bias_correction: bool = True,
-    warmup_bits: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 4,
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit Adam: after a warm-up it sends one bit per parameter instead of 32.
@@ -408,7 +420,6 @@ def onebit_adam(
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.
-      eps_root: added to the variance within the root, at least 0.
       weight_decay: decoupled weight decay, as in :func:`optax.adamw`, whose default is 1e-4.
       mask: which tensors are decayed, as in :func:`optax.adamw`; all by default.
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
@@ -416,25 +427,15 @@ def onebit_adam(
         a node, and a node sends no more than one worker does in the flat form
         (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
       warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
-        100, at update 160 at the earliest; or a number of updates, at least 1. Give ``min_steps``
+        100, at update 160 at the earliest; or a number of updates, at least 1, as DeepSpeed's
+        ``freeze_step`` (one less). Give ``min_steps``
         the length of the learning rate's warm-up if that is longer. The papers use 15 to 20 % of a
         run.
-      bias_correction: whether to divide the averages by ``1 - b1**t`` and ``1 - b2**t``, so that
-        warm-up is :func:`optax.adamw` on the averaged gradients; v's correction freezes with v.
-        False is the paper's and DeepSpeed's form, whose steps are too long while v grows from 0,
-        and 1.26x as long after a freeze at 1,000.
-      warmup_bits: bits per value of the gradients that warm-up and refreshes average: ``"auto"``
-        for 4; or 8, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`); 16,
-        summed in bfloat16, which XLA for CPUs still sends as
-        float32; 32 or None, float32.
+      warmup_bits: bits per value of the gradients that warm-up and refreshes average: 4 or 8, both
+        with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`), or 32.
       variance_refreshes: when v is refreshed after the freeze: a function of the number of updates
         made, from 0, that returns a boolean (traced), ``"auto"`` for
-        ``onebit_jax.step_sets.published_variance_steps(16)``, whose gaps grow to between 1/32 and
-        1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
-      step_bound: the largest step of an element once v is frozen, in learning rates, weight decay
-        aside: :math:`|m / (\sqrt v + \varepsilon)|` is at most this. Adam's own steps hardly exceed
-        3; without a bound, None, as in the paper, rare tokens may drift until the loss is not
-        finite (docs/pretraining.md).
+        0/1 Adam's policy, whose gaps grow to between 1/32 and 1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -470,29 +471,26 @@ def onebit_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step (DeepSpeed's users mask them by hand). Others move by at most ``step_bound``. By
+      in one step (DeepSpeed's users mask them by hand). Others move by at most three learning rates, weight decay
+      aside: without a bound rare tokens may drift until the loss is not finite
+      (docs/pretraining.md). By
       default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel
-      at 4 bits, and up to two workers exchange in one stage; :func:`onebit_adam_published` has the
+      at 4 bits, and up to two workers exchange in one shot; :func:`onebit_adam_published` has the
       paper's form.
       :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
       DeepSpeed never implemented.
     """
-    return chain(
-        scale_by_onebit_adam(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            warmup=warmup,
-            axis_name=axis_name,
-            bias_correction=bias_correction,
-            warmup_bits=warmup_bits,
-            variance_refreshes=variance_refreshes,
-            step_bound=step_bound,
-            exchange=exchange,
-        ),
-        *decay_and_rate(learning_rate, weight_decay, mask),
+    scale = scale_by_onebit_adam(
+        b1,
+        b2,
+        eps,
+        axis_name=axis_name,
+        warmup=warmup,
+        warmup_bits=warmup_bits,
+        variance_refreshes=variance_refreshes,
+        exchange=exchange,
     )
+    return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))
 
 
 def onebit_adam_published(
@@ -500,9 +498,9 @@ def onebit_adam_published(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
-    *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
+    *,
     warmup: Warmup,
     axis_name: str | tuple[str, str],
 ) -> optax.GradientTransformationExtraArgs:
@@ -510,14 +508,15 @@ def onebit_adam_published(
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
     the variance never changes after the freeze, steps have no bound, and the exchange has two
-    stages for any number of workers. In warm-up :math:`m` and :math:`v` are Adam's, then
+    shots for any number of workers. In warm-up :math:`m` and :math:`v` are Adam's, then
     :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)` with :math:`v` as it froze; always
 
     .. math::
 
         p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)
 
-    Arguments, result and errors are those of :func:`onebit_adam`; ``warmup`` must be given.
+    Arguments, result and errors are those of :func:`onebit_adam`; ``warmup`` must be given:
+    ``warmup=N`` is DeepSpeed's ``freeze_step=N + 1``.
 
     >>> import onebit_jax
     >>> tx = onebit_jax.onebit_adam_published(1e-3, warmup=2000, axis_name="data")
@@ -529,18 +528,16 @@ def onebit_adam_published(
     Differences from the paper:
       Inactive elements do not move, as in :func:`onebit_adam`.
     """
-    return onebit_adam(
-        learning_rate,
+    scale = scale_by_onebit_adam(
         b1,
         b2,
         eps,
-        weight_decay=weight_decay,
-        mask=mask,
         axis_name=axis_name,
         warmup=warmup,
-        bias_correction=False,
         warmup_bits=32,
         variance_refreshes=None,
         step_bound=None,
-        exchange=ExchangeOptions(form="two-stage"),
+        bias_correction=False,
+        exchange=ExchangeOptions(form="two-shot"),
     )
+    return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))

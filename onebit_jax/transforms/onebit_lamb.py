@@ -6,60 +6,88 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange_options import ExchangeOptions
-from onebit_jax.transforms import lamb_coefficients as lamb
-from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
-from onebit_jax.transforms.frozen_variance import diagnostics_of, metrics_of
-from onebit_jax.transforms.momentum import Momentum
-from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, algorithm_of, root
-from onebit_jax.transforms.phases import PHASES, Progress, keep
-from onebit_jax.transforms.step_sets import StepSet
-from onebit_jax.transforms.warmup import VarianceRecord, Warmup
+from onebit_jax.collectives.axes import bound_axes, sum_over_shards
+from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.transforms.algorithm import Made, Progress, Update, at_count, chain, transformation
+from onebit_jax.transforms.frozen_variance import Momentum
+from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, ScaleByOnebitAdamState, fields_of
+from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup
+
+# Decay of the running coefficient, the paper's.
+_COEFF_BETA = 0.9
 
 
 class ScaleByOnebitLambState(NamedTuple):
-    """State of 1-bit LAMB: that of 1-bit Adam, and two numbers for each of ``P`` tensors.
+    """State of 1-bit LAMB: that of 1-bit Adam, and a number for each of ``P`` tensors.
 
     Attributes:
-      progress: updates made, and the phase; equal on all workers, as are all fields but
-        ``momentum``.
-      momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
-      variance_record: the changes of the variance, from which the end of warm-up is decided.
-      variance_at: number of updates made when the variance froze or was last refreshed, -1 before;
-        int32 ``[]``.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` after it, with 0
-        for inactive elements; float32, a tree like the parameters.
-      momentum: ``m``, and the state of its exchange.
-      coefficients: ``c_l`` of the last dense update; float32 ``[P]``.
+      progress: as for 1-bit Adam, like the next four.
+      variance_record: see there.
+      variance_at: see there.
+      v_then_inverse_root: see there.
+      momentum: see there.
       running: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
     """
 
     progress: Progress
-    momentum_decay: jax.Array
     variance_record: VarianceRecord
     variance_at: jax.Array
     v_then_inverse_root: Any
     momentum: Momentum
-    coefficients: jax.Array
     running: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          The metrics of :func:`onebit_jax.onebit_adam`, and minimum, mean and maximum over tensors
-          of the running coefficient (``coefficient_min``, ...).
-        """
-        summary = lamb.summary("coefficient", self.running, self.v_then_inverse_root)
-        return metrics_of(self) | summary
+        """Those of 1-bit Adam; minimum, mean and maximum of the running coefficients."""
+        of_adam = self.progress.metrics() | self.variance_record.metrics()
+        return of_adam | summary("coefficient", self.running, self.v_then_inverse_root)
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """Those of :func:`onebit_jax.onebit_adam`."""
-        return diagnostics_of(self)
+        """Those of 1-bit Adam."""
+        return ScaleByOnebitAdamState(*self[:5]).diagnostics()
+
+
+def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
+    """Minimum, mean and maximum over the tensors that have elements, as metrics."""
+    filled = np.flatnonzero([x.size for x in jax.tree.leaves(tensors)])
+    if not len(filled):
+        return {}
+    return {f"{name}_{f.__name__}": f(values[filled]) for f in (jnp.min, jnp.mean, jnp.max)}
+
+
+def decay_rates(weight_decay: Any, mask: Any, params: Any, count: jax.Array) -> Any:
+    """``lambda`` of each tensor: a tree of numbers."""
+    rate = at_count(weight_decay, count)
+    if mask is None:
+        return jax.tree.map(lambda _: rate, params)
+    return jax.tree.map(
+        lambda on, part: jax.tree.map(lambda _: rate if on else jnp.float32(0), part),
+        mask(params),
+        params,
+    )
+
+
+def squared_norms(tree: Any, axis_name: Any) -> jax.Array:
+    """The squared norm of each tensor, whole; float32 ``[P]``."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return sum_over_shards(jnp.stack(squares), bound_axes(axis_name)) if squares else jnp.zeros(0)
+
+
+def coefficients(params: Any, u: Any, low: Any, high: Any, axis_name: Any) -> jax.Array:
+    """``c = clip(||p|| / ||u||)`` of each tensor, 1 if either norm is 0; float32 ``[P]``."""
+    of_p, of_u = (squared_norms(x, axis_name) for x in (params, u))
+    defined = (of_p > 0) & (of_u > 0)
+    c = jnp.sqrt(of_p) / jnp.sqrt(jnp.where(defined, of_u, 1.0))
+    return jnp.where(defined, jnp.clip(c, low, high), 1.0)
+
+
+def times(numbers: jax.Array, tree: Any) -> Any:
+    """A tree whose tensors are multiplied with numbers ``[P]``."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([numbers[i] * x for i, x in enumerate(leaves)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,115 +96,70 @@ class OnebitLamb(OnebitAdam):
 
     weight_decay: Any
     mask: Any
-    bounds: lamb.CoefficientBounds
+    min_coeff: Any
+    max_coeff: Any
     needs_params = "LAMB's coefficients are ratios to their norms"
 
     def init(self, params: optax.Params) -> Any:
         """``m = v = c~ = 0``."""
         count = len(jax.tree.leaves(params))
-        ones, zeros = jnp.ones((count,), jnp.float32), jnp.zeros((count,), jnp.float32)
-        of_adam = super().init(params)._asdict()
-        return ScaleByOnebitLambState(**of_adam, coefficients=ones, running=zeros)
+        return ScaleByOnebitLambState(*super().init(params), jnp.zeros((count,), jnp.float32))
 
-    def dense_step(self, state: Any, update: Update) -> Any:
-        """LAMB: Adam's ``m`` and ``v``, and of these the coefficients ``c`` and ``c~``."""
-        state = super().dense_step(state, update)
-        layout, (v, tree) = self.bound(state).layout, jax.tree.flatten(state.v_then_inverse_root)
-        m = jax.tree.leaves(layout.scatter(moments.dense(state.momentum)))
-        of_m, of_v = self.corrections(state.progress.count + 1)
-
-        def over_root(m: jax.Array, v: jax.Array) -> jax.Array:
-            return m / of_m / root(v, of_v, self.eps, self.eps_root)
-
-        rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
-        arrays = m, v, update.params
-        c, _ = lamb.lamb_coefficients(self.bounds, over_root, layout.alike(), rates, *arrays)
-        # The first one counts in full: a short warm-up would leave a sum from 0 too small.
-        begun = jnp.where((state.running > 0) | (c == 1), state.running, c)
-        running = lamb.running_coefficients(self.bounds, begun, c)
-        return state._replace(
-            coefficients=keep(update.when, c, state.coefficients),
-            running=keep(update.when, running, state.running),
-        )
-
-    def direction(self, state: Any, update: Update) -> Arrays:
+    def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
-        exchange = self.bound(state)
-        over_root, arrays = self.momentum_over_root(exchange, state, update)
-        frozen = jnp.where(state.running > 0, state.running, 1.0)
-        dense = state.progress.phase == PHASES.index("warmup")
-        factors = frozen
-        if update.phase not in self.after():
-            factors = jnp.where(dense, state.coefficients, frozen)
-        params = jax.tree.structure(state.v_then_inverse_root).unflatten(update.params)
-        rates = lamb.decay_rates(self, params, state.progress.count - 1)
-
-        def scaled(factor: Any, rate: Any, m: jax.Array, y: jax.Array, p: jax.Array) -> jax.Array:
-            return factor * lamb.decayed(over_root(m, y), p, rate)
-
-        alike = exchange.layout.alike()
-        return alike.map(scaled, *arrays, update.params, numbers=(factors, rates))
+        count, running = state.progress.count, state.running
+        rates = decay_rates(self.weight_decay, self.mask, update.params, count)
+        u = jax.tree.map(
+            lambda u, p, rate: u + rate * p.astype(jnp.float32), u, update.params, rates
+        )
+        if not dense:
+            return Made(state, times(jnp.where(running > 0, running, 1.0), u), unfit)
+        axis_name = self.exchange.axis_name
+        c = coefficients(update.params, u, self.min_coeff, self.max_coeff, axis_name)
+        # The first one counts in full: a short warm-up would leave a sum from 0 too small.
+        begun = jnp.where((running > 0) | (c == 1), running, c)
+        running = jnp.where(c == 1, begun, _COEFF_BETA * begun + (1 - _COEFF_BETA) * c)
+        return Made(state._replace(running=running), times(c, u), unfit)
 
 
 def scale_by_onebit_lamb(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-6,
-    eps_root: jax.typing.ArrayLike = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    warmup_bits: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 4,
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     """Rescales updates by 1-bit LAMB; see :func:`onebit_lamb`, which adds the learning rate.
 
-    It includes weight decay, since LAMB computes its coefficients from updates that contain it.
-
-    Arguments, references and differences from the paper are those of :func:`onebit_lamb`.
-
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
-      :class:`ScaleByOnebitLambState`.
+      ``ScaleByOnebitLambState``.
 
     Raises:
       ValueError: as :func:`onebit_lamb`.
 
-    Example:
-      >>> import optax, onebit_jax
-      >>> scaled = onebit_jax.scale_by_onebit_lamb(axis_name="data")
-      >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
+    >>> import onebit_jax
+    >>> scale = onebit_jax.scale_by_onebit_lamb(axis_name="data")
+    >>> tx = optax.chain(scale, optax.scale_by_learning_rate(1e-3))
     """
-    of_adam = algorithm_of(
-        b1,
-        b2,
-        eps,
-        eps_root,
-        axis_name=axis_name,
-        warmup=warmup,
-        bias_correction=True,
-        warmup_bits=warmup_bits,
-        variance_refreshes=variance_refreshes,
-        step_bound=step_bound,
-        exchange=exchange,
+    fields = fields_of(
+        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, 3.0, exchange
     )
-    validation.check_weight_decay(weight_decay)
-    validation.check_decay("coeff_beta", coeff_beta)
-    validation.check_coefficient_bounds(min_coeff, max_coeff)
-    bounds = map(validation.float32, (coeff_beta, min_coeff, max_coeff))
     return transformation(
         OnebitLamb(
-            **vars(of_adam),
-            weight_decay=weight_decay,
+            **fields,
+            weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
             mask=validation.checked_mask(mask),
-            bounds=lamb.CoefficientBounds(*bounds),
+            min_coeff=validation.number("min_coeff", min_coeff, "positive"),
+            max_coeff=validation.number("max_coeff", max_coeff, "positive"),
         )
     )
 
@@ -186,18 +169,15 @@ def onebit_lamb(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-6,
-    eps_root: jax.typing.ArrayLike = 0.0,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    coeff_beta: jax.typing.ArrayLike = 0.9,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    warmup_bits: int | Literal["auto"] | None = "auto",
+    warmup_bits: int = 4,
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB: layerwise step sizes for large batches, one bit per parameter after a warm-up.
@@ -216,7 +196,7 @@ def onebit_lamb(
           p \leftarrow p - \alpha_t \, c \, u
         \end{aligned}
 
-    where :math:`c` is 1 if either norm is 0, :math:`\tilde c` stays if :math:`c` is 1, and the
+    where :math:`\beta_3 = 0.9`, :math:`c` is 1 if either norm is 0, :math:`\tilde c` stays if :math:`c` is 1, and the
     first other :math:`c` counts in full. Then :math:`\tilde c` freezes. The momentum is exchanged,
     and the variance refreshed, as in 1-bit Adam, and
 
@@ -232,7 +212,6 @@ def onebit_lamb(
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, above 0.
-      eps_root: added to the variance within the root, at least 0.
       weight_decay: decay :math:`\lambda`, of at least 0, or a schedule of the number of updates
         made. The coefficient is computed from updates that include it, as in :func:`optax.lamb`.
       mask: a tree of booleans like the parameters, a prefix of one, or a function of the
@@ -241,14 +220,11 @@ def onebit_lamb(
         ``(node_axis, local_axis)``, as for :func:`onebit_jax.onebit_adam`. On a single node nothing
         is compressed: momenta are averaged at full precision.
       warmup: when it ends, as for :func:`onebit_jax.onebit_adam`. The coefficients must settle too:
-        ``coeff_beta=0.9`` averages over about ten updates.
-      coeff_beta: decay :math:`\beta_3` of the running coefficient, in [0, 1).
+        they average over about ten updates.
       min_coeff: least coefficient, above 0.
       max_coeff: greatest coefficient. The paper uses 0.3 for BERT.
       warmup_bits: as for :func:`onebit_jax.onebit_adam`.
       variance_refreshes: as for :func:`onebit_jax.onebit_adam`.
-      step_bound: the largest :math:`|u|` of an element once v is frozen, weight decay aside, as for
-        :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -288,26 +264,21 @@ def onebit_lamb(
       In the paper v never changes after the freeze, all tensors are exchanged as one, and a ratio
       estimated from the compressed momenta adapts each tensor's steps. Here refreshes renew v, so
       that no ratios are needed, each tensor has a scale of its own as in 1-bit Adam, and averages
-      are bias-corrected. :func:`onebit_jax.onebit_lamb_published` has the paper's form.
+      are bias-corrected. :func:`onebit_jax.contrib.onebit_lamb_published` has the paper's form.
     """
-    validation.check_learning_rate(learning_rate)
-    return chain(
-        scale_by_onebit_lamb(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            weight_decay,
-            mask,
-            axis_name=axis_name,
-            warmup=warmup,
-            coeff_beta=coeff_beta,
-            min_coeff=min_coeff,
-            max_coeff=max_coeff,
-            warmup_bits=warmup_bits,
-            variance_refreshes=variance_refreshes,
-            step_bound=step_bound,
-            exchange=exchange,
-        ),
-        optax.scale_by_learning_rate(learning_rate),
+    scale = scale_by_onebit_lamb(
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        mask,
+        axis_name=axis_name,
+        warmup=warmup,
+        min_coeff=min_coeff,
+        max_coeff=max_coeff,
+        warmup_bits=warmup_bits,
+        variance_refreshes=variance_refreshes,
+        exchange=exchange,
     )
+    rate = validation.rate("learning_rate", learning_rate)
+    return chain(scale, optax.scale_by_learning_rate(rate))

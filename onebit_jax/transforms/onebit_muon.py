@@ -2,18 +2,93 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from optax.contrib import MuonDimensionNumbers
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options, check_unused
+from onebit_jax.collectives.axes import Specs, bound_axes, own_shards, whole_tensors
+from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.transforms.algorithm import Task, in_float32, usual_promotion
 from onebit_jax.transforms.compressed_mean import compressed_mean
-from onebit_jax.transforms.late_correction import late_correction
-from onebit_jax.transforms.orthogonalized_momentum import orthogonalized_momentum
-from onebit_jax.transforms.promotion import in_float32
+
+# Residuals are stale gradients, which orthogonalization makes as large as fresh ones.
+_RESIDUAL_DECAY = 0.5
+
+
+class OrthogonalizedMomentumState(NamedTuple):
+    """Muon's momentum, equal on all workers.
+
+    Attributes:
+      count: the number of updates made; int32 ``[]``.
+      mu: the momentum, a tree like the parameters.
+    """
+
+    count: jax.Array
+    mu: Any
+
+
+def _is_dimensions(x: Any) -> bool:
+    return x is None or isinstance(x, MuonDimensionNumbers)
+
+
+def orthogonalized_momentum(
+    beta: Any, dimensions: Any, axis_name: Any, *, nesterov: bool, consistent_rms: float | None
+) -> optax.GradientTransformationExtraArgs:
+    """The updates of :func:`optax.contrib.muon` with a learning rate of -1 and no weight decay.
+
+    Of tensors that are split over a mesh whole ones are orthogonalized.
+    """
+    # Without a momentum of its own Muon orthogonalizes what it is given.
+    orthogonalize = optax.contrib.muon(
+        -1.0,
+        beta=0.0,
+        nesterov=False,
+        consistent_rms=consistent_rms,
+        muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+            lambda number, x: None if isinstance(x, optax.MaskedNode) else number,
+            dimensions,
+            tree,
+            is_leaf=lambda x: _is_dimensions(x) or isinstance(x, optax.MaskedNode),
+        ),
+    )
+
+    def init_fn(params: optax.Params) -> OrthogonalizedMomentumState:
+        return OrthogonalizedMomentumState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    @usual_promotion()
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        *,
+        param_specs: Specs | None = None,
+        task: Task = "update",
+        **extra_args: Any,
+    ) -> Any:
+        del params, extra_args
+        if task != "update":
+            return updates, state
+        correct = optax.tree.bias_correction
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        count = jnp.asarray(optax.safe_increment(state.count))
+        directions = correct(mu, beta, count)
+        if nesterov:
+            ahead = correct(mu, beta, optax.safe_increment(count))
+            directions = jax.tree.map(
+                lambda m, g: beta * m + (1 - beta) * g, ahead, correct(updates, beta, count)
+            )
+        axes = bound_axes(axis_name)
+        directions = whole_tensors(directions, axes, param_specs or {})
+        directions, _ = orthogonalize.update(directions, orthogonalize.init(directions), directions)
+        directions = own_shards(directions, axes, param_specs or {})
+        return directions, OrthogonalizedMomentumState(count, mu)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def onebit_muon(
@@ -23,16 +98,13 @@ def onebit_muon(
     *,
     axis_name: str | tuple[str, str],
     bits: int = 4,
-    residual_decay: float = 0.5,
     matrices: Any | Callable[[optax.Params], Any] | None = None,
     nesterov: bool = True,
-    ns_steps: int = 5,
     consistent_rms: float | None = None,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     adam_b1: jax.typing.ArrayLike = 0.9,
     adam_b2: jax.typing.ArrayLike = 0.999,
     adam_bits: int = 8,
-    delay: int = 0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon with four bits or one per parameter of the matrices, from the first update on.
@@ -48,7 +120,7 @@ def onebit_muon(
         \end{aligned}
 
     as in :func:`optax.contrib.muon`: with ``nesterov``, :math:`\beta \hat m + (1-\beta) \hat G`,
-    both bias-corrected, is orthogonalized instead of :math:`m`, by ``ns_steps`` Newton-Schulz
+    both bias-corrected, is orthogonalized instead of :math:`m`, by five Newton-Schulz
     iterations, and :math:`s` depends on the matrix's shape. Adam updates all other parameters, from
     gradients sent at ``adam_bits``.
 
@@ -59,14 +131,7 @@ def onebit_muon(
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
     larger ones, where one bit can lose Muon's gain over Adam (``docs/lm.md``).
 
-    **Delay.** With ``delay=1`` nothing that an update sends depends on its gradients, so that XLA
-    can hide the whole exchange behind the forward and the backward pass: :math:`G` is of the
-    gradients of the update *before*, at first 0. Late updates are corrected: with :math:`u_t` the
-    update above without weight decay and learning rate, :math:`2 u_t - u_{t-1}` is applied; what a
-    step should have applied and did not, the next one adds. This takes 4 bytes per parameter. It
-    costs some loss (``docs/lm.md``); the gradients of a run's last update are not applied.
-
-    **On a sharded mesh** (:func:`onebit_jax.on_mesh`) the momentum stays split as the matrices are.
+    **On a sharded mesh** (:func:`onebit_jax.sharding.on_mesh`) the momentum stays split as the matrices are.
     What is orthogonalized is gathered over the fast axes, and every device computes all of it.
 
     When to choose it: if you train with Muon; with ``bits=1`` where four times fewer bytes are
@@ -80,26 +145,25 @@ def onebit_muon(
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       bits: bits per value of the matrices' gradients: 1, 2, 4, 8, or 32 for no compression. 2 are
         worse than 1: the scale is the largest of 256 values, so most values round to 0.
-      residual_decay: for the matrices, as for :func:`onebit_jax.compressed_mean`.
       matrices: which parameters are matrices: a tree of booleans, a prefix of one, or a function of
-        the parameters that returns one. By default all with two axes, embeddings included, and with
-        any element at all.
+        the parameters that returns one. For kernels of more axes, as :func:`jax.lax.scan` over
+        layers stacks them, give :class:`optax.contrib.MuonDimensionNumbers` in place of True: each
+        stacked matrix is then orthogonalized for itself. By default all with two axes, embeddings
+        and stacked vectors included; parameters of more axes are then refused.
       nesterov: see above; Adam then uses Nesterov's momentum as well.
-      ns_steps: the number of Newton-Schulz iterations.
       consistent_rms: as for :func:`optax.contrib.muon`; 0.2 makes a step about as large as Adam's.
-      adam_learning_rate: for the other parameters; by default ``learning_rate``.
+      adam_learning_rate: for the other parameters; required if there are any, since Muon's rate is
+        usually far too large for Adam.
       adam_b1: decay of Adam's momentum.
       adam_b2: decay of Adam's variance.
       adam_bits: bits per value of the other parameters' gradients: 2, 4, 8 or 32. One bit would
         remove Adam's scaling of each coordinate.
-      delay: 1 for an exchange beside the gradients of the update after; 0 for one that waits.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`; with one bit the scale
         is always the mean absolute value.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. State and arithmetic are
-      float32, updates have the gradients' dtype. Its metrics are those of two
-      :func:`onebit_jax.compressed_mean`, named ``muon/residual_ratio`` and ``adam/residual_ratio``.
+      float32, updates have the gradients' dtype.
 
     Raises:
       ValueError: for an invalid option, before anything is compiled; from ``init`` for ``matrices``
@@ -109,7 +173,7 @@ def onebit_muon(
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
       >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-      >>> tx = onebit_jax.onebit_muon(0.02, axis_name="data")
+      >>> tx = onebit_jax.onebit_muon(0.02, adam_learning_rate=0.02, axis_name="data")
       >>> params = {"w": jnp.eye(4), "b": jnp.zeros(4)}
       >>> opt_state = onebit_jax.init(tx, params, mesh)
       >>> step = onebit_jax.train_step(
@@ -133,94 +197,79 @@ def onebit_muon(
       compress momenta instead of gradients is worse: orthogonalization makes all singular values
       equal, the noise's too.
     """
-    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
-    _check(learning_rate, rate, weight_decay, beta, adam_b1, adam_b2)
-    _check_static(nesterov, ns_steps, consistent_rms, bits, adam_bits, delay)
-    check_options(exchange)
+    learning_rate = validation.rate("learning_rate", learning_rate)
+    weight_decay = validation.rate("weight_decay", weight_decay, "not negative")
+    beta = validation.number("beta", beta, "decay")
+    b1, b2 = (validation.number(f"adam_b{i}", x, "decay") for i, x in ((1, adam_b1), (2, adam_b2)))
+    bits = validation.bits("bits", bits, (1, 2, 4, 8, 32))
+    adam_bits = validation.bits("adam_bits", adam_bits, (2, 4, 8, 32))
+    if adam_learning_rate is not None:
+        adam_learning_rate = validation.rate("adam_learning_rate", adam_learning_rate)
     of_matrices = dataclasses.replace(exchange, scale="mean_abs") if bits == 1 else exchange
-    if bits == adam_bits == 32:
-        check_unused(exchange)
-    correction = [late_correction()] if delay else []
-    muon = optax.chain(
-        orthogonalized_momentum(
-            beta, nesterov=nesterov, ns_steps=ns_steps, consistent_rms=consistent_rms
-        ),
-        *correction,
-        optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-    adam = optax.chain(
-        optax.scale_by_adam(adam_b1, adam_b2, nesterov=nesterov),
-        *correction,
-        optax.scale_by_learning_rate(rate),
-    )
 
-    def mean_of(bits: int, **options: Any) -> optax.GradientTransformationExtraArgs:
-        # At 32 bits nothing is compressed, and no option applies.
-        return compressed_mean(axis_name, bits, delay=delay, **(options if bits < 32 else {}))
+    def made(params: optax.Params) -> optax.GradientTransformationExtraArgs:
+        dimensions, labels = _dimensions(matrices, params, adam_learning_rate)
+        mean = compressed_mean(
+            axis_name, bits, residual_decay=_RESIDUAL_DECAY, exchange=of_matrices
+        )
+        muon = optax.chain(
+            mean,
+            orthogonalized_momentum(
+                beta, dimensions, axis_name, nesterov=nesterov, consistent_rms=consistent_rms
+            ),
+            optax.add_decayed_weights(weight_decay),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+        adam = optax.chain(
+            compressed_mean(axis_name, adam_bits, exchange=exchange),
+            optax.scale_by_adam(b1, b2, nesterov=nesterov),
+            optax.scale_by_learning_rate(adam_learning_rate or 0.0),
+        )
+        return optax.partition({"muon": in_float32(muon), "adam": in_float32(adam)}, labels)
 
-    mean_of_matrices = mean_of(bits, residual_decay=residual_decay, exchange=of_matrices)
-    parts: dict[Any, Any] = {
-        "muon": in_float32(optax.chain(mean_of_matrices, muon)),
-        "adam": in_float32(optax.chain(mean_of(adam_bits, exchange=exchange.travel()), adam)),
-    }
-    return optax.partition(parts, _labels(validation.checked_mask(matrices, "matrices")))
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        tx = made(updates if params is None else params)
+        return tx.update(updates, state, params, **extra_args)
 
-
-def _check(
-    learning_rate: Any, adam_learning_rate: Any, weight_decay: Any, beta: Any, b1: Any, b2: Any
-) -> None:
-    """Raises ``ValueError`` for hyperparameters outside their range."""
-    validation.check_learning_rate(learning_rate)
-    validation.check_learning_rate(adam_learning_rate, "adam_learning_rate")
-    validation.check_weight_decay(weight_decay)
-    for name, decay in (("beta", beta), ("adam_b1", b1), ("adam_b2", b2)):
-        validation.check_decay(name, decay)
+    return optax.GradientTransformationExtraArgs(lambda params: made(params).init(params), update_fn)
 
 
-def _check_static(
-    nesterov: Any, ns_steps: Any, consistent_rms: Any, bits: Any, adam_bits: Any, delay: Any
-) -> None:
-    """Raises ``ValueError`` for invalid options among those that decide what is compiled."""
-    validation.check_flag("nesterov", nesterov)
-    validation.check_static("ns_steps", ns_steps)
-    validation.check_step_count("ns_steps", ns_steps, 1, "5 are usual.")
-    validation.check_static("consistent_rms", consistent_rms)
-    if consistent_rms is not None:
-        validation.check_positive("consistent_rms", consistent_rms, usual=0.2)
-    validation.check_bits("bits", bits, (1, 2, 4, 8, 32))
-    validation.check_bits("adam_bits", adam_bits, (2, 4, 8, 32))
-    validation.check_delay(delay)
-    for name, value in (("bits", bits), ("adam_bits", adam_bits)):
-        if delay and value == 32:
+def _dimensions(matrices: Any, params: Any, adam_learning_rate: Any) -> tuple[Any, Any]:
+    """For each parameter its dimension numbers, or None for Adam's; and the name of its part."""
+    validation.check_parameters(params)
+    if matrices is None:
+        chosen = jax.tree.map(lambda p: jnp.ndim(p) == 2 and p.size > 0, params)
+    else:
+        is_tree = not any(map(callable, jax.tree.leaves(matrices, is_leaf=_is_dimensions)))
+        chosen = matrices if is_tree else matrices(params)
+
+    def numbers(path: Any, choice: Any, p: Any) -> Any:
+        name = f"parameter {jax.tree_util.keystr(path)}, of shape {jnp.shape(p)}"
+        if isinstance(choice, (bool, np.bool)) and choice and jnp.ndim(p) != 2:
             raise ValueError(
-                f"delay=1 with {name}=32: the message is kept with the residuals, so it needs at "
-                f"most 8 bits. Give fewer bits, or leave out delay=1."
+                f"{name}, is a matrix by matrices=, but has not two axes: in place of True give "
+                f"optax.contrib.MuonDimensionNumbers, which says which axes are the matrix's."
             )
-
-
-def _is_matrix(p: Any) -> bool:
-    return jnp.ndim(p) == 2 and min(jnp.shape(p)) > 0
-
-
-def _labels(matrices: Callable[[optax.Params], Any] | None) -> Callable[[optax.Params], Any]:
-    """Which of the two parts updates a parameter, from a function that says which are matrices."""
-
-    def label(path: Any, is_matrix: bool, p: Any) -> str:
-        if is_matrix and not _is_matrix(p):
+        if matrices is None and jnp.ndim(p) > 2:
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} has shape {jnp.shape(p)}, but Muon is for "
-                f"matrices, of two axes, with at least one element. Leave it out of matrices=, for "
-                f"Adam, or hold it as a matrix."
+                f"{name}, has more than two axes, so that onebit_muon cannot tell whether it is a "
+                f"stack of matrices: give matrices=, with optax.contrib.MuonDimensionNumbers for "
+                f"those that Muon updates and False for those that Adam does."
             )
-        return "muon" if is_matrix else "adam"
+        if isinstance(choice, (bool, np.bool)):
+            choice = MuonDimensionNumbers() if choice else None
+        if choice is None and adam_learning_rate is None and p.size:
+            raise ValueError(
+                f"{name}, is updated by Adam, for which Muon's learning rate is usually far too "
+                f"large: give adam_learning_rate=, such as 3e-3."
+            )
+        return choice
 
-    def labels(params: optax.Params) -> Any:
-        if matrices is None:
-            chosen = jax.tree.map(_is_matrix, params)
-        else:
-            prefix = matrices(params)
-            chosen = jax.tree.map(lambda x, of: jax.tree.map(lambda _: x, of), prefix, params)
-        return jax.tree_util.tree_map_with_path(label, chosen, params)
-
-    return labels
+    spread = jax.tree.map(
+        lambda choice, of: jax.tree.map(lambda _: choice, of), chosen, params, is_leaf=_is_dimensions
+    )
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    choices = jax.tree.leaves(spread, is_leaf=_is_dimensions)
+    found = [numbers(path, c, p) for (path, p), c in zip(leaves, choices, strict=True)]
+    labels = ["adam" if x is None else "muon" for x in found]
+    return structure.unflatten(found), structure.unflatten(labels)

@@ -1,16 +1,189 @@
-"""Skips a step on all workers if one worker's gradient is not finite."""
+"""Skips a step on all workers if one worker's gradient is not finite.
+
+One NaN in one worker's gradient reaches every parameter, every residual and every average, and
+stays there. So does a square that overflows. The flag travels with the scales: a NaN or an infinity
+makes the scale of its tensor not finite, so no pass looks at gradients, and nothing that is sent
+waits. All workers then share the number of a tensor that is unfit, and keep the old state.
+"""
 
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.transforms.algorithm import OWN_SCOPE
-from onebit_jax.transforms.nonfinite import Skips, examine, no_skips
-from onebit_jax.transforms.when import When, update_when
+from onebit_jax.collectives.axes import Axes, bound_axes
+from onebit_jax.collectives.exchange import unfit_of
+from onebit_jax.collectives.layout import tensor_id
+from onebit_jax.collectives.xla import restore_unless
+from onebit_jax.transforms.algorithm import Task, states_of
+
+# Causes other than a tensor, in place of its id.
+LOSS, UPDATE = -1, -2
+
+
+class Health(NamedTuple):
+    """Whether a step can be made; scalars, equal on all workers.
+
+    Attributes:
+      fit: bool.
+      worker: the first worker that is not fit, by its index along the axes; int32.
+      tensor: the id of its first tensor that is not, ``LOSS``, ``UPDATE``, or 0; int32.
+    """
+
+    fit: jax.Array
+    worker: jax.Array
+    tensor: jax.Array
+
+
+def agree(unfit: jax.Array, axes: Axes) -> Health:
+    """Shares each worker's ``unfit``, 0 or the cause."""
+    if axes.shards:
+        least, most = lax.pmin(unfit, axes.shards), lax.pmax(unfit, axes.shards)
+        unfit = jnp.where(most != 0, most, least)
+    mine = jnp.arange(axes.workers) == lax.axis_index(axes.names)
+    causes = lax.psum(jnp.where(mine, unfit, 0), axes.names)
+    worker = jnp.argmax(causes != 0).astype(jnp.int32)
+    return Health(jnp.all(causes == 0), worker, causes[worker])
+
+
+class NonFiniteError(FloatingPointError):
+    """Too many steps in a row were skipped.
+
+    Attributes:
+      step: the number of steps when the last one was skipped, counting skipped ones.
+      worker: the worker whose gradient was not fit, by its index along the axes.
+      tensor: the name of the parameter tensor, or ``None`` for the loss or the update.
+      in_a_row: the number of steps in a row that were skipped.
+    """
+
+    def __init__(self, step: int, worker: int, cause: str | None, in_a_row: int):
+        self.step, self.worker, self.tensor, self.in_a_row = step, worker, cause, in_a_row
+        what = f"the gradient of {cause} on worker {worker}"
+        if cause is None:
+            what = f"the loss, the new model state (worker {worker}) or the update, by a schedule,"
+        super().__init__(
+            f"{in_a_row} steps in a row were skipped, the last of them step {step}: {what} was "
+            f"not finite, or too large to be squared in float32. Parameters are as they were "
+            f"before these steps. Look at that worker's part of the batch and at schedules; lower "
+            f"the learning rate or lengthen its rise; clip gradients."
+        )
+
+
+class Skips(NamedTuple):
+    """The account of skipped steps; int32 ``[]``, equal on all workers.
+
+    Attributes:
+      steps: the number of steps, counting skipped ones.
+      skipped: how many of them were skipped.
+      in_a_row: how many in a row the last ones were.
+      worker: the worker that the last skipped step was skipped for, -1 for none.
+      tensor: the id of its tensor, as in :class:`Health`.
+    """
+
+    steps: jax.Array
+    skipped: jax.Array
+    in_a_row: jax.Array
+    worker: jax.Array
+    tensor: jax.Array
+
+    def after(self, health: Health) -> "Skips":
+        """The account after one more step."""
+        out = (~health.fit).astype(jnp.int32)
+        return Skips(
+            self.steps + 1,
+            self.skipped + out,
+            (self.in_a_row + 1) * out,
+            jnp.where(health.fit, self.worker, health.worker),
+            jnp.where(health.fit, self.tensor, health.tensor),
+        )
+
+    def metrics(self) -> dict[str, jax.Array]:
+        """``skipped`` and ``skipped_in_a_row``."""
+        return {"skipped": self.skipped, "skipped_in_a_row": self.in_a_row}
+
+    def check(self, params: optax.Params, max_skipped: int) -> None:
+        """Raises :class:`NonFiniteError` after ``max_skipped`` skipped steps in a row.
+
+        Args:
+          params: parameters, for their names.
+          max_skipped: the number of steps.
+        """
+        in_a_row = int(np.asarray(self.in_a_row))
+        if in_a_row >= max_skipped:
+            paths = jax.tree_util.tree_leaves_with_path(params)
+            names = {tensor_id(name): name for name in (jax.tree_util.keystr(x) for x, _ in paths)}
+            name = names.get(int(self.tensor))
+            raise NonFiniteError(int(self.steps), int(self.worker), name, in_a_row)
+
+
+def no_skips() -> Skips:
+    """The account before the first step."""
+    zero: Any = np.zeros((), np.int32)
+    return Skips(zero, zero, zero, zero - 1, zero)
+
+
+class Guarded(NamedTuple):
+    """The result of :func:`guarded_update`: updates and state, and whether they were made."""
+
+    updates: optax.Updates
+    state: optax.OptState
+    health: Health
+
+
+def guarded_update(
+    tx: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
+    axes: Axes,
+    unfit: jax.Array | int = 0,
+    **extra_args: Any,
+) -> Guarded:
+    """An update that all workers make or skip; a skipped one is 0 and leaves the state unchanged.
+
+    Args:
+      tx: the optimizer.
+      updates: the gradients.
+      state: its state.
+      params: the parameters.
+      axes: the axes that workers lie along.
+      unfit: on this worker a cause to skip the step, 0 for none.
+      **extra_args: other arguments of the optimizer's update.
+    """
+    unfit = jnp.asarray(unfit, jnp.int32)
+    if states_of(state):
+        made, new = tx.update(updates, state, params, **extra_args)
+        for own in states_of(new):
+            unfit = jnp.where(unfit == 0, own.progress.unfit.value[0], unfit)
+        health = agree(unfit, axes)
+        new = restore_unless(health.fit, new, state, axes.names)
+    else:
+        # Known before anything is written: then a select costs nothing.
+        health = agree(jnp.where(unfit == 0, unfit_of(updates), unfit), axes)
+        made, new = tx.update(updates, state, params, **extra_args)
+        new = jax.tree.map(lambda x, y: jnp.where(health.fit, x, y), new, state)
+    finite = _looks_finite(made, axes)
+    tensor = jnp.where(health.fit & ~finite, UPDATE, health.tensor)
+    health = health._replace(fit=health.fit & finite, tensor=tensor)
+    return Guarded(jax.tree.map(lambda u: jnp.where(health.fit, u, 0), made), new, health)
+
+
+def _looks_finite(updates: optax.Updates, axes: Axes) -> jax.Array:
+    """Whether the smallest update of a matrix, of a vector and so on is finite.
+
+    NaNs that are not in gradients come of schedules, which change all tensors, or of weight decay,
+    which may leave out vectors. The state is not theirs, and is kept.
+    """
+    by_rank = sorted(jax.tree.leaves(updates), key=jnp.size, reverse=True)
+    smallest = {jnp.ndim(x): x for x in by_rank if jnp.size(x)}.values()
+    if not smallest:
+        return jnp.bool(True)
+    finite = jnp.stack([jnp.isfinite(x).all() for x in smallest]).all()
+    return lax.pmin(finite.astype(jnp.int32), axes.shards) > 0 if axes.shards else finite
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -31,13 +204,13 @@ def skip_nonfinite(
     """Skips updates on all workers together if one worker's gradient is not finite.
 
     :func:`optax.apply_if_finite` does this on one device; with several workers each would decide
-    alone, and those that continue would wait for the others for ever. Here workers first share the
-    norms of their gradients, two float32 per worker. If one norm is NaN, infinite or above
-    ``2**48``, where sums of squares may overflow float32, updates are 0 and the state stays as it
-    was, bit for bit, counts, residuals and random keys included.
+    alone, and those that continue would wait for the others for ever. Here workers share whether
+    they are fit, 4 bytes per worker. If one has a gradient that is NaN, infinite, or so large that
+    sums of its squares may overflow float32, updates are 0 and the state stays as it was, bit for
+    bit, counts, residuals and random keys included. This library's optimizers know it from the
+    scales that they send; of any other optimizer the gradients are looked at first.
 
-    For your own loop; :func:`onebit_jax.train_step` does the same by default. It costs one pass
-    over the gradients. Wrap it around the whole optimizer, clipping included: otherwise the counts
+    For your own loop; :func:`onebit_jax.train_step` does the same by default. Wrap it around the whole optimizer, clipping included: otherwise the counts
     of the other parts go on in a skipped step.
 
     Args:
@@ -79,19 +252,16 @@ def skip_nonfinite(
         state: optax.OptState,
         params: optax.Params | None = None,
         *,
-        when: When | None = None,
+        task: Task = "update",
         **extra_args: Any,
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
         state = cast(SkipNonfiniteState, state)
-        with jax.named_scope(OWN_SCOPE):
-            health = examine(updates, bound_axes(axis_name).names)
-        both = When(health.fit if when is None else health.fit & when.made)
-        updates, inner_state = update_when(
-            both, inner, updates, state.inner_state, params, extra_args
+        if task != "update":
+            updates, kept = inner.update(updates, state.inner_state, params, task=task, **extra_args)
+            return updates, SkipNonfiniteState(state.skips, kept)
+        made = guarded_update(
+            inner, updates, state.inner_state, params, bound_axes(axis_name), **extra_args
         )
-        new = SkipNonfiniteState(state.skips.after(health), inner_state)
-        if when is None:
-            return updates, new
-        return updates, when.keep(new._replace(skips=when.select(new.skips, state.skips)))
+        return made.updates, SkipNonfiniteState(state.skips.after(made.health), made.state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,7 +1,6 @@
 """0/1 Adam: one bit per parameter from the start, and later only every few steps."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,25 +10,15 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import equal_on_all_workers
-from onebit_jax.collectives.error_feedback import Call, ExchangeState
-from onebit_jax.collectives.exchange import BoundExchange, Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import materialize
-from onebit_jax.markers import PerWorker, in_place_of
-from onebit_jax.transforms import phases, step_sets, warmup
-from onebit_jax.transforms.algorithm import (
-    Arrays,
-    PhasedAlgorithm,
-    Step,
-    Update,
-    at_count,
-    transformation,
-)
-from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, keep
-from onebit_jax.transforms.step_bound import bounded, check_step_bound, for_uncorrected
-from onebit_jax.transforms.step_sets import StepSet
+from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
+from onebit_jax.collectives.error_feedback import ExchangeState
+from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfit_of
+from onebit_jax.markers import PerWorker, as_own, in_place_of, own
+from onebit_jax.transforms import algorithm, schedules
+from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
+from onebit_jax.transforms.frozen_variance import FrozenVariance
+from onebit_jax.transforms.onebit_adam import bounded, for_uncorrected, zero_share
+from onebit_jax.transforms.schedules import StepSet
 
 
 class ZeroOneAdamState(NamedTuple):
@@ -53,6 +42,7 @@ class ZeroOneAdamState(NamedTuple):
       exchange: the state of the exchange, of gradients until v freezes, then of ``B_i``.
     """
 
+    exchanging_phase = "sync"
     progress: Progress
     variance_updates: jax.Array
     local_steps: jax.Array
@@ -67,42 +57,25 @@ class ZeroOneAdamState(NamedTuple):
         """The parameters that all workers share: evaluate and publish these.
 
         Args:
-          params: the parameters that belong to this state.
+          params: any worker's parameters.
 
         Returns:
-          ``y``, in the dtypes of ``params``, or ``params`` themselves until v is frozen, and
-          where they belong to another optimizer, within ``optax.partition``.
+          ``y`` once v is frozen, else ``params``; in the dtypes of ``params``.
         """
         frozen = self.progress.frozen_at >= 0
         synced = in_place_of(self.v_then_y, params)
         return jax.tree.map(lambda y, p: jnp.where(frozen, y, p), synced, params)
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
-
-        Returns:
-          ``phase`` and ``frozen_at`` of the progress; and ``residual_ratio``: the norm of the
-          worker's residual over that of the mean it received; 0 for an update that compressed
-          nothing, and for the last one before the freeze, which resets residuals.
-        """
-        phase = self.progress.phase
-        compressed = (phase == PHASES.index("compression")) | (phase == PHASES.index("sync"))
-        ratio = jnp.where(compressed, self.exchange.residual_ratio.value[0], 0.0)
-        return self.progress.metrics() | {"residual_ratio": ratio}
+        """``phase`` and ``frozen_at``, scalars."""
+        return self.progress.metrics()
 
     def diagnostics(self) -> dict[str, jax.Array]:
-        """Further scalars for :func:`onebit_jax.diagnose`.
-
-        Returns:
-          ``dead_share``, the share of elements whose ``v`` is 0; the exchange's ``scale_spread``.
-        """
-        return {"dead_share": warmup.zero_share(self.inverse_root)} | self.exchange.diagnostics()
+        """``inactive_share``, and the exchange's ``scale_spread``, scalars."""
+        return {"inactive_share": zero_share(self.inverse_root)} | self.exchange.diagnostics()
 
     def own_parameters(self) -> Any:
-        """Which parameters may differ between workers, a tree of booleans: all once v is frozen.
-
-        They may differ even after a sync, by rounding: each worker adds the update to its own.
-        """
+        """Which parameters may differ between workers, a tree of booleans: all once v is frozen."""
         frozen = self.progress.frozen_at >= 0
         return jax.tree.map(lambda _: frozen, self.v_then_y)
 
@@ -111,7 +84,7 @@ State = ZeroOneAdamState
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroOneAdam(PhasedAlgorithm):
+class ZeroOneAdam(FrozenVariance):
     """The algorithm; :func:`zero_one_adam` documents its fields."""
 
     learning_rate: optax.ScalarOrSchedule
@@ -124,197 +97,175 @@ class ZeroOneAdam(PhasedAlgorithm):
     variance_steps: StepSet
     sync_steps: StepSet
     step_bound: Any
-    exchange: Exchange
-    gradient_mean: GradientMean
     needs_params = "0/1 Adam computes what they become and must know what they are"
-
-    def before(self) -> Mapping[Phase, Step]:
-        """Updates in ``T_v``, and the other ones."""
-        return {"warmup": self.dense_step, "compression": self.compressed_step}
-
-    def after(self) -> Mapping[Phase, Step]:
-        """Updates between two syncs, and those in ``T_u``."""
-        return {"local": self.local_step, "sync": self.sync_step}
-
-    def rate(self, count: jax.Array) -> jax.Array:
-        """The learning rate of the update that follows ``count`` updates."""
-        return jnp.asarray(at_count(self.learning_rate, count), jnp.float32)
-
-    def tree(self, state: State) -> Any:
-        """The inverse root of the variance."""
-        return state.inverse_root
+    before = ("warmup", "compression")
 
     def init(self, params: optax.Params) -> State:
         """``m = v = 0``, and no residuals."""
-
-        def zeros(*leading: int) -> Any:
-            return jax.tree.map(lambda p: jnp.zeros((*leading, *p.shape), jnp.float32), params)
-
+        zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         return ZeroOneAdamState(
-            progress=phases.begin(),
+            progress=algorithm.begin(),
             variance_updates=jnp.zeros([], jnp.int32),
             local_steps=jnp.zeros([], jnp.int32),
             learning_rate_sum=jnp.zeros([], jnp.float32),
-            m=PerWorker(zeros(1)),
-            inverse_root=zeros(),
-            v_then_y=zeros(),
-            accumulated=PerWorker(zeros(1)),
+            m=as_own(zeros),
+            inverse_root=zeros,
+            v_then_y=jax.tree.map(jnp.zeros_like, zeros),
+            accumulated=as_own(zeros),
             exchange=self.exchange.over(params).init(),
         )
 
+    def steps(self) -> Mapping[Phase, Step]:
+        """Before the freeze updates in ``T_v`` and others; then local ones, and those in ``T_u``."""
+        return {
+            "warmup": self.dense_step,
+            "compression": self.compressed_step,
+            "local": self.local_step,
+            "sync": self.sync_step,
+        }
+
     def upcoming(self, state: State) -> jax.Array:
         """The phases that the step sets give."""
-        count = state.progress.count
-        steps = (self.variance_freeze, self.variance_steps, self.sync_steps)
-        coming = [step_sets.phase_at(count + i, *steps) for i in range(phases.OUTLOOK)]
+        count, sets = state.progress.count, (self.variance_steps, self.sync_steps)
+        coming = [
+            schedules.phase_at(count + i, self.variance_freeze, *sets)
+            for i in range(algorithm.OUTLOOK)
+        ]
         return jnp.stack(coming).astype(jnp.int32)
 
     def ends(self, state: State) -> jax.Array:
         """Whether v freezes after this update."""
         return state.progress.count + 1 >= self.variance_freeze
 
-    def _bound(self, state: State) -> BoundExchange:
-        return self.exchange.over(state.inverse_root, state.exchange)
+    def bound(self, state: State, update: Update) -> BoundExchange:
+        """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
+        validation.check_same_tree(update.grads, state.inverse_root)
+        return self.exchange.over(state.inverse_root)
 
-    def over_root(self, state: State, x: jax.Array, inverse_root: jax.Array, rates: Any) -> Any:
+    def over_root(self, state: State, x: jax.Array, root: jax.Array, rates: Any) -> jax.Array:
         """``x / (sqrt(v) + eps)``, bounded for learning rates of such a sum."""
         bound = for_uncorrected(self.step_bound, self.b2, state.variance_updates)
-        return bounded(x * inverse_root, None if bound is None else bound * jnp.abs(rates))
+        return bounded(x * root, None if bound is None else bound * jnp.abs(rates))
 
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
-        decay = at_count(self.weight_decay, count)
-        if not isinstance(decay, (int, float)) or decay != 0:
-            decay = -self.rate(count) * jnp.asarray(decay, jnp.float32)
-        tx = optax.add_decayed_weights(decay, self.mask)
+        rate = -at_count(self.learning_rate, count) * at_count(self.weight_decay, count)
+        tx = optax.add_decayed_weights(rate, self.mask)
         return tx.update(updates, tx.init(p), p)[0]
 
-    def adam_update(self, state: State, params: Arrays, count: jax.Array) -> Any:
-        """``- lr (m / (sqrt(v) + eps) + wd p)``."""
-        lr, p = self.rate(count), [x.astype(jnp.float32) for x in params]
-        shared = [lax.squeeze(m, (0,)) for m in equal_on_all_workers(jax.tree.leaves(state.m))]
-        alike, roots = self._bound(state).layout.alike(), jax.tree.leaves(state.inverse_root)
-        u = alike.map(lambda m, root: -lr * self.over_root(state, m, root, 1.0), shared, roots)
-        return self.decayed(_like(state, u), _like(state, p), count)
+    def momentum_of(self, m: Any, g: Any) -> Any:
+        """``b1 m + (1 - b1) g``."""
+        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g.astype(jnp.float32), m, g)
 
-    def dense_step(self, state: State, update: Update) -> State:
-        """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
-        g = self.gradient_mean.average(update.grads, state.progress.count)
-        exchange = self._bound(state)
-        alike = exchange.layout.alike()
-        old, g_stacked = alike.stack(jax.tree.leaves(state.v_then_y)), alike.stack(g)
-        new_v = [self.b2 * x + (1 - self.b2) * y**2 for x, y in zip(old, g_stacked, strict=True)]
-        new_roots = [jnp.where(x > 0, 1 / (jnp.sqrt(x) + self.eps), 0.0) for x in new_v]
-        v, roots = alike.unstack(new_v), alike.unstack(new_roots)
-        new = state._replace(
-            variance_updates=state.variance_updates + 1,
-            m=momentum(self.b1, state.m, _like(state, g)),
-            inverse_root=_like(state, roots),
-            v_then_y=_like(state, v),
-            exchange=exchange.activate(state.exchange, v),
+    def _adam(self, state: State, update: Update, m: Any, unfit: jax.Array) -> Made:
+        """Before the freeze: ``- lr (m / (sqrt(v) + eps) + wd p)``."""
+        count = state.progress.count
+        rate = at_count(self.learning_rate, count)
+        u = jax.tree.map(
+            lambda m, root: -rate * self.over_root(state, m, root, 1.0), m, state.inverse_root
         )
-        return keep(update.when, new, state)
+        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
+        return Made(state._replace(m=as_own(m)), self.decayed(u, p, count), unfit)
 
-    def compressed_step(self, state: State, update: Update) -> State:
+    def dense_step(self, state: State, update: Update) -> Made:
+        """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
+        exchange = self.bound(state, update)
+        g, unfit = self.mean_gradient(update.grads, state.progress.count)
+        v = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_y, g)
+        root = jax.tree.map(lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0), v)
+        m = self.momentum_of(own(equal_on_all_workers(state.m)), g)
+        exchanged = state.exchange
+        if exchange.compresses:
+            exchanged = exchange.activate(exchanged, v)
+        state = state._replace(
+            variance_updates=state.variance_updates + 1,
+            inverse_root=root,
+            v_then_y=v,
+            exchange=exchanged,
+        )
+        return self._adam(state, update, m, unfit)
+
+    def compressed_step(self, state: State, update: Update) -> Made:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
-        exchange, grads = self._bound(state), _like(state, update.grads)
-        mean, exchanged = exchange.average(grads, state.exchange, Call(update.when))
+        exchange = self.bound(state, update)
+        G, exchanged, unfit = exchange.mean(update.grads, state.exchange)
         # The mean received for an inactive element is undefined, and must not enter its momentum.
-        G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), mean, state.inverse_root)
-        m = keep(update.when, momentum(self.b1, state.m, G), state.m)
-        return state._replace(m=m, exchange=exchanged)
+        G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), G, state.inverse_root)
+        m = self.momentum_of(own(equal_on_all_workers(state.m)), G)
+        return self._adam(state._replace(exchange=exchanged), update, m, unfit)
 
-    def freeze(self, state: State, params: Arrays) -> State:
+    def freeze(self, state: State, update: Update, updates: Any) -> State:
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
-        u = self.adam_update(state, params, state.progress.count)
-        y = jax.tree.map(lambda p, x: p.astype(jnp.float32) + x, _like(state, params), u)
-        exchange = self._bound(state).restart(state.exchange)
-        return state._replace(v_then_y=y, exchange=exchange)
+        y = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, update.params, updates)
+        exchange = jax.tree.map(jnp.zeros_like, state.exchange)
+        return state._replace(
+            v_then_y=y, exchange=exchange._replace(active=state.exchange.active)
+        )
 
-    def _add_up(self, state: State, m: PerWorker) -> tuple[PerWorker, jax.Array]:
-        """Adds this update to ``B_i`` and ``G``."""
-        lr, begun = self.rate(state.progress.count), state.local_steps > 0
-        B = jax.tree.map(lambda x, y: jnp.where(begun, x, 0.0) + lr * y, state.accumulated, m)
-        return B, jnp.where(begun, state.learning_rate_sum, 0.0) + lr
+    def _accumulated(self, state: State, update: Update) -> tuple[Any, Any, jax.Array, Any]:
+        """``m_i``, ``B_i`` and ``G`` after this update; and ``y``, decayed."""
+        count, begun = state.progress.count, state.local_steps > 0
+        g, local = update.grads, bound_axes(self.exchange.axis_name).local
+        if local is not None:
+            g = lax.pmean(jax.tree.map(lambda x: x.astype(jnp.float32), g), local)
+        m, rate = self.momentum_of(own(state.m), g), at_count(self.learning_rate, count)
+        B = jax.tree.map(
+            lambda x, y: jnp.where(begun, x, 0.0) + rate * y, own(state.accumulated), m
+        )
+        G = jnp.where(begun, state.learning_rate_sum, 0.0) + rate
+        return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
-    def _decayed_y(self, state: State) -> Any:
-        return self.decayed(state.v_then_y, state.v_then_y, state.progress.count)
-
-    def local_step(self, state: State, update: Update) -> State:
+    def local_step(self, state: State, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
-        exchange = self._bound(state)
-        m = momentum(self.b1, state.m, exchange.node_mean_tree(_like(state, update.grads)))
-        # The new m is written over the old m first: else XLA copies the old m, to compute B.
-        m = materialize(keep(update.when, m, state.m), exchange.axes.node)
-        B, G = self._add_up(state, m)
-        new = state._replace(
+        self.bound(state, update)
+        m, B, G, y = self._accumulated(state, update)
+        moved = jax.tree.map(
+            lambda y, B, root, p: y - self.over_root(state, B, root, G) - p.astype(jnp.float32),
+            y,
+            B,
+            state.inverse_root,
+            update.params,
+        )
+        state = state._replace(
             local_steps=state.local_steps + 1,
             learning_rate_sum=G,
-            v_then_y=self._decayed_y(state),
-            accumulated=B,
+            m=as_own(m),
+            v_then_y=y,
+            accumulated=as_own(B),
         )
-        return keep(update.when, new, state)._replace(m=m)
+        return Made(state, moved, unfit_of(update.grads))
 
-    def sync_step(self, state: State, update: Update) -> State:
+    def sync_step(self, state: State, update: Update) -> Made:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
-        exchange = self._bound(state)
-        m = momentum(self.b1, state.m, exchange.node_mean_tree(_like(state, update.grads)))
-        B_i, G = self._add_up(state, m)
-        values = exchange.pieces(jax.tree.map(lambda x: x[0], B_i))
-        received, exchanged = exchange.all_reduce(values, state.exchange, Call(update.when))
-        B, y = exchange.mean(received, exchanged), self._decayed_y(state)
-        moved = functools.partial(self.over_root, state, rates=G)
-        y = jax.tree.map(lambda x, b, root: x - moved(b, root), y, B, state.inverse_root)
+        exchange = self.bound(state, update)
+        _, B_i, G, y = self._accumulated(state, update)
+        if exchange.compresses:
+            received, exchanged, unfit = exchange.all_reduce(exchange.own(B_i), state.exchange)
+            B = exchange.layout.scatter(exchange.decode(received))
+        else:
+            B, exchanged, unfit = equal_on_all_workers(B_i), state.exchange, unfit_of(B_i)
+        y = jax.tree.map(
+            lambda y, B, root: y - self.over_root(state, B, root, G), y, B, state.inverse_root
+        )
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
-        new = state._replace(
+        moved = jax.tree.map(lambda y, p: y - p.astype(jnp.float32), y, update.params)
+        state = state._replace(
             local_steps=jnp.zeros_like(state.local_steps),
             learning_rate_sum=jnp.zeros_like(G),
-            m=PerWorker(jax.tree.map(lambda b: b[None] * per_rate, B)),
+            m=as_own(jax.tree.map(lambda b: b * per_rate, B)),
             v_then_y=y,
+            exchange=exchanged,
         )
-        return keep(update.when, new, state)._replace(exchange=exchanged)
+        return Made(state, moved, unfit)
 
-    def direction(self, state: State, update: Update) -> Arrays:
-        """Adam's update before the freeze; after it, the new parameters minus the old ones."""
-        before = after = None
-        if update.phase not in ("local", "sync"):
-            u = self.adam_update(state, update.params, state.progress.count - 1)
-            before = jax.tree.leaves(u)
-        if update.phase not in ("warmup", "compression"):
-            begun, rates = state.local_steps > 0, state.learning_rate_sum
-            trees = state.v_then_y, state.inverse_root
-            B = [lax.squeeze(x, (0,)) for x in jax.tree.leaves(state.accumulated)]
-
-            def moved(y: jax.Array, root: jax.Array, B: jax.Array, p: jax.Array) -> jax.Array:
-                B = jnp.where(begun, B, 0.0)
-                return (y - self.over_root(state, B, root, rates)) - p.astype(jnp.float32)
-
-            alike = self._bound(state).layout.alike()
-            after = alike.map(moved, *map(jax.tree.leaves, trees), B, update.params)
-        if before is None or after is None:
-            return before or after or []
-        return keep(state.progress.phase >= PHASES.index("local"), after, before)
-
-    def carry(self, state: State, like: Any) -> Any:
+    def carry(self, state: State, update: Update) -> Any:
         """The residuals."""
-        return self.exchange.over(like).total_residual(state.exchange)
+        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
 
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
+    def resume(self, state: State, carried: Any, update: Update) -> State:
         """The residuals."""
-        return {"exchange": self.exchange.over(like).resumed(carried, state.inverse_root)}
-
-
-def _like(state: State, arrays: Arrays) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(state.inverse_root), arrays)
-
-
-def momentum(b1: Any, m: PerWorker, g: Any) -> PerWorker:
-    """``b1 m + (1 - b1) g``."""
-
-    def one(m: jax.Array, g: jax.Array) -> jax.Array:
-        return b1 * m + (1 - b1) * g.astype(jnp.float32)[None]
-
-    return PerWorker(jax.tree.map(one, m.value, g))
+        exchange = self.exchange.over(update.params, update.specs).resumed(carried, state.inverse_root)
+        return state._replace(exchange=exchange)
 
 
 def zero_one_adam(
@@ -329,10 +280,7 @@ def zero_one_adam(
     axis_name: str | tuple[str, str],
     variance_steps: StepSet | None = None,
     sync_steps: StepSet | None = None,
-    var_update_scaler: int = 16,
-    local_step_scaler: int = 32768,
-    local_step_clipper: int = 16,
-    warmup_bits: int | None = None,
+    warmup_bits: int = 32,
     step_bound: jax.typing.ArrayLike | None = 3.0,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -395,9 +343,8 @@ def zero_one_adam(
     ``init`` and ``update`` run where those of :func:`onebit_jax.onebit_adam` do, on the same
     gradients; ``update`` needs the parameters. With its extra argument ``phase`` the host may
     choose: before the freeze ``"warmup"`` (dense) or ``"compression"``, after it ``"local"`` (whose
-    program sends nothing between workers) or ``"sync"``. The step sets are then ignored;
-    :func:`onebit_jax.zero_one_adam_phase` gives the phase that they prescribe. A phase from the
-    other side of the freeze is refused, as there.
+    program sends nothing between workers) or ``"sync"``. The step sets are then ignored. A phase
+    from the other side of the freeze is refused, as there.
 
     In the hierarchical form a worker is a node: its devices average their gradients at full
     precision in every update, and take local steps together.
@@ -419,18 +366,14 @@ def zero_one_adam(
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       variance_steps: :math:`T_v`, a function of the number of updates made, from 0, that returns a
         boolean (traced); it must be true at 0 and false from ``variance_freeze`` on. By default
-        gaps are 1, then 2, 4, ..., doubled after every ``var_update_scaler`` refreshes.
+        gaps are 1, then 2, 4, ..., doubled after every 16 refreshes.
       sync_steps: :math:`T_u`, a function like it, called from ``variance_freeze`` on. By default
-        gaps are 1, doubled every ``local_step_scaler`` updates, up to ``local_step_clipper``.
-      var_update_scaler: the paper's :math:`\kappa`.
-      local_step_scaler: updates until the gap of :math:`T_u` doubles. The paper ties it to the
-        learning rate: when that halves, gaps may double.
-      local_step_clipper: the paper's :math:`H`.
-      warmup_bits: bits per value of gradients in refreshes: 32 by default, 16, 8 or 4; see
+        gaps are 1, doubled every 32,768 updates, up to 16, as in the paper.
+      warmup_bits: bits per value of gradients in refreshes: 32 by default, 8 or 4; see
         :func:`onebit_jax.onebit_adam`.
       step_bound: the largest step of an element, in learning rates, weight decay aside, if v were
         corrected for beginning at 0; a sync's is as much of :math:`G`. None for none, as in the
-        paper. See :func:`onebit_jax.onebit_adam`.
+        paper. See :func:`onebit_jax.scale_by_onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -477,35 +420,30 @@ def zero_one_adam(
       in floating point, so its replicas drift apart. DeepSpeed also refreshes and synchronises at
       multiples of its gaps, so a gap that follows a doubling can be too short.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps, usual=1e-8)
-    mend = "Give the number of updates after which v is frozen, such as the learning rate's warm-up"
-    validation.check_step_count(
-        "variance_freeze", variance_freeze, 1, f"{mend} (at least one, or nothing would ever move)."
-    )
-    step_sets.check_published_policies(var_update_scaler, local_step_scaler, local_step_clipper)
-    step_sets.check_step_sets(variance_freeze, variance_steps, sync_steps)
-    check_options(exchange)
-    return transformation(
+    usual = "the learning rate's own warm-up"
+    freeze = validation.count("variance_freeze", variance_freeze, 1, usual, traced=True)
+    bits = validation.bits("warmup_bits", warmup_bits, (4, 8, 32))
+    if step_bound is not None:
+        step_bound = validation.number("step_bound", step_bound, "positive")
+    if variance_steps is None:
+        variance_steps = schedules.published_variance_steps(16)
+    else:
+        schedules.check_variance_steps(variance_steps, freeze)
+    if sync_steps is None:
+        sync_steps = schedules.published_sync_steps(freeze, 32768, 16)
+    return algorithm.transformation(
         ZeroOneAdam(
-            learning_rate=learning_rate,
-            b1=validation.float32(b1),
-            b2=validation.float32(b2),
-            eps=validation.float32(eps),
-            weight_decay=weight_decay,
-            mask=mask,
-            variance_freeze=variance_freeze,
-            variance_steps=variance_steps or step_sets.published_variance_steps(var_update_scaler),
-            sync_steps=sync_steps
-            or step_sets.published_sync_steps(
-                variance_freeze, local_step_scaler, local_step_clipper
-            ),
-            exchange=exchange.one_bit(axis_name),
-            gradient_mean=GradientMean(axis_name, warmup_bits, exchange),
-            step_bound=check_step_bound(step_bound),
+            exchange=exchange.at_bits(axis_name, 1),
+            gradient_exchange=None if bits == 32 else exchange.at_bits(axis_name, bits, None),
+            learning_rate=validation.rate("learning_rate", learning_rate),
+            b1=validation.number("b1", b1, "decay"),
+            b2=validation.number("b2", b2, "decay"),
+            eps=validation.number("eps", eps, "positive"),
+            weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
+            mask=validation.checked_mask(mask),
+            variance_freeze=freeze,
+            variance_steps=variance_steps,
+            sync_steps=schedules.checked_step_set("sync_steps", sync_steps),
+            step_bound=step_bound,
         )
     )

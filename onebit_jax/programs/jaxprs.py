@@ -1,15 +1,16 @@
-"""Finds which values of a program differ between workers, and refuses programs that would hang.
+"""A walk through a program that tells which of its values differ between workers.
 
-The check follows values from the inputs on. Sharded inputs and a worker's index vary over mesh
-axes; results of ``psum`` and ``all_gather`` do not. A collective under a condition that holds on
-some workers only never ends, and is refused.
+Along each mesh axis a value either is the same on all workers or may vary. Collectives such as
+``psum`` make values the same; arguments that are split over an axis, and a worker's own index, vary;
+everything else varies if something that it is computed from does.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from onebit_jax.collectives.axes import equal_p
 
 Axes = frozenset[str]
 Program = Jaxpr | ClosedJaxpr
@@ -37,38 +38,22 @@ _COLLECTIVES = _EQUALIZING | {
 }
 
 
-def check_collectives(jaxpr: Jaxpr) -> list[Axes]:
-    """Checks a program that maps over workers by ``jax.shard_map``.
-
-    Args:
-      jaxpr: the program around the map, such as that of a ``jax.stages.Traced``.
-
-    Returns:
-      The mesh axes that each of its results may vary over, axes of size 1 and those that it is
-      split over excluded.
+def axes_of_results(program: Program, given: Sequence[Axes] | None = None) -> list[Axes]:
+    """The axes that a program's results may vary over, given those of its arguments.
 
     Raises:
-      ValueError: for a collective under a condition that may differ between workers.
+      ValueError: for a collective under a condition that workers need not share, which would hang.
     """
-    return axes_of_results(jaxpr, [Axes()] * len(jaxpr.invars))
-
-
-def leaves_with_axes(varies: Any) -> list[tuple[Any, Axes]]:
-    """The paths of a tree's leaves, and the axes that each varies over."""
-    return jax.tree_util.tree_leaves_with_path(varies, is_leaf=lambda x: isinstance(x, frozenset))
-
-
-def axes_of_results(jaxpr: Program, given: Sequence[Axes]) -> list[Axes]:
-    """The axes that a program's results may vary over, given those of its arguments."""
-    varies: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+    given = [Axes()] * len(program.invars) if given is None else given
+    varies: dict[Any, Axes] = dict(zip(program.invars, given, strict=True))
 
     def of(atom: Any) -> Axes:
         return Axes() if isinstance(atom, Literal) else varies.get(atom, Axes())
 
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         results = _results(eqn, [of(x) for x in eqn.invars])
         varies.update(zip(eqn.outvars, results, strict=True))
-    return [of(x) for x in jaxpr.outvars]
+    return [of(x) for x in program.outvars]
 
 
 def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
@@ -92,17 +77,17 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         return axes_of_results(params["jaxpr"], [*constants, *carried, *others])
     if name == "optimization_barrier":
         return given
-    if params.get("name") == "equal_on_all_workers":
-        return [Axes()] * len(given)
+    if eqn.primitive is equal_p:
+        return [Axes()]
     if "axes_of_results" in params:  # an update that stands for those of all workers
         return list(params["axes_of_results"])
     everything = Axes().union(*given)
     if name == "axis_index":
         everything = _names(params["axis_name"])
     elif name in _EQUALIZING and params.get("axis_index_groups") is None:
-        everything -= _axes(eqn)
+        everything -= axes_of(eqn)
     elif name in _COLLECTIVES:
-        everything |= _axes(eqn)
+        everything |= axes_of(eqn)
     else:
         inner = [sub for value in params.values() for sub in programs_in(value)]
         if len(inner) == 1 and len(inner[0].invars) == len(given):
@@ -127,9 +112,7 @@ def _while(params: dict[str, Any], given: list[Axes]) -> list[Axes]:
     carried = _carried(body, given[of_condition:start], given[start:], [])
     [predicate] = axes_of_results(condition, [*given[:of_condition], *carried])
     _check_condition(predicate, condition, body)
-    # Results do not count as varying with the number of iterations: xla_workarounds.materialize
-    # passes arrays through zero-iteration loops, and hides from XLA that they are such.
-    return carried
+    return [x | predicate for x in carried]
 
 
 def _carried(
@@ -145,10 +128,10 @@ def _carried(
 
 
 def _check_condition(predicate: Axes, *programs: Program) -> None:
-    for eqn in collectives(programs):
-        if shared := predicate & _axes(eqn):
+    for eqn in (eqn for program in programs for eqn in collectives(program)):
+        if shared := predicate & axes_of(eqn):
             raise ValueError(
-                f"the {eqn.primitive.name} over {sorted(_axes(eqn))} is called under a condition "
+                f"the {eqn.primitive.name} over {sorted(axes_of(eqn))} is called under a condition "
                 f"that workers along {sorted(shared)} need not share, such as a condition on one "
                 f"worker's gradients (optax.apply_if_finite around an optimizer that averages over "
                 f"workers has one): they would wait for each other for ever. Base the condition on "
@@ -158,18 +141,18 @@ def _check_condition(predicate: Axes, *programs: Program) -> None:
             )
 
 
-def equations(programs: Sequence[Program]) -> Iterator[Any]:
-    """All equations of programs, those of programs within them included."""
-    for program in programs:
-        for eqn in program.eqns:
-            yield eqn
-            for value in eqn.params.values():
-                yield from equations(programs_in(value))
+def equations(program: Program) -> Iterator[Any]:
+    """All equations of a program, those of programs within it included."""
+    for eqn in program.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in programs_in(value):
+                yield from equations(inner)
 
 
-def collectives(programs: Sequence[Program]) -> Iterator[Any]:
-    """The equations that call a collective, wherever they are in programs."""
-    return (eqn for eqn in equations(programs) if eqn.primitive.name in _COLLECTIVES)
+def collectives(program: Program) -> Iterator[Any]:
+    """The equations that call a collective, wherever they are in a program."""
+    return (eqn for eqn in equations(program) if eqn.primitive.name in _COLLECTIVES)
 
 
 def programs_in(value: Any) -> list[Program]:
@@ -178,7 +161,8 @@ def programs_in(value: Any) -> list[Program]:
     return [x for x in values if isinstance(x, Program)]
 
 
-def _axes(eqn: Any) -> Axes:
+def axes_of(eqn: Any) -> Axes:
+    """The axes of a collective."""
     return _names(eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"])
 
 

@@ -1,7 +1,7 @@
-"""The end of warm-up: after a number of updates, or once the variance is stable."""
+"""When things happen: the end of a warm-up, refreshes of a variance, and syncs of 0/1 Adam."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -9,7 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.transforms.phases import OUTLOOK, PHASES, keep
+from onebit_jax.transforms.algorithm import OUTLOOK, PHASES, usual_promotion
+
+# A function of the number of updates made, from 0, that says whether the next one is in the set.
+StepSet = Callable[[Any], Any]
 
 # Checks of the variance per octave of updates, and how many in a row must find it stable.
 _AN_OCTAVE, _IN_A_ROW = 4, 3
@@ -130,27 +133,16 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
       largest gradients.
     """
     if threshold is not None:
-        validation.check_between("threshold", threshold, 0, 1, usual=_FROZEN_THRESHOLD)
-    validation.check_step_count("min_steps", min_steps, 0, "Give the learning rate's warm-up.")
+        threshold = validation.number("threshold", threshold, "threshold")
+    min_steps = validation.count("min_steps", min_steps, 0, "the learning rate's warm-up")
     return VarianceStable(threshold, min_steps)
 
 
-def check_warmup(warmup: Warmup, refreshed: bool = False) -> Warmup:
-    """The end of warm-up, with a threshold that suits a variance which is frozen or refreshed.
-
-    Raises:
-      ValueError: unless ``warmup`` is a positive int or a :class:`VarianceStable`.
-    """
+def check_warmup(warmup: Any, *, refreshed: bool) -> Warmup:
+    """The end of warm-up, with a threshold that suits a variance that is refreshed, or not."""
     if not isinstance(warmup, VarianceStable):
-        validation.check_step_count(
-            "warmup",
-            warmup,
-            1,
-            "Give the number of dense updates (at least one, or v would freeze at zero and nothing "
-            "would ever move), or onebit_jax.variance_stable(min_steps=...).",
-        )
-        return warmup
-    warmup = variance_stable(*warmup)
+        usual = "the number of dense updates, or onebit_jax.variance_stable(min_steps=...)"
+        return validation.count("warmup", warmup, 1, usual, traced=True)
     if warmup.threshold is None:
         return warmup._replace(threshold=_REFRESHED_THRESHOLD if refreshed else _FROZEN_THRESHOLD)
     return warmup
@@ -190,11 +182,11 @@ def observe(
     """Records the variances' norms, and compares them with those after half as many updates.
 
     Args:
-      warmup: the rule for the end of warm-up.
-      record: the record.
-      norms: ``||v_l||_1``, float32 ``[P]``.
-      sizes: the numbers of the tensors' elements.
-      t: the number of the update, from 1; int32 ``[]``.
+      warmup: the end of warm-up.
+      record: the record before.
+      norms: ``||v_l||_1`` after update ``t``; float32 ``[P]``.
+      sizes: the number of elements of each tensor.
+      t: the number of the update.
     """
     looked_at, place = _on_grid(t)
     before = record.norms[place]
@@ -213,24 +205,8 @@ def observe(
         stable,
         record.finite,
     )
-    return keep(looked_at, seen, record)._replace(finite=jnp.all(jnp.isfinite(norms)))
-
-
-def recorded(
-    warmup: Warmup, state: Any, norms: jax.Array, tensors: Sequence[jax.Array], when: jax.Array
-) -> VarianceRecord:
-    """The record after a dense update.
-
-    Args:
-      warmup: the rule for the end of warm-up.
-      state: the optimizer's state, with ``progress`` and ``variance_record``.
-      norms: ``||v_l||_1`` of each tensor, of the variance by whose root steps are divided; float32
-        ``[P]``.
-      tensors: arrays of the tensors' sizes.
-      when: where false, the record stays.
-    """
-    record, sizes = state.variance_record, [x.size for x in tensors]
-    return keep(when, observe(warmup, record, norms, sizes, state.progress.count + 1), record)
+    kept = jax.tree.map(lambda x, y: jnp.where(looked_at, x, y), seen, record)
+    return kept._replace(finite=jnp.all(jnp.isfinite(norms)))
 
 
 def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
@@ -241,18 +217,14 @@ def _may_end(warmup: Warmup, t: jax.Array) -> jax.Array:
     return t >= warmup
 
 
-def ends(warmup: Warmup, state: Any) -> jax.Array:
-    """Whether the dense update just made, and recorded already, is the last one.
-
-    A variance that is not finite is not frozen.
-    """
-    record = state.variance_record
-    over = _may_end(warmup, state.progress.count + 1) & record.finite
+def ends(warmup: Warmup, record: VarianceRecord, t: jax.Array) -> jax.Array:
+    """Whether dense update ``t``, recorded already, is the last one."""
+    over = _may_end(warmup, t) & record.finite
     return over & (record.stable >= _IN_A_ROW) if isinstance(warmup, VarianceStable) else over
 
 
 def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
-    """The phases of the next updates after ``count`` updates: see :class:`~.phases.Progress`."""
+    """The phases of the next updates after ``count`` updates, for its progress."""
     dense, compressed = PHASES.index("warmup"), PHASES.index("compression")
     may_end = _may_end(warmup, count + jnp.arange(OUTLOOK))
     # Warm-up goes on beyond its end while the variance is not finite.
@@ -264,8 +236,90 @@ def upcoming(warmup: Warmup, count: jax.Array, frozen: jax.Array) -> jax.Array:
     return jnp.where(frozen, compressed, phases).astype(jnp.int32)
 
 
-def zero_share(v: Any) -> jax.Array:
-    """The share of a tree's elements that are 0, such as elements without a variance."""
-    leaves = jax.tree.leaves(v)
-    zeros = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
-    return sum(zeros, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)
+def published_variance_steps(var_update_scaler: Any) -> StepSet:
+    """Gaps of 1, then 2, 4, ..., each kept for ``var_update_scaler`` refreshes.
+
+    >>> refreshes = published_variance_steps(3)
+    >>> [count for count in range(40) if refreshes(count)]
+    [0, 1, 2, 4, 6, 8, 12, 16, 20, 28, 36]
+    """
+
+    def refreshes(count: Any) -> Any:
+        # Gaps of 2^k end after var_update_scaler (1 + 2 + ... + 2^k) updates.
+        doublings = sum(count // var_update_scaler + 1 >= 2**k for k in range(1, 31))
+        return (count + 1 + var_update_scaler) % (1 << doublings) == 0
+
+    return refreshes
+
+
+def published_sync_steps(
+    variance_freeze: Any, local_step_scaler: Any, local_step_clipper: Any
+) -> StepSet:
+    """From the freeze on gaps of 1, then 2, 4, ..., doubled every ``local_step_scaler`` updates.
+
+    The largest gap is the largest power of two that is at most ``local_step_clipper``. A sync
+    precedes each doubling, so that no gap is too long.
+
+    >>> syncs = published_sync_steps(10, 5, 4)
+    >>> [count for count in range(10, 30) if syncs(count)]
+    [10, 11, 12, 13, 14, 16, 18, 19, 23, 27]
+    """
+
+    def syncs(count: Any) -> Any:
+        made = count - variance_freeze
+        stage = made // local_step_scaler
+        doublings = sum((stage >= k) & (local_step_clipper >= 2**k) for k in range(1, 31))
+        made = made - doublings * local_step_scaler + 1
+        doubles = (made == local_step_scaler) & (local_step_clipper >= 2 << doublings)
+        return (made % (1 << doublings) == 0) | doubles
+
+    return syncs
+
+
+def phase_at(count: Any, variance_freeze: Any, variance_steps: StepSet, sync_steps: StepSet) -> Any:
+    """The place in ``PHASES`` of the update that follows ``count`` updates."""
+    dense, local = PHASES.index("warmup"), PHASES.index("local")
+    before = jnp.where(variance_steps(count), dense, PHASES.index("compression"))
+    after = jnp.where(sync_steps(count), PHASES.index("sync"), local)
+    return jnp.where(count < variance_freeze, before, after)
+
+
+def refresh_steps(name: str, refreshes: Any) -> StepSet | None:
+    """The step set of every k-th update, or the given function; None without refreshes."""
+    if refreshes is None:
+        return None
+    if callable(refreshes):
+        return checked_step_set(name, refreshes)
+    every = validation.count(name, refreshes, 1, "for every k-th update, or None for no refreshes")
+    return lambda count: (count + 1) % every == 0
+
+
+def checked_step_set(name: str, steps: StepSet) -> StepSet:
+    """Raises ``ValueError`` unless ``steps`` is a function from a count to a boolean."""
+    with usual_promotion():
+        returned = jax.tree.leaves(jax.eval_shape(steps, jax.ShapeDtypeStruct((), jnp.int32)))
+    if [(x.shape, x.dtype) for x in returned] != [((), jnp.bool)]:
+        raise ValueError(
+            f"{name} returns {returned} where one boolean is expected: it must be a function of "
+            f"the number of updates made, such as lambda count: count % 4 == 0."
+        )
+    return steps
+
+
+def check_variance_steps(steps: StepSet, variance_freeze: Any) -> None:
+    """Raises ``ValueError`` for a set of 0/1 Adam's that begins without a variance, or never ends.
+
+    Of updates after the freeze the next 4,096 are looked at, unless ``variance_freeze`` is traced.
+    """
+    checked_step_set("variance_steps", steps)
+    if isinstance(variance_freeze, jax.core.Tracer):
+        return
+    with jax.ensure_compile_time_eval():
+        after = variance_freeze + jnp.arange(4096)
+        wrong = jax.vmap(lambda count: jnp.asarray(steps(count)))(after)
+        if not steps(0) or jnp.any(wrong):
+            raise ValueError(
+                f"variance_steps must be true at update 0, before which v is 0, and false from "
+                f"variance_freeze={variance_freeze} on, when no worker knows the mean gradient; it "
+                f"is {bool(steps(0))} at 0, and true at {after[wrong][:3]}."
+            )

@@ -1,6 +1,6 @@
 """Refuses a training step under which the workers' replicas would silently diverge.
 
-:func:`onebit_jax.on_mesh` proves that its own updates are equal on all workers, but not what a step
+:func:`onebit_jax.sharding.on_mesh` proves that its own updates are equal on all workers, but not what a step
 makes of them: a condition on one worker's gradients keeps that worker's parameters back, and a
 wrapper may pass gradients by the exchange. So one worker's step is traced, not run, and what
 differs between workers is followed through the program.
@@ -15,33 +15,33 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import mlir
 
 from onebit_jax.markers import is_masked, nodes_with
-from onebit_jax.programs.collective_check import Axes, Program, axes_of_results, programs_in
-from onebit_jax.states.state_layout import is_placed_node
+from onebit_jax.programs.jaxprs import Axes, Program, axes_of_results, programs_in
+from onebit_jax.states.placed import is_placed_node
 
 _NO_VMAP = (
-    "onebit_jax.on_mesh: update was called without jax.vmap over the workers, so that all of them "
+    "onebit_jax.sharding.on_mesh: update was called without jax.vmap over the workers, so that all of them "
     "would have one gradient, and nothing says whose. Run the whole training step by "
-    "onebit_jax.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
+    "onebit_jax.sharding.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
     "spmd_axis_name=axis_name (on Explicit meshes without)."
 )
 
 _PASSED_BY = (
     "after a step {name} would differ between workers, and replicas silently diverge: it "
     "depends on each worker's own gradients or loss, not by way of the exchange alone. A "
-    "condition on them around onebit_jax.on_mesh does that (optax.apply_if_finite, a loss "
+    "condition on them around onebit_jax.sharding.on_mesh does that (optax.apply_if_finite, a loss "
     "scale, jnp.where on a loss that is not finite), and what gets gradients that nothing "
     "exchanges (the other parameters of optax.masked, a branch of optax.partition). Put such "
     "a wrapper inside on_mesh, which checks it; to skip bad gradients there take "
     "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike; give every "
-    "branch an exchange, such as onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), ...)."
+    "branch an exchange, such as onebit_jax.sharding.on_mesh(onebit_jax.mean_gradients(axis), ...)."
 )
 
 _NO_EXCHANGE = (
     "after a step {name} would differ between workers, and replicas silently diverge: worker_step "
-    "gives each worker its own gradients, and this step has no optimizer from onebit_jax.on_mesh, "
+    "gives each worker its own gradients, and this step has no optimizer from onebit_jax.sharding.on_mesh, "
     "by which they would be exchanged. Put one of onebit_jax inside it, or average before one of "
-    "Optax: optax.chain(onebit_jax.on_mesh(onebit_jax.mean_gradients(axis), mesh, axis_name=axis), "
-    "optax.adamw(...)). To evaluate, take onebit_jax.worker_copy(state) and no worker_step."
+    "Optax: optax.chain(onebit_jax.sharding.on_mesh(onebit_jax.mean_gradients(axis), mesh, axis_name=axis), "
+    "optax.adamw(...)). To evaluate, take onebit_jax.sharding.worker_copy(state) and no worker_step."
 )
 
 # Operations whose result is the same array, with another dtype, place or name.

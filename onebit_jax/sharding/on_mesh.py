@@ -1,11 +1,10 @@
 """An optimizer of this library beside a sharded model, in a training loop that knows nothing of it.
 
-The loop's step runs under ``jax.vmap`` over the workers. There the update of all workers becomes
-one program in which every device of the mesh sees its own shards, by ``jax.custom_batching``.
+Its update stands in the user's step for one worker; under ``jax.vmap`` over the workers it runs on
+every device of the mesh, on that device's shards, where the workers' axis is bound.
 """
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,27 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, use_abstract_mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
-from onebit_jax.collectives.axes import tensors_split_along
-from onebit_jax.programs import replica_check
-from onebit_jax.programs.over_workers import abstract_mesh, over_workers
-from onebit_jax.states import placement, state_layout
+from onebit_jax.markers import named_leaves
+from onebit_jax.programs.over_workers import over_workers
+from onebit_jax.states import placed as layout
 from onebit_jax.states.flax_variables import with_shardings, without_shardings
-from onebit_jax.states.on_mesh_checks import (
-    check_elementwise,
-    check_gradients,
-    check_local_steps,
-    check_not_traced,
-    check_state,
-    check_unbound,
-    check_workers,
-    split_parameter,
-)
 from onebit_jax.states.specs import MeshAxes, Specs, parameter_specs, spec_in_type
-from onebit_jax.states.worker_step_check import update_of_one_worker
+from onebit_jax.sharding.worker_step_check import update_of_one_worker
+from onebit_jax.states.placement import Workers
 
 
 def _with_and_without_arrays(
@@ -44,52 +32,44 @@ def _with_and_without_arrays(
     def has_arrays(x: Any) -> bool:
         return any(isinstance(leaf, (jax.Array, float, int)) for leaf in jax.tree.leaves(x))
 
-    names = [name for name, x in extra_args.items() if has_arrays(x)]
-    static = {name: x for name, x in extra_args.items() if name not in names}
-    return {name: extra_args[name] for name in names}, static
+    traced = {name: x for name, x in extra_args.items() if has_arrays(x)}
+    return traced, {name: x for name, x in extra_args.items() if name not in traced}
 
 
-class OnMesh:
+class _OnMesh:
     """The functions of the transformation that :func:`on_mesh` returns."""
 
-    def __init__(self, tx: optax.GradientTransformation, axes: MeshAxes, specs: Specs):
-        self._tx, self._axes, self._specs = optax.with_extra_args_support(tx), axes, specs
-        self._placed: dict[Any, Any] = {}
+    def __init__(self, workers: Workers):
+        self._workers, self._axes = workers, workers.axes
 
     def init(self, params: optax.Params) -> Any:
         """One worker's state, with which every worker begins."""
-        check_unbound(self._axes, "init")
+        _check_unbound(self._axes, "init")
         # Optax takes Python's numbers for parameters too.
         params = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, params)
-        specs = parameter_specs(self._axes, self._specs, params)
-        placed = self.place_state(params, specs)
+        specs, placed = self._workers.specs(params), self._workers.placed(params)
         given, structure = jax.tree.flatten(params)
         of_leaves = structure.flatten_up_to(specs)
-        arrays = [
-            None if isinstance(x, jax.ShapeDtypeStruct) else self._put(x, s)
-            for x, s in zip(given, of_leaves, strict=True)
-        ]
+
+        def put(x: Any, spec: P) -> Any:
+            """An array whose type states no mesh, as under ``eval_shape``, on this one."""
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return None
+            if spec_in_type(x) is None and self._axes.spmd_axis_name is None:
+                return jax.reshard(x, jax.sharding.NamedSharding(self._axes.mesh, spec))
+            return x
 
         def of_shards(arrays: list[jax.Array | None]) -> Any:
             leaves = [
                 jnp.zeros(self._axes.shape_of_shard(like.shape, s), like.dtype) if x is None else x
                 for x, like, s in zip(arrays, given, of_leaves, strict=True)
             ]
-            with tensors_split_along(self._axes.fast_names, specs):
-                state = self._tx.init(structure.unflatten(leaves))
-            return state_layout.from_worker_view(placed, state)
+            state = self._workers.tx.init(structure.unflatten(leaves))
+            return layout.from_worker_view(placed, state)
 
-        of_state = state_layout.specs_of(placed)
+        of_state = layout.map_placed(lambda p: p.spec, placed)
         initialised = over_workers(of_shards, self._axes.mesh, (of_leaves,), of_state)
-        try:
-            state = jax.jit(initialised)(arrays)
-        except ValueError as error:
-            if "is not bound" not in str(error):
-                raise
-            raise ValueError(
-                "init was called under a jax.vmap that maps over an Explicit axis: call it on one "
-                "worker's parameters, and give every worker a copy by onebit_jax.worker_copies."
-            ) from error
+        state = jax.jit(initialised)([put(*x) for x in zip(given, of_leaves, strict=True)])
         return with_shardings(params, state, of_state)
 
     def update(
@@ -101,30 +81,24 @@ class OnMesh:
     ) -> tuple[optax.Updates, Any]:
         """The worker-view update of every device's shards, where vmap binds the workers."""
         axes = self._axes
-        check_unbound(axes, "update")
-        specs = parameter_specs(axes, self._specs, updates)
-        placed = self.place_state(updates, specs)
-        given, state = state, without_shardings(state, placed)
-        check_state(axes, state, placed)
-        if params is not None:
-            check_gradients(specs, parameter_specs(axes, self._specs, params), updates, params)
+        _check_unbound(axes, "update")
+        specs = parameter_specs(axes, self._workers.param_specs, updates)
+        given, state = state, without_shardings(state, updates)
+        placed = layout.place_given(axes, state, updates, specs)
         traced, static = _with_and_without_arrays(extra_args)
         of_params = None if params is None else specs
-        of_state = state_layout.specs_of(placed)
+        of_state = layout.map_placed(lambda p: p.spec, placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
+        static["param_specs"] = self._workers.specs_by_path(specs)
         # The functions below stay in a program: they hold no arrays, which would be kept alive.
         results = jax.tree.structure((updates, state))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            with tensors_split_along(axes.fast_names, specs):
-                updates, new = self._tx.update(
-                    updates,
-                    state_layout.to_worker_view(placed, state),
-                    params,
-                    **traced,
-                    **static,
-                )
-            return updates, state_layout.from_worker_view(placed, new)
+            in_worker_view = layout.to_worker_view(placed, state)
+            updates, new = self._workers.tx.update(
+                updates, in_worker_view, params, **traced, **static
+            )
+            return updates, layout.from_worker_view(placed, new)
 
         @jax.custom_batching.custom_vmap
         def update_worker(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
@@ -133,7 +107,7 @@ class OnMesh:
 
         @update_worker.def_vmap
         def update_workers(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
-            check_workers(axes, axis_size, in_batched[0], args[0])
+            _check_workers(axes, axis_size, in_batched[0], args[0])
             own_arguments = in_batched[3]
             batched = jax.tree.leaves(in_batched)
             arrays, structure = jax.tree.flatten(args)
@@ -150,78 +124,62 @@ class OnMesh:
                 for spec, b in zip(jax.tree.leaves(in_specs), batched, strict=True)
             )
             of_results = [P(axes.slow, *spec) for spec in jax.tree.leaves(in_specs[:2])]
-            mapped = over_workers(own_row, axes.mesh, of_rows, of_results)
             # Outside of jit a map runs operation by operation.
-            program = jax.jit(mapped)
-            check_not_traced(jax.make_jaxpr(program)(*arrays).consts)
+            program = jax.jit(over_workers(own_row, axes.mesh, of_rows, of_results))
             out = results.unflatten(program(*arrays))
             return out, jax.tree.map(lambda _: True, out)
 
         updates, new = update_worker(updates, state, params, traced)
         return updates, jax.tree.structure(given).unflatten(jax.tree.leaves(new))
 
-    def place_state(self, like: Any, specs: Any) -> Any:
-        """How the state of parameters like these lies; checks of the optimizer, once for each."""
-        leaves, structure = jax.tree.flatten(like)
-        of_leaves = structure.flatten_up_to(specs)
-        shards = [
-            jax.ShapeDtypeStruct(self._axes.shape_of_shard(x.shape, s), x.dtype)
-            for x, s in zip(leaves, of_leaves, strict=True)
-        ]
-        key = (structure, tuple(of_leaves), *((x.shape, x.dtype) for x in leaves))
-        if key not in self._placed:
-            validation.check_parameters(structure.unflatten(shards))
-            like = structure.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
-            # A thread of its own has none of the axes and meshes that are bound here: under vmap an
-            # Explicit axis of workers is none of a mesh.
-            with ThreadPoolExecutor(1) as thread:
-                found = thread.submit(
-                    self._checked_layout, like, specs, structure.unflatten(shards)
-                )
-                self._placed[key] = found.result()
-        return self._placed[key]
-
-    def _checked_layout(self, like: Any, specs: Any, shards: Any) -> Any:
-        axes = self._axes
-        # Nothing here runs, and on Explicit axes shapes would need shardings.
-        mesh = abstract_mesh(axes.mesh)
-
-        def initial(specs: Any) -> Any:
-            in_worker_view = jax.shard_map(
-                self._tx.init, mesh=mesh, in_specs=P(), out_specs=specs, check_vma=False
-            )
-            return jax.eval_shape(in_worker_view, shards)
-
-        with use_abstract_mesh(mesh), tensors_split_along(axes.fast_names, specs):
-            split = split_parameter(shards, specs, axes)
-            if split is not None:
-                check_local_steps(self._tx, shards, split, mesh, axes)
-            state = initial(P())
-            of_workers = placement.state_specs(state, axes.slow)
-            program = replica_check.checked_program(
-                self._tx, shards, initial(of_workers), of_workers, mesh, axes=axes.slow_names
-            )
-            if program is not None and split is not None:
-                check_elementwise(program, "optimizer", split, axes)
-        return state_layout.place_leaves(self._axes, state, like, specs)
-
     def _common(self, x: jax.Array, is_own: bool) -> jax.Array:
         """An argument, such as a loss: averaged where each worker has its own."""
-        if not is_own:
-            return x
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"update was given an argument of dtype {x.dtype} that differs between workers, "
-                f"whose replicas would diverge: give a number that all have in common, or a float, "
-                f"which is averaged over them."
-            )
-        return lax.pmean(x, self._axes.slow_names)
+        return lax.pmean(x, self._axes.slow_names) if is_own else x
 
-    def _put(self, x: Any, spec: P) -> Any:
-        """An array whose type states no mesh, as under ``eval_shape``, on this one."""
-        if spec_in_type(x) is None and self._axes.spmd_axis_name is None:
-            return jax.reshard(x, jax.sharding.NamedSharding(self._axes.mesh, spec))
-        return x
+
+def _check_unbound(axes: MeshAxes, function: str) -> None:
+    """Raises ``ValueError`` where a program of one device calls an optimizer for whole arrays."""
+    bound = [x for x in jax.sharding.get_abstract_mesh().manual_axes if x in axes.mesh.shape]
+    if bound:
+        raise ValueError(
+            f"{function} of an optimizer from on_mesh was called where the axes {bound} are bound, "
+            f"as jax.shard_map, onebit_jax.init, train_step and resize do it. These need the "
+            f"optimizer itself, not wrapped, with axis_name={axes.slow!r} and param_specs=...; "
+            f"else call init on whole arrays, and the step by onebit_jax.sharding.worker_step."
+        )
+
+
+def _check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
+    """Raises ``ValueError`` for a vmap over something other than the workers' own gradients.
+
+    Args:
+      axes: of the mesh.
+      size: how many the vmap maps over.
+      batched: for each gradient whether it maps over that.
+      grads: the gradients, ``[workers, ...]`` where it does.
+    """
+    if size != axes.workers:
+        raise ValueError(
+            f"update runs under a jax.vmap over {size}, but along axis_name={axes.slow!r} of the "
+            f"mesh lie {axes.workers} workers: map over as many, one row of parameters, state and "
+            f"batch for each."
+        )
+    if not any(jax.tree.leaves(batched)):
+        raise ValueError(
+            f"all gradients are the same for all {size} workers: they were averaged already, or "
+            f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
+            f"the update: the optimizer does that itself, at one bit."
+        )
+    for (name, g), is_batched in zip(named_leaves(grads), jax.tree.leaves(batched), strict=True):
+        stated = spec_in_type(g) if is_batched else None
+        if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
+            raise ValueError(
+                f"the gradient of {name} has the type "
+                f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
+                f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
+                f"batch and the parameters over {axes.slow!r}, and average nothing before the "
+                f"update."
+            )
 
 
 def on_mesh(
@@ -242,7 +200,7 @@ def on_mesh(
 
     ``init`` and ``update`` are called without any bound axis: by Flax, MaxText or a loop of your
     own. The training step runs under ``jax.vmap`` over the workers, as
-    :func:`onebit_jax.worker_step` does it, so that each has its own gradients. Without it the
+    :func:`onebit_jax.sharding.worker_step` does it, so that each has its own gradients. Without it the
     update is refused when the step is lowered.
 
     Each shard of a tensor has a scale of its own, or all shards have one
@@ -254,7 +212,7 @@ def on_mesh(
     summed over the fast axes; there a tensor that is not split counts once for each place.
 
     Transformations of Optax that need whole tensors or their norms (orthogonalization, trust
-    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.on_mesh(
+    ratios) stand outside, where they see them: ``optax.chain(onebit_jax.sharding.on_mesh(
     onebit_jax.compressed_mean("data"), mesh, axis_name="data"), optax.lamb(0.02))``.
 
     Args:
@@ -267,7 +225,7 @@ def on_mesh(
 
     Returns:
       The optimizer. ``init(params)`` gives one worker's state: leaves like the parameters are split
-      like these; others have a first axis over the fast axes. :func:`onebit_jax.worker_copies`
+      like these; others have a first axis over the fast axes. :func:`onebit_jax.sharding.worker_copies`
       gives every worker one. Its ``update`` takes what that of ``tx`` takes; a further
       float argument of each worker's own, such as ``value=loss`` for
       :func:`optax.contrib.reduce_on_plateau`, is averaged over the workers.
@@ -287,7 +245,7 @@ def on_mesh(
       >>> sizes = (1, jax.device_count())  # of slices, and of devices of each
       >>> mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=auto)
       >>> specs = {"w": jax.P(None, "model"), "b": jax.P("model")}
-      >>> tx = onebit_jax.on_mesh(
+      >>> tx = onebit_jax.sharding.on_mesh(
       ...     onebit_jax.onebit_adam(0.05, warmup=20, axis_name="data"),
       ...     mesh,
       ...     axis_name="data",
@@ -301,15 +259,13 @@ def on_mesh(
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
       >>> params = {"w": jnp.zeros((3, 8)), "b": jnp.zeros(8)}
-      >>> state = onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name="data")
-      >>> step = jax.jit(onebit_jax.worker_step(train_step, mesh, axis_name="data"))
+      >>> state = onebit_jax.sharding.worker_copies((params, tx.init(params)), mesh, axis_name="data")
+      >>> step = jax.jit(onebit_jax.sharding.worker_step(train_step, mesh, axis_name="data"))
       >>> batch = {"x": jnp.eye(16, 3), "y": jnp.ones((16, 8))}
       >>> for _ in range(100):
       ...     state, metrics = step(state, batch)
       >>> bool(metrics["loss"] < 0.01)
       True
     """
-    validation.check_transformation("tx", tx)
-    validation.check_mesh(mesh)
-    made = OnMesh(tx, MeshAxes(mesh, axis_name), specs)
+    made = _OnMesh(Workers(tx, mesh, axis_name, specs))
     return optax.GradientTransformationExtraArgs(made.init, made.update)

@@ -1,11 +1,9 @@
 """Makes each worker of a sharded training step see its own gradients."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -13,11 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
-from onebit_jax.programs.over_workers import over_workers
-from onebit_jax.states.placement import state_specs
 from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
-from onebit_jax.states.worker_step_check import check_replicas_of_step
-from onebit_jax.transforms.algorithm import states_of
+from onebit_jax.sharding.worker_step_check import check_replicas_of_step
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -27,7 +22,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
     """Runs a training step on every worker of a sharded mesh, each with its share of the batch.
 
     The step is that of any training loop, written for one copy of the model, and stays as it is.
-    :func:`onebit_jax.on_mesh` wraps its optimizer, which then exchanges.
+    :func:`onebit_jax.sharding.on_mesh` wraps its optimizer, which then exchanges.
 
     Args:
       train_step: ``(state, batch) -> (state, metrics)``. It must not average over workers itself.
@@ -44,7 +39,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
         for a state without an axis of workers; and where a wrapper around the optimizer, such as
         ``optax.apply_if_finite`` or ``optax.masked``, would make parameters differ between workers.
 
-    See :func:`onebit_jax.on_mesh` for an example.
+    See :func:`onebit_jax.sharding.on_mesh` for an example.
     """
     validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
@@ -60,7 +55,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
                 raise ValueError(
                     f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
                     f"{axes.workers} workers along {axes.slow!r}: make the state by "
-                    f"onebit_jax.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
+                    f"onebit_jax.sharding.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
                     f"the last step returned; onebit_jax.resize takes an optimizer's from another "
                     f"number of workers."
                 )
@@ -110,7 +105,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
 
     Args:
       state: a tree of arrays: parameters, the optimizer's state from the ``init`` of
-        :func:`onebit_jax.on_mesh`, counters, random keys, which all workers then have in common.
+        :func:`onebit_jax.sharding.on_mesh`, counters, random keys, which all workers then have in common.
       mesh: the mesh.
       axis_name: the slow axis, or the pair of slow axes, that workers lie along.
 
@@ -142,7 +137,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
                 f"{axes.slow!r} lie the workers, each of which gets all of it: it has their axis "
                 f"already, as what worker_copies or onebit_jax.init returned, or is to be split "
                 f"over other axes. Give one worker's state, with what the init of an optimizer "
-                f"from onebit_jax.on_mesh returned."
+                f"from onebit_jax.sharding.on_mesh returned."
             )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
@@ -204,45 +199,3 @@ def row_of(x: Any, worker: int) -> Any:
         return on_key_data(lambda data: row_of(data, worker), x)
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, P(*stated[1:]))
     return x.at[worker].get(out_sharding=sharding)
-
-
-def counted_by_worker(tree: Any) -> bool | None:
-    """Whether the counts in a tree of states have an axis of workers; None where there are none.
-
-    Shardings do not always tell: a compiled step leaves axes of size 1 out of them, and all axes of
-    an array without elements.
-    """
-    ranks = [jnp.ndim(x.progress.count) for x in states_of(tree)]
-    return all(ranks) if ranks else None
-
-
-def are_copies(axes: MeshAxes, tree: Any) -> bool:
-    """Whether arrays have an axis of workers, split over these, as from :func:`worker_copies`."""
-    told = counted_by_worker(tree)
-    if told is not None:
-        return told
-    specs = [getattr(getattr(x, "sharding", None), "spec", P()) for x in jax.tree.leaves(tree)]
-    return bool(specs) and all(x and names_in(x[0]) == axes.slow_names for x in specs)
-
-
-def mesh_view(axes: MeshAxes, state: Any) -> Any:
-    """From copies what a step of :func:`onebit_jax.train_step` leaves on these devices.
-
-    Shared arrays lose their axis of workers, and each device keeps its own copy, right or wrong.
-    """
-    leaves, structure = jax.tree.flatten(state)
-    own = [spec != P() for spec in jax.tree.leaves(state_specs(state, axes.slow))]
-    shared = [x for x, is_own in zip(leaves, own, strict=True) if not is_own]
-    program = _without_workers(axes.mesh, tuple(x.sharding.spec for x in shared))
-    found = iter(program(shared))
-    return structure.unflatten(
-        [x if is_own else next(found) for x, is_own in zip(leaves, own, strict=True)]
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def _without_workers(mesh: Mesh, specs: tuple[P, ...]) -> Any:
-    def own_row(shared: list[jax.Array]) -> list[jax.Array]:
-        return [x[0] for x in shared]
-
-    return jax.jit(over_workers(own_row, mesh, (list(specs),), [P(*x[1:]) for x in specs]))
