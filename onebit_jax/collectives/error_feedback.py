@@ -12,12 +12,16 @@ another number of workers, in one shot or two. In the hierarchical form residual
 shards, and a worker is a node.
 """
 
+import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.packing import pack_flags, scaled_signs
 from onebit_jax.markers import PerWorker
 
 
@@ -65,16 +69,39 @@ class ExchangeState(NamedTuple):
     server: PerWorker
     active: Active | tuple[()]
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """``scale_spread``, as one worker sees it: its largest scale over its smallest above 0.
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
+        """Figures of the last exchange at one bit, as one device sees them; 0 before the first.
 
-        0 before the first compression; an empty dict if each 256 values have a scale.
+        Returns:
+          ``residual_ratio``, the norm of the worker's residual over that of the mean; and
+          ``scale_spread``, its largest scale over its smallest above 0. Nothing if each 256 values
+          have a scale, or nothing is compressed.
         """
-        if not self.active:
+        values, scales = self.worker.value
+        if not self.active or not jax.tree.leaves(values) or axes.single_node:
             return {}
-        scales = self.worker.value.scales
+        residual, received = jnp.float32(0), jnp.float32(0)
+        tensors = [x.reshape(-1).astype(jnp.float32) for x in jax.tree.leaves(values) if x.size]
+        for c, s in zip(tensors, scales[0], strict=False):
+            residual += jnp.sum(jnp.where(c != 0, jnp.square(jnp.abs(c) - s), 0.0))
+            if not self.server.value.values:
+                received += jnp.sum(jnp.where(c != 0, _mean_of_signs(c, s, axes), 0.0) ** 2)
+        if self.server.value.values:
+            counts = self.active.counts
+            counts = counts[lax.axis_index(axes.local)] if counts.ndim == 3 else counts
+            sums = jnp.square(self.server.value.scales[0]) * counts[lax.axis_index(axes.node)]
+            received = lax.psum(jnp.sum(sums), axes.node)
+        ratio = jnp.sqrt(residual / jnp.where(received > 0, received, jnp.inf))
         least = jnp.min(jnp.where(scales > 0, scales, jnp.inf))
-        return {"scale_spread": jnp.max(scales) / least}
+        return {"residual_ratio": ratio, "scale_spread": jnp.max(scales) / least}
+
+
+def _mean_of_signs(c: jax.Array, s: jax.Array, axes: Axes) -> jax.Array:
+    """The mean over workers of ``s sgn(c)``, sent at one bit; float32 ``[d]``."""
+    flags = jnp.pad(c >= 0, (0, -c.size % 8)).reshape(8, -1)
+    bits, scales = lax.all_gather((pack_flags(flags, 0), s), axes.node)
+    decoded = jax.vmap(functools.partial(scaled_signs, axis=0))(bits, scales)
+    return jnp.mean(decoded, 0).reshape(-1)[: c.size]
 
 
 class Compressor(Protocol):

@@ -12,7 +12,7 @@ arrays in rows are padded by whole rows. In the hierarchical form a device has a
 piece, which is cut in the same way.
 
 Row ``j`` of the buffer, ``[chunks, bytes]``, has the bytes of chunk ``j`` of all pieces and their
-scales, side by side.
+scales, side by side. Scales of tensors stand in the order of the tree.
 """
 
 import math
@@ -152,6 +152,9 @@ class Layout:
             )
         names = [jax.tree_util.keystr(path) for path, _ in with_paths]
         heads = [i for group in groups for i in (group[:1] if self._joined else group)]
+        # From the order of the tree to that of the pieces.
+        self._by_piece = np.arange(scales) if self._joined else np.argsort(np.argsort(heads))
+        heads = heads if self._joined else sorted(heads)
         self.ids = np.array([tensor_id(names[i]) for i in heads], np.int32)
 
     def _groups(self, grouping: Grouping, *, split: bool) -> list[tuple[int, ...]]:
@@ -325,6 +328,7 @@ class Layout:
 
     def by_piece(self, scales: jax.Array) -> list[jax.Array]:
         """Each piece's part of scales ``[..., scales]``."""
+        scales = _reordered(scales, self._by_piece)
         ends = np.cumsum([piece.scales for piece in self.pieces])
         return [
             scales[..., end - piece.scales : end]
@@ -333,7 +337,9 @@ class Layout:
 
     def in_order(self, values: Sequence[jax.Array]) -> jax.Array:
         """Undoes :meth:`by_piece`."""
-        return jnp.concatenate(values, -1) if values else jnp.zeros(self.scale_shape, jnp.float32)
+        if not values:
+            return jnp.zeros(self.scale_shape, jnp.float32)
+        return _reordered(jnp.concatenate(values, -1), np.argsort(self._by_piece))
 
     def backward_order(self) -> list[int]:
         """The pieces' places in about the order in which a backward pass makes their gradients.
@@ -352,6 +358,10 @@ def _in_rows(shape: Shape, parts: int) -> Shape:
         if (-rows % parts) * _ROWS_PADDING <= rows:
             return (rows, *shape[axes:])
     return (math.prod(shape),)
+
+
+def _reordered(numbers: jax.Array, order: np.ndarray) -> jax.Array:
+    return numbers if np.all(np.diff(order) == 1) else numbers[..., order]
 
 
 def filled(arrays: list[jax.Array]) -> Any:

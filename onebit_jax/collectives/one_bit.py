@@ -203,7 +203,7 @@ class OneBit:
             set_bits = lax.population_count(packed).astype(jnp.int32)
             counts.append(jnp.sum(set_bits, range(chunk_axis + 1, packed.ndim)))
             bits.append(packed.reshape(*packed.shape[:chunk_axis], -1))
-        marks = Active(jnp.concatenate(bits, -1), jnp.concatenate(counts, -1).astype(jnp.float32))
+        marks = Active(jnp.concatenate(bits, -1), layout.in_order(counts).astype(jnp.float32))
         # A new element has c = a = 0, which would mean residuals of -s and -S.
         born = layout.shard(marks.bits & ~cast(Active, state.active).bits)
         (held, s), (served, S) = state.worker.value, state.server.value

@@ -1,6 +1,7 @@
 """A training step of all workers: gradients, the update, and its metrics."""
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -231,13 +232,20 @@ def _reports(node: Any) -> bool:
     return has_progress(node) or hasattr(node, "metrics")
 
 
-def of_optimizers(opt_state: optax.OptState, *, diagnostics: bool = False) -> Metrics:
+def metrics_of(node: Any) -> Metrics:
+    """The metrics of a part of a state."""
+    return node.metrics() if hasattr(node, "metrics") else {"phase": node.progress.phase}
+
+
+def of_optimizers(
+    opt_state: optax.OptState, of_part: Callable[[Any], Metrics] = metrics_of
+) -> Metrics:
     """The metrics that the parts of a state report, in the worker view.
 
     If several report the same one, labels distinguish: the keys of their paths.
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_reports)
-    reports = [(path, _of_part(x, diagnostics=diagnostics)) for path, x in leaves if _reports(x)]
+    reports = [(path, of_part(x)) for path, x in leaves if _reports(x)]
     labels = [
         "/".join(str(key.key) for key in path if isinstance(key, DictKey)) for path, _ in reports
     ]
@@ -249,11 +257,6 @@ def of_optimizers(opt_state: optax.OptState, *, diagnostics: bool = False) -> Me
         prefix = f"{label}/" if any(times[name] > 1 for name in metrics) else ""
         named |= {prefix + name: value for name, value in metrics.items()}
     return named
-
-
-def _of_part(node: Any, *, diagnostics: bool) -> Metrics:
-    metrics = node.metrics() if hasattr(node, "metrics") else {"phase": node.progress.phase}
-    return metrics | (node.diagnostics() if diagnostics and hasattr(node, "diagnostics") else {})
 
 
 def mean_over_workers(tree: Any, names: tuple[str, ...]) -> Any:

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import equal_on_all_workers
+from onebit_jax.collectives.axes import Axes, equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
 from onebit_jax.collectives.packing import pack_flags, unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
@@ -57,7 +57,7 @@ class ScaleByBirderState(NamedTuple):
         """``phase``, a scalar."""
         return {"phase": self.progress.phase}
 
-    def diagnostics(self) -> dict[str, jax.Array]:
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Further scalars, as one worker sees them.
 
         Returns:
@@ -65,6 +65,7 @@ class ScaleByBirderState(NamedTuple):
           ``|m| / a`` over these; ``saturation``, the share of these with ``|m| / a > 0.99``;
           ``greatest_ratio``, the greatest, at most 1; and the number of ``updates``.
         """
+        del axes
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
         ratio = jnp.concatenate([*ratios, jnp.zeros(1)])

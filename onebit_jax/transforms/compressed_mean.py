@@ -37,11 +37,6 @@ class CompressedMeanState(NamedTuple):
     progress: Progress
     exchange: Any
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """At one bit the ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
-        of_exchange = getattr(self.exchange, "diagnostics", dict)
-        return of_exchange()
-
 
 @dataclasses.dataclass(frozen=True)
 class CompressedMean(Algorithm):

@@ -38,10 +38,6 @@ class EfSignsgdState(NamedTuple):
     momentum: PerWorker
     exchange: ExchangeState
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """The ``scale_spread`` of the tensors, as one worker sees it: a scalar."""
-        return self.exchange.diagnostics()
-
 
 State = EfSignsgdState
 

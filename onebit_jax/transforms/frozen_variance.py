@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
+from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
 from onebit_jax.markers import PerWorker
@@ -35,6 +35,18 @@ class Momentum(NamedTuple):
     m_then_compensated: PerWorker
     received: jax.Array
     exchange: ExchangeState
+
+    def lent(self, axes: Axes) -> ExchangeState:
+        """The exchange's state with this device's shard of ``c_i``."""
+        values, worker = self.m_then_compensated.value, self.exchange.worker.value
+        if axes.local is not None and not axes.single_node:
+            index = lax.axis_index(axes.local)
+            values = jax.tree.map(lambda x: x[:, index], values)
+        return self.exchange._replace(worker=PerWorker(worker._replace(values=values)))
+
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
+        """Those of the exchange."""
+        return self.lent(axes).diagnostics(axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +105,7 @@ class FrozenVariance(Algorithm):
         """
         if not exchange.compresses:
             return momentum
-        lent = exchange.activate(self._lend(exchange, momentum), active)
+        lent = exchange.activate(momentum.lent(exchange.axes), active)
         c = jax.tree.map(
             lambda x: (decay * x.astype(jnp.float32)).astype(x.dtype), momentum.m_then_compensated
         )
@@ -108,7 +120,7 @@ class FrozenVariance(Algorithm):
             m = layout.scatter(m_i)
             kept = self.stored(exchange, m)
             return momentum._replace(m_then_compensated=kept), m, unfit_of(m)
-        received, state, unfit = exchange.all_reduce(m_i, self._lend(exchange, momentum))
+        received, state, unfit = exchange.all_reduce(m_i, momentum.lent(exchange.axes))
         m = layout.scatter(exchange.decode(received))
         return self._take_back(exchange, momentum, received, state), m, unfit
 
@@ -116,16 +128,8 @@ class FrozenVariance(Algorithm):
         """Marks the active elements again; newly active ones begin with residuals of 0."""
         if not exchange.compresses:
             return momentum
-        state = exchange.activate(self._lend(exchange, momentum), active)
+        state = exchange.activate(momentum.lent(exchange.axes), active)
         return self._take_back(exchange, momentum, momentum.received, state)
-
-    def _lend(self, exchange: BoundExchange, momentum: Momentum) -> ExchangeState:
-        """The exchange's state with this device's shard of the values that the momentum holds."""
-        values, worker = momentum.m_then_compensated.value, momentum.exchange.worker.value
-        if exchange.layout.shards > 1:
-            index = lax.axis_index(exchange.axes.local)
-            values = jax.tree.map(lambda x: x[:, index], values)
-        return momentum.exchange._replace(worker=PerWorker(worker._replace(values=values)))
 
     def _take_back(
         self, exchange: BoundExchange, momentum: Momentum, received: jax.Array, state: ExchangeState
@@ -150,7 +154,7 @@ class FrozenVariance(Algorithm):
         if not exchange.compresses:
             return dense, jax.tree.map(jnp.zeros_like, dense)
         m = exchange.layout.scatter(exchange.decode(state.momentum.received))
-        R = exchange.total_residual(self._lend(exchange, state.momentum))
+        R = exchange.total_residual(state.momentum.lent(exchange.axes))
         m = jax.tree.map(lambda x, y: jnp.where(frozen, x, y), m, dense)
         return m, jax.tree.map(lambda r: jnp.where(frozen, r, 0.0), R)
 

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes, sum_over_shards
+from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
@@ -47,13 +47,11 @@ class ScaleByOnebitAdamState(NamedTuple):
         """``phase``, ``frozen_at``, ``variance_growth`` and ``variance_shrinkage``, scalars."""
         return self.progress.metrics() | self.variance_record.metrics()
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """``inactive_share``, ``variance_at``, and the exchange's ``scale_spread``, scalars."""
-        return {
-            "inactive_share": zero_share(self.v_then_inverse_root),
-            "variance_at": self.variance_at,
-            **self.momentum.exchange.diagnostics(),
-        }
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
+        """``inactive_share`` and ``variance_at``, scalars."""
+        del axes
+        share = zero_share(self.v_then_inverse_root)
+        return {"inactive_share": share, "variance_at": self.variance_at}
 
 
 def zero_share(v: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes, sum_over_shards
+from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.transforms.algorithm import Made, Progress, Update, at_count, chain, transformation
 from onebit_jax.transforms.frozen_variance import Momentum
@@ -45,9 +45,9 @@ class ScaleByOnebitLambState(NamedTuple):
         of_adam = self.progress.metrics() | self.variance_record.metrics()
         return of_adam | summary("coefficient", self.running, self.v_then_inverse_root)
 
-    def diagnostics(self) -> dict[str, jax.Array]:
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Those of 1-bit Adam."""
-        return ScaleByOnebitAdamState(*self[:5]).diagnostics()
+        return ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:

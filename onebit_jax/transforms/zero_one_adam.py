@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes, equal_on_all_workers
+from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfit_of
 from onebit_jax.markers import PerWorker, as_own, in_place_of, own
@@ -70,9 +70,10 @@ class ZeroOneAdamState(NamedTuple):
         """``phase`` and ``frozen_at``, scalars."""
         return self.progress.metrics()
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """``inactive_share``, and the exchange's ``scale_spread``, scalars."""
-        return {"inactive_share": zero_share(self.inverse_root)} | self.exchange.diagnostics()
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
+        """``inactive_share``, a scalar."""
+        del axes
+        return {"inactive_share": zero_share(self.inverse_root)}
 
     def own_parameters(self) -> Any:
         """Which parameters may differ between workers, a tree of booleans: all once v is frozen."""

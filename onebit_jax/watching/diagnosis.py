@@ -13,15 +13,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
+from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.markers import nodes
+from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
-from onebit_jax.states import placement
 from onebit_jax.states.flax_variables import without_variables
+from onebit_jax.states.placement import computing_on, state_specs
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
-from onebit_jax.states.state_layout import without_places
-from onebit_jax.states.worker_step import are_copies, mesh_view
-from onebit_jax.watching import healthy_ranges, metrics
+from onebit_jax.training.step import metrics_of, of_optimizers
+from onebit_jax.transforms.algorithm import states_of
+from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import (
     ReplicaDivergenceError,
     checksum,
@@ -62,9 +63,9 @@ def diagnose(
 
     Every device makes a checksum of its copy of everything that workers share: parameters,
     optimizer state outside a :class:`~onebit_jax.PerWorker`, and the model's state. Only the
-    checksums, four bytes a tensor, travel. The other figures take a pass or two over the optimizer
-    state. The call waits for the last step: make it every few hundred steps, and before a
-    checkpoint is saved.
+    checksums, four bytes a tensor, travel, and in one shot at one bit a bit a parameter. The other
+    figures take a pass or two over the optimizer state. The call waits for the last step: make it
+    every few hundred steps, and before a checkpoint is saved.
 
     Parameters that may differ between workers are not compared: those of
     :func:`onebit_jax.local_steps`, and those of :func:`onebit_jax.zero_one_adam` after the freeze.
@@ -75,8 +76,8 @@ def diagnose(
     docs/watching.md has the figures, their healthy ranges, and where these come from.
 
     Args:
-      params: the parameters, as the last step returned them; also that of
-        :func:`onebit_jax.worker_step`, with their axis of workers.
+      params: the parameters, as the last step returned them; also with an axis of workers, as a
+        step of ``jax.pmap`` or :func:`onebit_jax.sharding.worker_step` returns them.
       opt_state: the optimizer's state, in the mesh view, or with the same axis.
       mesh: the mesh that they are on. All processes that have devices in it must call. Workers that
         are simulated, on a mesh without devices, share one copy: nothing is compared.
@@ -103,50 +104,60 @@ def diagnose(
       >>> for _ in range(60):
       ...     params, opt_state, _ = step(params, opt_state, jnp.ones((16, 3)))
       >>> diagnosis = onebit_jax.diagnose(params, opt_state, mesh)
-      >>> "params['w']" in diagnosis.compared, diagnosis.figures["dead_share"]
+      >>> "params['w']" in diagnosis.compared, diagnosis.figures["inactive_share"]
       (True, 0.0)
     """
-    validation.check_workers_mesh(mesh)
+    validation.check_mesh(mesh, simulated=True)
     axes = MeshAxes(cast(Mesh, mesh), axis_name or cast(Any, mesh.axis_names))
     state = {"params": params, "opt_state": opt_state, "model_state": model_state}
     state = without_variables(state)
-    if are_copies(axes, state):
-        _check_copies(axes, state)
-        state = mesh_view(axes, state)
-    own = [spec != P() for spec in jax.tree.leaves(placement.state_specs(state, axes.slow))]
+    view = _view(axes, state)
+    own = [spec != P() for spec in jax.tree.leaves(state_specs(state, axes.slow))]
     leaves = leaves_by_name(state)
-    specs = [_spec(axes, x, is_own) for x, is_own in zip(leaves.values(), own, strict=True)]
-    _check_placed(leaves, specs, mesh)
+    rows = [is_own or view != "mesh" for is_own in own]
+    specs = [_spec(axes, x, is_row) for x, is_row in zip(leaves.values(), rows, strict=True)]
+    arrays = _placed(leaves, specs, mesh)
     shared = shared_names(state, own) if isinstance(mesh, Mesh) else {}
-    with placement.computing_on(mesh_of_arrays(mesh)):
+    with computing_on(mesh_of_arrays(mesh)):
         tree, places = jax.tree.structure(state), tuple(shared.values())
-        program = _program(mesh, axes.slow, tree, tuple(specs), tuple(own), places)
-        checksums, figures, sent = jax.device_get(program(state))
+        program = _program(mesh, axes.slow, view, tree, tuple(specs), tuple(own), places)
+        checksums, figures, sent = jax.device_get(program(arrays))
     held = {
-        name: [(devices, checksums[devices, i]) for devices in holders(mesh, specs[place])]
+        name: [
+            (devices, checksums[devices, i])
+            for devices in holders(mesh, P(*_on_fast(axes, specs[place])))
+        ]
         for i, (name, place) in enumerate(shared.items())
     }
     if isinstance(mesh, Mesh) and (divergences := find_divergences(held)):
-        whole = not axes.fast_names
-        raise ReplicaDivergenceError(divergences, held, mesh, "worker" if whole else "device")
+        kind = "device" if axes.fast_names else "worker"
+        raise ReplicaDivergenceError(divergences, held, mesh, kind)
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
     if sent and mesh.shape[axes.slow_names[0]] > 1:
         values["workers_alike"] = float(any(_are_alike(x, y, mesh, axes) for x, y in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
 
 
-def _check_copies(axes: MeshAxes, state: Any) -> None:
-    """Raises ``ValueError`` for arrays without the axis of workers of the optimizer's state."""
+def _view(axes: MeshAxes, state: dict[str, Any]) -> str:
+    """``"mesh"``; ``"copies"``, of :mod:`onebit_jax.sharding`; or ``"stacked"``, of ``pmap``."""
+    found = [x.progress for x in states_of(state["opt_state"])]
+    if not any(jnp.ndim(x.count) for x in found):
+        return "mesh"
     for name, x in leaves_by_name(state).items():
         if np.shape(x)[:1] != (axes.workers,):
             raise ValueError(
                 f"{name} has shape {np.shape(x)}, but opt_state has an axis of {axes.workers} "
-                f"workers, from onebit_jax.worker_copies: give all of what the step of worker_step "
-                f"returned."
+                f"workers, as from jax.pmap or onebit_jax.sharding.worker_copies: give all of what "
+                f"the step returned."
             )
+    return "stacked" if jnp.ndim(found[0].unfit.value) > 1 else "copies"
 
 
-def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
+def _on_fast(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
+    return [tuple(x for x in names_in(entry) if x in axes.fast_names) for entry in spec]
+
+
+def _spec(axes: MeshAxes, x: Any, has_rows: bool) -> P:
     """How a leaf lies where a step leaves it: over fast axes as it does."""
     known = getattr(x, "sharding", None)
     if axes.fast_names and isinstance(known, NamedSharding) and known.mesh == axes.mesh:
@@ -155,23 +166,32 @@ def _spec(axes: MeshAxes, x: Any, is_own: bool) -> P:
         first = names_in(known.spec[0]) if known.spec else ()
         first = tuple(name for name in first if axes.mesh.shape[name] > 1)
         slow = [name for name in names_of(known.spec) if name in of_workers]
-        if first == of_workers if is_own else not slow:
+        if first == of_workers if has_rows else not slow:
             return known.spec
-    return P(axes.slow) if is_own else P()
+    return P(axes.slow) if has_rows else P()
 
 
-def _check_placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | AbstractMesh) -> None:
+def _placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | AbstractMesh) -> list[Any]:
+    """The leaves, on this mesh; each device holds what it held."""
+    arrays = []
     for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
         expected = NamedSharding(mesh_of_arrays(mesh), spec)
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(expected, jnp.ndim(leaf)):
+        sharding, shape = getattr(leaf, "sharding", None), jnp.shape(leaf)
+        if sharding is None or not _alike(sharding, expected, shape):
             where = "on the host" if sharding is None else f"as {sharding}"
             raise ValueError(
-                f"{name} lies {where}, not as {expected} has it, where a step leaves it: there are "
-                f"no copies to compare, or not those that are trained. Give what "
+                f"{name} lies {where}, not as {expected} has it, where a step leaves it: there "
+                f"are no copies to compare, or not those that are trained. Give what "
                 f"onebit_jax.train_step returned last, and the mesh and the axis_name that it was "
                 f"made for; in a loop of your own place arrays by onebit_jax.state_specs."
             )
+        arrays.append(jax.device_put(leaf, expected))
+    return arrays
+
+
+def _alike(sharding: Any, expected: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether two shardings put the same on each device."""
+    return sharding.devices_indices_map(shape) == expected.devices_indices_map(shape)
 
 
 def _are_alike(
@@ -195,6 +215,7 @@ def _are_alike(
 def _program(
     mesh: Mesh | AbstractMesh,
     slow: Any,
+    view: str,
     structure: Any,
     specs: tuple[P, ...],
     own: tuple[bool, ...],
@@ -203,16 +224,34 @@ def _program(
     """The jitted program: of each device checksums of shared leaves, figures, and of scales."""
     axes = MeshAxes(cast(Mesh, mesh), slow)
 
+    def in_worker_view(x: jax.Array, spec: P, is_own: bool) -> jax.Array:
+        """Without the axis of workers, but for a worker's own; without one over fast axes."""
+        rows = is_own or view != "mesh"
+        x = x[0] if rows else x
+        first = names_in(spec[int(rows)]) if len(spec) > rows else ()
+        if first == axes.fast_names and x.shape[:1] == (1,):
+            x = x[0]
+        return x[None] if is_own and view != "stacked" else x
+
     def on_device(leaves: list[jax.Array]) -> Any:
         checksums = [checksum(leaves[place]) for place in shared]
-        worker_view = [
-            without_places(axes, x, spec, is_own)
-            for x, spec, is_own in zip(leaves, specs, own, strict=True)
-        ]
-        opt_state = structure.unflatten(worker_view)["opt_state"]
-        figures = metrics.of_optimizers(opt_state, diagnostics=True)
+        views = [in_worker_view(*x) for x in zip(leaves, specs, own, strict=True)]
+        opt_state = structure.unflatten(views)["opt_state"]
+        names = axes.slow_names
+        bound = bound_axes(names[0] if len(names) == 1 else names)
+
+        def figures_of(node: Any) -> dict[str, jax.Array]:
+            found = dict(metrics_of(node))
+            for part in nodes_with("diagnostics", node):
+                for name, x in part.diagnostics(bound).items():
+                    found[name] = jnp.maximum(found.get(name, x), x)
+            return found
+
+        figures = {
+            name: jnp.asarray(x, jnp.float32)
+            for name, x in of_optimizers(opt_state, figures_of).items()
+        }
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
-        figures = {name: x.astype(jnp.float32) for name, x in figures.items()}
         exchanges = [x for _, x in nodes(opt_state) if isinstance(x, ExchangeState)]
         scales = jax.tree.leaves([x.worker.value.scales for x in exchanges])
         # Beside a threshold there is its age, a number that is the same on all workers.
@@ -220,5 +259,4 @@ def _program(
         sent = [(jnp.max(x), checksum(x)) for x in scales]
         return lax.all_gather((row, figures, sent), mesh.axis_names)
 
-    mapped = over_workers(on_device, mesh, (list(specs),), P())
-    return jax.jit(lambda state: mapped(jax.tree.leaves(state)))
+    return jax.jit(over_workers(on_device, mesh, (list(specs),), P()))

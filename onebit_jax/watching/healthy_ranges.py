@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from onebit_jax.transforms.warmup import least_shrinkage
+from onebit_jax.transforms.schedules import least_shrinkage
 
 Figures = Mapping[str, float]
 
@@ -71,7 +71,7 @@ RANGES = (
         "reach, or that has saturated; what is to stay as it is, leave out by optax.partition.",
     ),
     Range(
-        "dead_share",
+        "inactive_share",
         lambda share, workers: share <= 0.5,
         "more than half of the coordinates had no gradient before the variance froze, and "
         "stay where they are. Where they are to be trained, such as embeddings of tokens not seen "

@@ -1,6 +1,6 @@
 """Finds replicas that do not hold the same bits, by checksums that each device makes of its copies.
 
-:mod:`onebit_jax.programs.replica_check` refuses optimizers under which replicas would diverge,
+:mod:`onebit_jax.programs.checks` refuses optimizers under which replicas would diverge,
 before anything runs. This module finds other causes during a run: a faulty device, a loop that
 places arrays wrongly, a kernel whose results depend on the machine.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from onebit_jax.markers import is_key, nodes_with
+from onebit_jax.markers import is_key, named_leaves, nodes_with
 from onebit_jax.states.specs import names_of
 
 # Of a tensor: which devices, by their place in the mesh, hold the same of it, and their checksums.
@@ -114,10 +114,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 def leaves_by_name(state: dict[str, Any]) -> dict[str, Any]:
     """All leaves of the trees in a dict by their names, such as ``params['w']``."""
-    return {
-        f"{path[0].key}{jax.tree_util.keystr(path[1:])}": leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
+    return dict(leaf for name in sorted(state) for leaf in named_leaves(state[name], name))
 
 
 def shared_names(state: dict[str, Any], own: Sequence[bool]) -> dict[str, int]:
