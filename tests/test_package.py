@@ -77,6 +77,7 @@ def test_the_installed_library_is_the_wheels(python, tmp_path):
     path, version, recorded = run(python, "-c", code, cwd=tmp_path).splitlines()
     assert pathlib.Path(path).is_relative_to(python.parent.parent)
     assert version == recorded == onebit_jax.__version__
+    assert run(python.parent / "onebit-jax", "--version", cwd=tmp_path) == f"onebit-jax {version}\n"
 
 
 @pytest.mark.slow
