@@ -153,7 +153,6 @@ VARIANTS: dict[str, Entry] = {
         _fresh,
         exchange=onebit_jax.scale_by_onebit_adam,
         warms_up=True,
-        refreshed=True,
         rate_of="lamb",
     ),
     "onebit_lamb": OPTIMIZERS["onebit_lamb"]._replace(rate_of="lamb"),

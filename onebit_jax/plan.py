@@ -144,10 +144,10 @@ FLOAT32 = Optimizer("dense float32", 32, 0, lambda N, L: 8, "dense")
 BFLOAT16 = FLOAT32._replace(name="dense bfloat16", bits=16)
 FLAT = Optimizer("1-bit Adam, flat", 1, 13, _onebit_adam_state, "flat", warmup_bits=4)
 HIERARCHICAL = FLAT._replace(name="1-bit Adam, hierarchical", form="hierarchical")
-# Of the bytes encoded, Adam's own 28 are subtracted. In 1-bit Adam the worker reads g and c, writes
-# c, and reads it for the scale and for the signs (20); the server does the same for its chunk (16 / n,
-# at most 8); decoding reads the reciprocal root and the parameter and writes the parameter (12);
-# bits take less than 1. A sync of 0/1 Adam reads and writes B and y, and does not decode m (14).
+# How `encoding` is counted for 1-bit Adam: the worker reads g and c, writes c, and reads it for the
+# scale and for the signs (20); the server does the same for its chunk (16 / n, at most 8); decoding
+# reads the reciprocal root and the parameter and writes the parameter (12); bits take less than 1;
+# Adam alone has 28. A sync of 0/1 Adam reads and writes B and y, and does not decode m (14 more).
 # Birder reads both averages once more to draw signs.
 OPTIMIZERS = (
     FLAT,

@@ -12,8 +12,8 @@ from onebit_jax import plan
 
 _DENSE, _README = "Adam, float32", "1-bit Adam"
 _ROWS = {row.name: row for row in plan.OPTIMIZERS}
-# The plan's row of each kind, and the kind of `benchmarks.step` that times its encoding. There is
-# neither bfloat16, which XLA for CPUs sends as float32, nor float16, whose conversion is slow there.
+# The plan's row of each kind, and the kind of `benchmarks.step` that times its encoding. XLA for
+# CPUs sends bfloat16 as float32, and converts to float16 slowly, so neither is planned.
 PLANNED = {
     _DENSE: (plan.FLOAT32, "Adam with pmean"),
     _README: (plan.FLAT, _README),
