@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from onebit_jax.transforms.registry import Entry, Setting
+from train.registry import Entry, Setting
 from train import compare
 from train.optimizers import OPTIMIZERS
 

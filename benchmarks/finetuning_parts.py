@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import optax
 
 import onebit_jax
-from onebit_jax.transforms import registry
-from onebit_jax.transforms.registry import Entry, Setting
+from train import registry
+from train.registry import Entry, Setting
 from train.glue import __main__ as glue
 from train.optimizers import OPTIMIZERS, dense
 

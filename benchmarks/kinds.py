@@ -10,7 +10,7 @@ import optax.contrib
 import onebit_jax
 from onebit_jax import ExchangeOptions
 from onebit_jax.transforms.phases import Phase
-from onebit_jax.transforms.registry import REGISTRY, Setting
+from train.registry import REGISTRY, Setting
 
 AXIS = "workers"
 PAIR = ("node", "local")
@@ -109,7 +109,7 @@ def _birder(**options: Any) -> Kind:
 
 
 def _registered() -> dict[str, Kind]:
-    """Every optimizer of the registry that a plan has a row for, by its label."""
+    """Every planned optimizer of the registry, by its label."""
     setting = Setting(1e-4, AXIS, warmup=1)
     return {
         entry.label: Kind(functools.partial(entry.make, setting), _COMPRESSING)

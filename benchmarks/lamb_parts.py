@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import onebit_jax
-from onebit_jax.transforms.registry import Entry, Setting, made_by
+from train.registry import Entry, Setting, made_by
 from train import compare
 from train.optimizers import OPTIMIZERS
 
@@ -153,7 +153,6 @@ VARIANTS: dict[str, Entry] = {
         _fresh,
         exchange=onebit_jax.scale_by_onebit_adam,
         warms_up=True,
-        refreshed=True,
         rate_of="lamb",
     ),
     "onebit_lamb": OPTIMIZERS["onebit_lamb"]._replace(rate_of="lamb"),

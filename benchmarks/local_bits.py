@@ -10,7 +10,7 @@ at one bit also with residuals of which half is kept.
 import sys
 from collections.abc import Sequence
 
-from onebit_jax.transforms.registry import Entry, local
+from train.registry import Entry, local
 from train import compare
 from train.optimizers import OPTIMIZERS
 

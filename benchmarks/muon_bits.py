@@ -17,7 +17,7 @@ import jax
 import optax
 
 import onebit_jax
-from onebit_jax.transforms.registry import Entry, Setting
+from train.registry import Entry, Setting
 from train import compare
 from train.optimizers import OPTIMIZERS
 

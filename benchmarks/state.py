@@ -26,7 +26,7 @@ from benchmarks import tasks
 from benchmarks.kinds import AXIS
 from benchmarks.loops import make_mesh
 from onebit_jax import ExchangeOptions, validation
-from onebit_jax.transforms.registry import REGISTRY, Setting, muon
+from train.registry import REGISTRY, Setting, muon
 from train import record
 
 

@@ -11,7 +11,7 @@ grow to 2, and as far as they do by default, which is what `zero_one_adam` names
 import sys
 from collections.abc import Sequence
 
-from onebit_jax.transforms.registry import Entry, zero_one
+from train.registry import Entry, zero_one
 from train import compare
 from train.optimizers import OPTIMIZERS
 

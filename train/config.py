@@ -16,7 +16,7 @@ import typeguard
 import tyro
 
 from onebit_jax.transforms.onebit_adam import WARMUP
-from onebit_jax.transforms.registry import EXCHANGE
+from train.registry import EXCHANGE
 from train.optimizers import OPTIMIZERS
 
 # Options of one process or one start rather than of the run.

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 import onebit_jax
-from onebit_jax.transforms import registry
-from onebit_jax.transforms.registry import REGISTRY, Entry, Setting
+from train import registry
+from train.registry import REGISTRY, Entry, Setting
 
 
 def dense(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
@@ -70,7 +70,7 @@ def _streaming(bits: int) -> Entry:
     """In every update a group of tensors is exchanged, beside the gradients of the next one."""
     label, fragments = f"Local steps, {bits} bits, streaming", registry.LOCAL_STEPS
     made = registry.local(label, bits, fragments=fragments, delay=1)
-    return made._replace(rate_of="local_steps", rounds=1.0)
+    return made._replace(rate_of="local_steps")
 
 
 _DENSE_AND_VARIANTS: dict[str, Entry] = {

@@ -23,7 +23,7 @@ from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.training.phase_choice import progress_of
 from onebit_jax.transforms.onebit_adam import WARMUP
 from onebit_jax.transforms.phases import Phase
-from onebit_jax.transforms.registry import Setting
+from train.registry import Setting
 from train import checkpoint, local_steps, record
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig

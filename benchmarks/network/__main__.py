@@ -48,7 +48,6 @@ from benchmarks import tasks
 from benchmarks.network import jax_kinds, plot, report, torch_kinds
 from benchmarks.network.hosts import UNSHAPED, Network, bits_per_second, network, why_unavailable
 from benchmarks.network.processes import HostError, Processes
-from onebit_jax import plan
 from train import record
 
 _MODULES = {
@@ -124,7 +123,7 @@ def check(options: Options) -> None:
             f"hosts={options.hosts!r}: write --hosts 2 --calibration FILE."
         )
     for path in options.calibration:
-        plan.read_calibration(path)
+        report.read_calibration(path)
 
 
 def not_installed(kind: str) -> list[str]:
@@ -302,7 +301,7 @@ def main(options: Options) -> None:
 def _report(written: dict[str, Any], options: Options) -> None:
     figures = written["figures"]
     calibrations = dict(
-        zip(options.hosts, map(plan.read_calibration, options.calibration), strict=False)
+        zip(options.hosts, map(report.read_calibration, options.calibration), strict=False)
     )
     report.print_tables(figures, options.kinds[0], calibrations)
     picture = options.plot or options.json.with_suffix(".png")

@@ -1,27 +1,42 @@
 """What is printed of the figures of `benchmarks.network`, with what `onebit_jax.plan` predicts."""
 
+import json
 import math
+import pathlib
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.network.hosts import UNSHAPED, bits_per_second, payload_bytes
 from onebit_jax import plan
-from onebit_jax.transforms.registry import REGISTRY
 
 _DENSE, _README = "Adam, float32", "1-bit Adam"
-# XLA for CPUs would send bfloat16 as float32, and float16 costs conversions of which the plan does
-# not know.
-_PLANNED = {
-    _DENSE: plan.FLOAT32,
-    _README: plan.row("onebit_adam", "flat"),
-    "1-bit Adam, one buffer": plan.row("onebit_adam", "flat"),
-    # Of 0/1 Adam a sync is timed.
+_ROWS = {row.name: row for row in plan.OPTIMIZERS}
+# The plan's row of each kind, and the kind of `benchmarks.step` that times its encoding. XLA for
+# CPUs sends bfloat16 as float32, and converts to float16 slowly, so neither is planned.
+PLANNED = {
+    _DENSE: (plan.FLOAT32, "Adam with pmean"),
+    _README: (plan.FLAT, _README),
+    "1-bit Adam, one buffer": (plan.FLAT, _README),
+    "0/1 Adam, sync": (_ROWS["0/1 Adam"], "0/1 Adam, sync"),
+    "compressed_mean at 4 bits, Adam": (
+        _ROWS["Adam on a mean at 4 bits"],
+        "compressed_mean at 4 bits, Adam",
+    ),
     **{
-        row.benchmark: row._replace(rounds=1.0)
-        for row in (plan.row(name) for name, x in REGISTRY.items() if x.planned and not x.advised)
+        name: (_ROWS[name], name)
+        for name in ("1-bit LAMB", "Birder", "Signum", "Distributed Lion", "EF sign SGD")
     },
 }
+
+
+def read_calibration(path: pathlib.Path) -> dict[str, float]:
+    """Median seconds per element of each kind that `benchmarks.step` timed, from its JSON file."""
+    figures = json.loads(path.read_text())["figures"]
+    return {
+        kind: statistics.median(figure["seconds"]) / figures["elements"]
+        for kind, figure in figures["kinds"].items()
+    }
 
 
 def predictions(
@@ -35,22 +50,22 @@ def predictions(
     limit = bits_per_second(bandwidth)
     if limit is None:
         return {}
+    alone = calibration["Adam, no exchange"]
     setting = plan.Setting(
         parameters=elements,
         workers=hosts,
         bandwidth=limit,
-        step_time=elements * calibration["Adam, no exchange"],
+        step_time=elements * alone,
         steps=1,
         host_bandwidth=host_bandwidth,
-        calibration=calibration,
-        # A compressed step is predicted, which needs no kind of a warm-up at a few bits.
-        warmup_bits=32,
     )
-    return {
-        kind: plan.predict(row, setting).step
-        for kind, row in _PLANNED.items()
-        if calibration.keys() >= set(row.kinds(setting.warmup_bits))
+    # What encoding takes here, in place of the bytes that an accelerator's memory moves for it.
+    measured = {
+        kind: row._replace(encoding=plan.MEMORY_BANDWIDTH * (calibration[timed] - alone))
+        for kind, (row, timed) in PLANNED.items()
+        if timed in calibration
     }
+    return {kind: plan.predict(row, setting).step for kind, row in measured.items()}
 
 
 def fitted_host_bandwidth(
@@ -92,7 +107,7 @@ def print_tables(
     Args:
       figures: what `benchmarks.network` writes under "figures".
       first: the kind that the others are compared with.
-      calibrations: for each number of hosts, from :func:`onebit_jax.plan.read_calibration`.
+      calibrations: for each number of hosts, from :func:`read_calibration`.
     """
     elements = figures["elements"]
     unshaped = {

@@ -16,7 +16,7 @@ from benchmarks.finetuning_parts import VARIANTS as FINE_TUNING
 from benchmarks.lamb_parts import parts
 from benchmarks.zero_one_parts import VARIANTS
 from onebit_jax.transforms.phases import PHASES
-from onebit_jax.transforms.registry import Entry, Setting
+from train.registry import Entry, Setting
 from tests.workers import AXIS, PAIR, draw, on_workers, train
 from train.optimizers import OPTIMIZERS
 

@@ -11,7 +11,7 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onebit_jax.transforms.registry import EXCHANGE, Setting
+from train.registry import EXCHANGE, Setting
 from tests.nonsense import accepts_or_says_why, values
 from tests.train.runs import result, rows
 from train.bert.config import Config as BertConfig
