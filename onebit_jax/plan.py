@@ -127,7 +127,7 @@ def _onebit_adam_state(nodes: int, local: int) -> float:
 
 
 def local_steps(every: int, bits: int) -> Optimizer:
-    """Local steps that sync every so many steps, at 32, 8, 4, 2 or 1 bits; at 32 this is DiLoCo.
+    """Local steps that sync every so many steps, at 32, 8, 4 or 2 bits; at 32 this is DiLoCo.
 
     >>> local_steps(30, 4).name
     'local steps, 4 bits, every 30'
