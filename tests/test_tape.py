@@ -22,7 +22,7 @@ def test_parameters_residuals_phases_and_bytes_are_those_recorded(name, sizes, r
     expected = {k.removeprefix(prefix): x for k, x in recorded.items() if k.startswith(prefix)}
     found = tape.run(name, sizes)
     found |= tape.bytes_by_phase(name, sizes, found["phases"])
-    assert found.keys() == expected.keys()
+    assert found.keys() >= expected.keys()
     for key, x in expected.items():
         if key.startswith(("params", "carried")):
             # Residuals of local steps are differences of parameters, which round at their own size.

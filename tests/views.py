@@ -4,11 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
 
-from onebit_jax.states import simulated_workers
-from onebit_jax.transforms.algorithm import states_of
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax.states.resizing import side
+from onebit_jax.transforms.algorithm import PHASES, Carried, states_of
 from tests.runs import Sizes, mesh_of
 from tests.workers import mesh_view
 
@@ -33,12 +31,6 @@ def carried(tx: Any, opt_state: Any, params: Any, sizes: Sizes) -> list[Any]:
       params: one worker's.
       sizes: the numbers of workers.
     """
-    mesh: AbstractMesh = mesh_of(sizes)
-    workers = simulated_workers.Workers(mesh)
-    noted = simulated_workers.algorithms(tx, params, workers)
-    states = states_of(mesh_view(opt_state))
-    found = [
-        simulated_workers.carried(own, state, workers)
-        for own, state in zip(noted, states, strict=True)
-    ]
-    return jax.device_get(jax.tree.leaves(found))
+    workers = side(tx, params, mesh_of(sizes), None, None)
+    held = workers.by_place(jax.device_get(mesh_view(opt_state)))
+    return jax.tree.leaves(workers.run("carry", held, lambda x: isinstance(x, Carried)))

@@ -175,12 +175,12 @@ def check_own_gradients(updates: Any, axes: Axes) -> None:
     With ``check_vma=True`` types tell which arrays may differ between workers, and ``jax.grad``
     sums the gradients of parameters that may not.
     """
-    if not _varies(jax.eval_shape(lambda: lax.axis_index(axes.node)), axes.names):
+    if not varying_axes(jax.eval_shape(lambda: lax.axis_index(axes.node))):
         return
     summed = [
         jax.tree_util.keystr(path)
         for path, x in jax.tree_util.tree_leaves_with_path(updates)
-        if not _varies(jax.typeof(x), axes.names)
+        if varying_axes(x).isdisjoint(axes.names)
     ]
     if summed:
         raise ValueError(
@@ -191,11 +191,11 @@ def check_own_gradients(updates: Any, axes: Axes) -> None:
         )
 
 
-def _varies(x: Any, names: tuple[str, ...]) -> bool:
-    """Whether a type says that an array may differ along one of these axes."""
-    kind = getattr(x, "manual_axis_type", None)
-    varying = getattr(x, "vma", None) if kind is None else kind.varying
-    return bool(varying) and not varying.isdisjoint(names)
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes along which an array may differ, as its type says: only with ``check_vma=True``."""
+    known = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind = getattr(known, "manual_axis_type", None)  # since JAX 0.11
+    return frozenset((getattr(known, "vma", None) if kind is None else kind.varying) or ())
 
 
 # The identity, which tells checks of programs that all workers hold the same.

@@ -108,7 +108,7 @@ class KBits:
         def add(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total + rounding.rounded_product(self._numbers(*row, 0)), None
 
-        total = jnp.zeros((self.planes, *in_blocks.shape[1:]), jnp.float32)
+        total = jnp.zeros_like(self._numbers(in_blocks[0], received[1][0], 0))
         if self.residual_decay is not None:
             [last], last_S = state.server.value
             E = rounding.residual(last[0], last_S[0], self.bits)

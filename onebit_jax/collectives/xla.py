@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onebit_jax.collectives.axes import varying_axes
+
 Arrays = TypeVar("Arrays")
 
 
@@ -34,13 +36,25 @@ def overwrite_if(
     if mapped := tuple(name for name in axis_names if name not in manual):
         predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
 
+    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, reads))))
+
     def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
         # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
         # the loop before it, and so in every step.
         (_, over), tied = lax.optimization_barrier((carry, reads))
-        return jnp.zeros_like(predicate), update(over, *tied)
+        return jnp.zeros_like(carry[0]), _cast(update(over, *tied), varying)
 
-    return lax.while_loop(lambda carry: carry[0], turn, (predicate, arrays))[1]
+    return lax.while_loop(lambda carry: carry[0], turn, (predicate, _cast(arrays, varying)))[1]
+
+
+def _cast(tree: Any, axes: frozenset[str]) -> Any:
+    """The arrays with types that let them differ along these axes, as those of a loop must."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
 
 
 def restore_unless(
@@ -52,12 +66,11 @@ def restore_unless(
     more pass over both; the loop costs nothing in a step that fits. On accelerators a loop would
     wait for the host, and a select is cheap. ``axis_names`` as for :func:`overwrite_if`.
     """
+    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((fit, new, old))))
     return lax.platform_dependent(
-        fit,
-        new,
-        old,
+        *_cast((fit, new, old), varying),
         cpu=lambda fit, new, old: overwrite_if(
             ~fit, lambda _, was: was, new, old, axis_names=axis_names
         ),
-        default=lambda fit, new, old: jax.tree.map(lambda x, y: lax.select(fit, x, y), new, old),
+        default=lambda fit, new, old: jax.tree.map(lambda x, y: jnp.where(fit, x, y), new, old),
     )
