@@ -11,13 +11,12 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms.phases import PHASES
-from tests.residuals import residuals
+from onebit_jax.transforms.algorithm import PHASES
 from tests.runs import axis_of
+from tests.views import residuals
 from tests.workers import AXIS, assert_workers_agree, on_workers, onebit_state, replicate
 
-EXCHANGE = onebit_jax.ExchangeOptions(form="two-stage")
+EXCHANGE = onebit_jax.ExchangeOptions(form="two-shot")
 
 
 class Recording:
@@ -85,7 +84,7 @@ def test_onebit_adam_at_every_call(shared_dir, case, binding):
         state, ours = onebit_state(state), {"p": params}
         if t >= warmup:
             np.testing.assert_array_equal(state.progress.frozen_at, warmup)
-            how = EXCHANGE.one_bit(AXIS)
+            how = EXCHANGE.at_bits(AXIS, 1)
             e, E = residuals(how, state.momentum, recording.initial, workers)
             ours |= {"we": e, "se": E}
         for kind, tensors in ours.items():
@@ -110,7 +109,7 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     )
     # Leaves in the file's order, which numbers of tensors are in.
     initial = [recording.initial[name] for name in names]
-    how = EXCHANGE.one_bit(axis_of(sizes), fused=True)
+    how = EXCHANGE.at_bits(axis_of(sizes), 1, fused=True)
 
     def scaled(state: Any) -> Any:
         """k m and k^2 v~ of each tensor, once compressing."""
