@@ -24,7 +24,6 @@ from onebit_jax.markers import is_per_worker
 
 # Raised when what this module writes changes. Formats 2 to 11 had a manifest.
 FORMAT = 12
-_CHECKSUMS = "checksums.json"
 # In the description of a run, beside the names of arrays.
 _FORMAT, _AXES = "the format", "the mesh of the workers"
 _VERSIONS = {"onebit_jax": onebit_jax.__version__, "jax": jax.__version__}
@@ -170,23 +169,21 @@ class Checkpoints:
             path = self.folder / str(step)
             run, problem = _read(path)
             if problem:
-                told = f"the checkpoint {path} is damaged ({problem}); the one before it is used"
-                warnings.warn(told, stacklevel=2)
+                warnings.warn(f"{path} is damaged; the one before is used: {problem}", stacklevel=2)
                 continue
-            resized, like = _check(run, _described(tree), tx, path), tree.copy()
-            if resized:
-                like["opt_state"] = _state_before(tx, params, run["description"])
+            convert = _check(run, _described(tree), tx, path)
+            like = tree | _state_before(tx, tree, run["description"]) if convert else tree
             with ocp.StandardCheckpointer() as reader:
                 loaded = reader.restore(path / "state", like)
             params, state = loaded.pop("params"), loaded.pop("opt_state")
-            if resized:
-                state = _resize(state, opt_state, tx, params, run["description"][_AXES])
+            if convert:
+                state = _resize(state, opt_state, tx, params, run["description"])
             self._damaged = [later for later in steps if later > step]
             return Restored(step, params, state, loaded, run["extra"])
         if steps:
             raise ValueError(
-                f"no checkpoint in {self.folder} can be read, of steps "
-                f"{', '.join(map(str, steps))}. Put back a copy, or begin in another folder."
+                f"no checkpoint in {self.folder} can be read, of steps {steps}: put back a copy, "
+                f"or begin in another folder"
             )
         return Restored(0, params, opt_state, others, None)
 
@@ -213,7 +210,7 @@ class Checkpoints:
         """Called in process 0 once all files are written, before Orbax renames their folder."""
         [path] = self.folder.glob("*.orbax-checkpoint-tmp*")
         sums = {str(x.relative_to(path)): _checksum(x) for x in path.glob("*/**/*") if x.is_file()}
-        (path / _CHECKSUMS).write_text(json.dumps(sums))
+        (path / "checksums.json").write_text(json.dumps(sums))
 
     def _write(self, call: Any) -> Any:
         """Makes one line of the many errors of Orbax and its libraries."""
@@ -222,9 +219,7 @@ class Checkpoints:
         except Exception as error:
             self._manager = None
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-            raise OSError(
-                f"no checkpoint could be written into {self.folder}: {problem}"
-            ) from error
+            raise OSError(f"cannot write a checkpoint into {self.folder}: {problem}") from error
 
 
 def _checksum(path: pathlib.Path) -> str:
@@ -240,8 +235,8 @@ def _read(path: pathlib.Path) -> tuple[Any, str]:
     me, run, problem = jax.process_index(), None, ""
     try:
         if (path / "manifest").exists():
-            return {"description": {_FORMAT: "11 or earlier"}}, ""
-        sums = json.loads((path / _CHECKSUMS).read_text())
+            return {"description": {_FORMAT: "11 or earlier"}, "versions": "earlier ones"}, ""
+        sums = json.loads((path / "checksums.json").read_text())
         for name in sorted(sums)[me :: jax.process_count()]:
             if _checksum(path / name) != sums[name]:
                 problem = f"{name} is not what was written"
@@ -269,9 +264,8 @@ def _workers(opt_state: Any) -> tuple[Any, tuple[str, ...]]:
     leaves = jax.tree.leaves(list(nodes))
     placed = [x for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
     # A compiled step leaves axes of size 1 out of shardings.
-    rows = [(x.sharding.mesh, *_parts(x)[:1]) for x in placed]
-    mesh, *slow = max(rows, key=lambda row: len(row[1:] and row[1]), default=(None,))
-    return mesh, slow[0] if slow else ()
+    found = [(x.sharding.mesh, next(iter(_parts(x)), ())) for x in placed]
+    return max(found, key=lambda x: len(x[1]), default=(None, ()))
 
 
 def _shared(params: Any, opt_state: Any) -> Any:
@@ -282,18 +276,12 @@ def _shared(params: Any, opt_state: Any) -> Any:
     """
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "synced_parameters"))
     states = [node for node in nodes if hasattr(node, "synced_parameters")]
-    _, slow = _workers(opt_state)
+    (_, slow), synced = _workers(opt_state), params
     if not states or not slow or all(_parts(x)[:1] == [slow] for x in jax.tree.leaves(params)):
         return params
-    synced = _synced(params, states)
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), synced, params)
-
-
-@jax.jit
-def _synced(params: Any, states: list[Any]) -> Any:
     for state in states:
-        params = state.synced_parameters(params)
-    return params
+        synced = state.synced_parameters(synced)
+    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), synced, params)
 
 
 def _classes(structure: Any) -> list[str]:
@@ -312,16 +300,16 @@ def _described(tree: dict[str, Any]) -> dict[str, Any]:
     mesh, slow = _workers(tree["opt_state"])
     sizes = mesh.shape if mesh else {}
     classes = dict.fromkeys(_classes(jax.tree.structure(tree["opt_state"])))
-    found = {_FORMAT: FORMAT, _AXES: [*sizes.items()], "opt_state": list(classes)}
+    found = {_FORMAT: FORMAT, _AXES: [[*x] for x in sizes.items()], "opt_state": list(classes)}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        parts = _parts(x) if path[0].key == "params" else ()
-        fast = [[n for n in part if sizes.get(n, 1) > 1 and n not in slow] for part in parts]
         if name in found:
             raise ValueError(f"two arrays would be saved as {name}: leave dots out of their names")
-        split = [f"axis {i} along {names}" for i, names in enumerate(fast) if names]
+        parts = enumerate(_parts(x) if path[0].key == "params" else ())
+        fast = [(i, n) for i, part in parts for n in part if sizes.get(n, 1) > 1 and n not in slow]
+        split = [f"axis {i} along {n}" for i, n in fast]
         found[name] = [str(getattr(x, "dtype", type(x).__name__)), list(np.shape(x)), *split]
-    return json.loads(json.dumps(found))
+    return found
 
 
 def _check(run: Any, now: Any, tx: Any, path: pathlib.Path) -> bool:
@@ -337,40 +325,40 @@ def _check(run: Any, now: Any, tx: Any, path: pathlib.Path) -> bool:
         # What is converted is checked then.
         if was != has and not (convert and (name == _AXES or name.startswith("opt_state"))):
             raise ValueError(
-                f"the checkpoint {path} is of another run: {name} is {was} there and {has} here. "
-                f"Go on with the model, the optimizer and the versions that it was saved with, "
+                f"{path} is of another run: {name} is {was} there and {has} here. Go on with the "
+                f"model, the optimizer and the versions that it was saved with, "
                 f"{run.get('versions')}; give restore tx=, the optimizer, if the number of workers "
                 f"is another; or begin a new run with its parameters alone, "
-                f"orbax.checkpoint.v1.load_checkpointables({str(path)!r})['state']['params']."
+                f"orbax.checkpoint.StandardCheckpointer().restore('{path}/state')['params']."
             )
     return convert
 
 
-def _state_before(tx: Any, params: Any, saved: Any) -> Any:
-    """The shapes of a state as other workers saved it, whole on a CPU of this process."""
-    host, init = SingleDeviceSharding(jax.local_devices(backend="cpu")[0]), tx.init
-    for name, size in saved[_AXES]:
-        init = _along(name, size, init)
-
-    def shard(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+def _state_before(tx: Any, tree: Any, saved: Any) -> Any:
+    """The shapes of the state that other workers saved, whole on a CPU of this process."""
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    state, init = tree["opt_state"], tx.init
+    if saved.keys() != _described(tree).keys():
+        for name, size in saved[_AXES]:
+            init = _along(name, size, init)
+        shards = jax.tree.map(lambda x: x.addressable_shards[0].data, tree["params"])
+        state = jax.eval_shape(init, shards)
 
     def as_saved(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        _, shape, *_ = saved.get(f"opt_state.{name}", ("", x.shape))
+        _, shape, *_ = saved.get(name, ("", x.shape))
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=host)
 
-    made = jax.eval_shape(init, jax.tree.map(shard, params))
-    return jax.tree_util.tree_map_with_path(as_saved, made)
+    return jax.tree_util.tree_map_with_path(as_saved, {"opt_state": state})
 
 
 def _along(name: str, size: int, init: Any) -> Any:
     return lambda params: jax.vmap(lambda _: init(params), axis_name=name)(np.zeros(size))
 
 
-def _resize(state: Any, like: Any, tx: Any, params: Any, axes: Any) -> Any:
+def _resize(state: Any, like: Any, tx: Any, params: Any, saved: Any) -> Any:
     (mesh, slow), split = _workers(like), {}
     if slow and slow != mesh.axis_names:
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
         split = {"axis_name": slow if len(slow) > 1 else slow[0], "param_specs": specs}
-    return onebit_jax.resize(state, tx, params, mesh, from_axes=dict(axes), **split)
+    return onebit_jax.resize(state, tx, params, mesh, from_axes=dict(saved[_AXES]), **split)
