@@ -66,14 +66,14 @@ def restore(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            restored = checkpoints.restore(*state, tx=tx)
+            restored = checkpoints.restore(*state[:2], tx=tx, model_state=state.model_state)
         finally:
             for warning in caught:
                 print(f"warning: {warning.message}", file=sys.stderr)
     if restored.extra is None:
         return Progress(), state
     batches.set_state(restored.extra["batches"])
-    state = State(restored.params, restored.opt_state, restored.others)
+    state = State(restored.params, restored.opt_state, restored.others["model_state"])
     return Progress(**restored.extra["progress"]), state
 
 

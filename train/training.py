@@ -242,7 +242,8 @@ class Trainer:
                             state = state._replace(params=local_steps.synced(*state[:2]))
                         where = {"batches": batches.get_state()}
                         extra = {"progress": dataclasses.asdict(progress), **where}
-                        checkpoints.save(done, *state, extra=extra, tx=self.optimizer)
+                        others = {"model_state": state.model_state}
+                        checkpoints.save(done, *state[:2], extra=extra, **others)
                         saving = False
                     if save and stopping:
                         checkpoints.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from onebit_jax.checkpoint import Checkpoints
@@ -49,11 +50,14 @@ def result(folder):
 
 
 def saved(folder):
-    """The step of a training's last checkpoint; its arrays' shapes, and a checksum of each part."""
+    """The step of a training's last checkpoint, and its arrays by name."""
     step = max(Checkpoints(folder / "checkpoints").steps())
-    manifests = sorted((folder / "checkpoints" / str(step) / "manifest").iterdir())
-    contents = [json.loads(path.read_text())["content"] for path in manifests]
-    return step, [{name: x.get(name) for name in ("arrays", "checksums")} for x in contents]
+    path = folder / "checkpoints" / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        shapes = reader.metadata(path).item_metadata.tree
+        to_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        leaves = jax.tree_util.tree_leaves_with_path(reader.restore(path, restore_args=to_host))
+    return step, {jax.tree_util.keystr(name): (x.shape, x.tobytes()) for name, x in leaves}
 
 
 def printed(main, command):

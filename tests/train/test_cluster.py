@@ -194,4 +194,4 @@ def test_local_steps_that_stream_are_killed(tmp_path):
     assert metrics(broken / STREAMING) == metrics(whole / STREAMING)
     assert saved(broken / STREAMING) == saved(whole / STREAMING)
     assert saved(whole / STREAMING)[0] == LONG
-    assert "plan/delay" in str(saved(whole / STREAMING))
+    assert "['opt_state']['plan']['delay']" in saved(whole / STREAMING)[1]

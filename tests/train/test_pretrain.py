@@ -263,5 +263,5 @@ def test_checkpoint_of_another_model(begun, capsys):
         checkpoints.save(4, {"kernel": np.zeros(3, np.float32)}, ())
     assert pretrain.main([*RUN, "--optimizers", "adam", "--out", str(begun)]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: the checkpoint {begun}/adam/checkpoints/4 is of another tree")
+    assert error.startswith(f"error: the checkpoint {begun}/adam/checkpoints/4 is of another run")
     assert not (begun / "adam" / "metrics.jsonl").exists()

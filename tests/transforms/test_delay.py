@@ -140,7 +140,7 @@ def test_a_checkpoint_belongs_to_its_delay(saved, wanted, tmp_path):
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, params, state)
         with pytest.raises(
-            ValueError, match=r"is of another tree: .*DelayedMeanState.*other options"
+            ValueError, match=r"is of another run: opt_state is .*DelayedMeanState"
         ):
             checkpoints.restore(*start(made[1])[1])
 
