@@ -13,8 +13,6 @@ from onebit_jax.states.placement import state_specs
 from onebit_jax.states.resizing import resize
 from onebit_jax.states.sharded_model import init
 from onebit_jax.states.worker_step import worker_copies, worker_copy, worker_step
-from onebit_jax.training.process_group import process_group
-from onebit_jax.training.process_member import ProcessGroup
 from onebit_jax.training.train_step import TrainStep, train_step
 from onebit_jax.transforms import step_sets
 from onebit_jax.transforms.birder import ScaleByBirderState, binsgdm, birder, scale_by_birder
@@ -79,7 +77,6 @@ __all__ = [
     "MajorityVote",
     "NonFiniteError",
     "PerWorker",
-    "ProcessGroup",
     "ReplicaDivergenceError",
     "ScaleByBirderState",
     "ScaleByDistributedLionState",
@@ -111,7 +108,6 @@ __all__ = [
     "onebit_muon",
     "per_worker",
     "plan",
-    "process_group",
     "resize",
     "scale_by_birder",
     "scale_by_distributed_lion",

@@ -30,20 +30,20 @@ class FullDisk(checkpoints._Files):
 
 def main(address: str, rank: int, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
-    with onebit_jax.process_group(address, 2, rank, timeout=30):
-        mesh = jax.make_mesh((2,), ("data",))
-        params = jax.device_put(np.zeros(4, np.float32), jax.NamedSharding(mesh, jax.P()))
-        state = onebit_jax.init(onebit_jax.onebit_adam(1e-2, axis_name="data"), params, mesh)
-        if rank == 1:
-            checkpoints._Files = FullDisk
-        with Checkpoints(folder) as run:
-            for local in (jnp.zeros(4), jax.device_put(jnp.zeros(4), params.sharding)):
-                with pytest.raises(ValueError, match="params is not on a mesh of all processes"):
-                    run.save(1, local, state)
-            run.save(1, params, state)
-            if rank == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            multihost_utils.sync_global_devices("the next step")
+    jax.distributed.initialize(address, 2, rank, shutdown_timeout_seconds=30)
+    mesh = jax.make_mesh((2,), ("data",))
+    params = jax.device_put(np.zeros(4, np.float32), jax.NamedSharding(mesh, jax.P()))
+    state = onebit_jax.init(onebit_jax.onebit_adam(1e-2, axis_name="data"), params, mesh)
+    if rank == 1:
+        checkpoints._Files = FullDisk
+    with Checkpoints(folder) as run:
+        for local in (jnp.zeros(4), jax.device_put(jnp.zeros(4), params.sharding)):
+            with pytest.raises(ValueError, match="params is not on a mesh of all processes"):
+                run.save(1, local, state)
+        run.save(1, params, state)
+        if rank == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        multihost_utils.sync_global_devices("the next step")
 
 
 if __name__ == "__main__":
