@@ -22,15 +22,6 @@ import onebit_jax
 ROWS_A_DEVICE, STEPS = 64, 1000
 
 
-def joined(options: argparse.Namespace):
-    """The processes of this run: one, those of the cluster, or those at the coordinator."""
-    if options.coordinator is None and options.nodes == 1:
-        return onebit_jax.process_group(num_processes=1)
-    return onebit_jax.process_group(
-        options.coordinator, options.processes, options.process_id, timeout=options.timeout
-    )
-
-
 def make_mesh(nodes: int, simulated: bool) -> jax.sharding.Mesh:
     """A row of devices for each node, or an end with the reason why there is none."""
     devices = jax.devices()
@@ -64,7 +55,7 @@ def loss_fn(params, batch):
     return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
 
 
-def train(mesh: jax.sharding.Mesh, group: onebit_jax.ProcessGroup) -> None:
+def train(mesh: jax.sharding.Mesh) -> None:
     """Trains, and reports what each phase sends."""
     axes = mesh.axis_names
     tx = onebit_jax.onebit_adam(1e-2, weight_decay=0.01, axis_name=axes)
@@ -77,13 +68,17 @@ def train(mesh: jax.sharding.Mesh, group: onebit_jax.ProcessGroup) -> None:
     x = rng.normal(size=(ROWS_A_DEVICE * jax.local_device_count(), 8)).astype(np.float32)
     rows = {"x": x, "y": np.sin(x.sum(1, keepdims=True))}
     by_worker = NamedSharding(mesh, P(axes))
-    batch = {k: jax.make_array_from_process_local_data(by_worker, v) for k, v in rows.items()}
+    # Told the number of all rows, JAX refuses a process that has fewer than its share.
+    total = ROWS_A_DEVICE * jax.device_count()
+    batch = {
+        k: jax.make_array_from_process_local_data(by_worker, v, (total, *v.shape[1:]))
+        for k, v in rows.items()
+    }
 
     opt_state = onebit_jax.init(tx, params, mesh)
     step = onebit_jax.train_step(loss_fn, tx, mesh)
     for i in range(STEPS):
         params, opt_state, metrics = step(params, opt_state, batch)
-        group.progress()
         if i % 200 == 199:
             report(f"{i + 1} loss {metrics['loss']:.4f} phase {metrics['phase']}")
     sent = onebit_jax.wire.by_phase(step, params, opt_state, batch, mesh=mesh)
@@ -99,7 +94,9 @@ def main() -> None:
     parser.add_argument("--coordinator", help="HOST:PORT of process 0, which all hosts reach")
     parser.add_argument("--processes", type=int, help="of all hosts together")
     parser.add_argument("--process-id", type=int, help="this one's number, from 0")
-    parser.add_argument("--timeout", type=int, default=60, help="seconds to wait for the others")
+    parser.add_argument(
+        "--timeout", type=int, default=60, help="seconds to wait for the others, 3 or more"
+    )
     parser.add_argument(
         "--cpu-devices", type=int, help="simulate so many on the CPU of each process"
     )
@@ -109,15 +106,20 @@ def main() -> None:
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
-    try:
-        with joined(options) as group:
-            mesh = make_mesh(options.nodes, bool(options.cpu_devices))
-            kind = jax.devices()[0].device_kind
-            count = f"{group.num_processes} processes, {jax.device_count()} devices ({kind})"
-            report(f"{count}, {dict(mesh.shape)}")
-            train(mesh, group)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    if options.coordinator or options.nodes > 1:
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process_id,
+            initialization_timeout=options.timeout,
+            heartbeat_timeout_seconds=options.timeout // 3,
+            shutdown_timeout_seconds=options.timeout,
+        )
+    mesh = make_mesh(options.nodes, bool(options.cpu_devices))
+    kind = jax.devices()[0].device_kind
+    count = f"{jax.process_count()} processes, {jax.device_count()} devices ({kind})"
+    report(f"{count}, {dict(mesh.shape)}")
+    train(mesh)
 
 
 if __name__ == "__main__":

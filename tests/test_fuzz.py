@@ -121,8 +121,6 @@ def test_constructors_take_much_nonsense_or_say_what_is_wrong():
 def test_every_public_function_that_takes_options_is_among_them():
     others = {"PerWorker", "binsgdm", "diagnose", "init", "state_specs", "plan", "wire"}
     others |= {"from_adam", "resize", "step_sets", "to_adam"}
-    # tests/test_process_group.py has bad arguments of this.
-    others |= {"process_group"}
     # tests/sharded/test_refusals.py has bad arguments of these.
     others |= {"on_mesh", "worker_copies", "worker_copy", "worker_step"}
     public = {x for x in onebit_jax.__all__ if x[0].islower()} - others

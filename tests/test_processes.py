@@ -1,5 +1,6 @@
 """Several processes: four train as one does, two share a folder of checkpoints."""
 
+import signal
 import time
 
 import numpy as np
@@ -60,9 +61,8 @@ def test_a_process_that_fails_does_not_wait_for_one_whose_part_of_a_checkpoint_f
     commands = [[worker, address, str(rank), str(tmp_path / "run")] for rank in range(2)]
     with started(commands) as processes:
         codes, [own, other] = ended(processes)
-    assert codes == [1, 1], (own, other)
+    assert codes == [-signal.SIGABRT] * 2, (own, other)
     assert "not complete after 30" in own
-    assert "error: process 0 on" in other
-    assert "No space left on device" in other
-    # Orbax would have made it 300.
+    assert "No space left on device" in own
+    # JAX's timeout is 30 s too; Orbax would have waited for 300.
     assert time.monotonic() - begin < 200

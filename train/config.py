@@ -142,8 +142,8 @@ class RunConfig:
             the cluster itself (Slurm, Open MPI 4, Kubernetes, Cloud TPU).
         processes: How many processes, with a coordinator HOST:PORT.
         process_id: Which of them this one is, from 0.
-        process_timeout: Seconds in which all processes must have come; one that gives no sign of
-            life for a third of them ends the run of all.
+        process_timeout: Seconds in which all processes must have come, at the start and, once one
+            has failed, at the end; one that is silent for a third of them ends the run of all.
     """
 
     MODEL: ClassVar[str]
@@ -242,8 +242,6 @@ class RunConfig:
         self._require("coordinator", alone or is_address, "HOST:PORT of process 0, or auto")
         expected = "1 without a --coordinator HOST:PORT"
         self._require("processes", self.processes == 1 or not alone, expected)
-        expected = f"0 to {self.processes - 1}, with --processes {self.processes}"
-        self._require("process_id", 0 <= self.process_id < self.processes, expected)
 
     def _check_types(self) -> None:
         """What the command line gives has the declared types; options that a program makes may not.

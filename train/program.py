@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar, cast
 
 import jax
 import tyro
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 import onebit_jax
 from onebit_jax.states.specs import MeshAxes, parameter_specs
-from train.cluster import check_shared, joined, of_options
-from train.config import RunConfig
+from train.config import RunConfig, option_name, shared_options
 from train.folder import check_folder, check_together, write_config, write_together
+from train.launch import agree, check_shared, join
 from train.lock import locked
 from train.stop import GaveUp, Stopped, StopRequest
 from train.training import AnyMesh, Task, Trainer, make_optimizer
@@ -82,8 +82,7 @@ class Program(Generic[AnyConfig]):
         try:
             config = tyro.cli(self.config, args=arguments, prog=f"python -m {self.name}")
             config.check_processes()
-            with joined(self.name, config, _alone) as group:
-                self._run(config, group)
+            self._run(config, join(config))
         except tuple(_CODES) as error:
             code, text = _outcome(error)
             print(text, file=sys.stderr)
@@ -92,15 +91,15 @@ class Program(Generic[AnyConfig]):
             sys.unraisablehook = tell
         return 0
 
-    def _run(self, config: AnyConfig, group: onebit_jax.ProcessGroup) -> None:
+    def _run(self, config: AnyConfig, processes: int) -> None:
         # Everything that can be wrong with the input is found out before anything is written.
         config.check()
-        mesh = _make_mesh(config, group.num_processes)
+        mesh = _make_mesh(config, processes)
         runs = [(run, self.make_task(run)) for run in config.runs()]
         for run, task in runs:
             _check(run, task, mesh)
         check_together(self.name, config, [run for run, _ in runs])
-        group.agree(_of_runs(runs))
+        agree(_of_runs(runs))
         first = jax.process_index() == 0
         with locked(config.folder) if first else contextlib.nullcontext():
             if first:
@@ -108,11 +107,13 @@ class Program(Generic[AnyConfig]):
                 for run, task in runs:
                     write_config(run, task.identity)
                     task.write_files(run.folder)
-            check_shared(config.folder, group)
+            check_shared(config.folder)
             with StopRequest() as stop:
                 self.train(config, runs, mesh, stop)
             if first:
                 print(*self.checked_report(config.folder), sep="\n")
+        # At their exit the others would wait for the report for so long only as JAX's timeout says.
+        multihost_utils.sync_global_devices("the report is written")
 
     def checked_report(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
         """What `report` writes, its text and its picture's path; `ValueError` for bad results."""
@@ -152,13 +153,8 @@ def _outcome(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         text = "interrupted; the same command again goes on from the last checkpoint"
         return 128 + signal.SIGINT, text
-    codes = [code for kind, code in _CODES.items() if isinstance(error, kind)]
-    return (codes[0], f"error: {error}") if codes else (1, f"{type(error).__name__}: {error}")
-
-
-def _alone(error: BaseException) -> tuple[int, str] | None:
-    """As `_outcome`; None where all processes have agreed to stop."""
-    return None if isinstance(error, (Stopped, GaveUp)) else _outcome(error)
+    code = next(code for kind, code in _CODES.items() if isinstance(error, kind))
+    return code, f"error: {error}"
 
 
 def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
@@ -166,7 +162,8 @@ def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
     found = {}
     for number, (config, task) in enumerate(runs, 1):
         prefix = f"run {number}, " if len(runs) > 1 else ""
-        named = of_options(config) | dict(task.identity)
+        options = {option_name(x): str(value) for x, value in shared_options(config).items()}
+        named = options | dict(task.identity)
         found |= {f"{prefix}{name}": value for name, value in named.items()}
     return found
 

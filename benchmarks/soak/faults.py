@@ -3,7 +3,6 @@
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -13,15 +12,16 @@ from collections.abc import Callable
 from benchmarks.soak.training import Training, WrongError
 
 Fault = Callable[[Training, random.Random], str]
-# How long the others may take to end once one has failed.
-_WITHIN = 60.0
+# How long the others may take to end once one has failed: with a checkpoint under way 30 s, and
+# the programs' timeout.
+_WITHIN = 120.0
 _SLOW_SECONDS = 8.0
-# What JAX says where another process is silent.
-_SILENT = "JAX distributed service detected fatal errors"
+# What JAX says where another process failed.
+_FAILED = "JAX distributed service detected fatal errors"
 
 
 def kill(training: Training, rng: random.Random) -> str:
-    """Kills one process: the others end, and say which it was."""
+    """Kills one process: JAX ends the others."""
     victim = rng.choice(training.ranks)
     training.signal(signal.SIGKILL, victim)
     seconds = _others_end(training, victim)
@@ -31,7 +31,7 @@ def kill(training: Training, rng: random.Random) -> str:
 
 
 def hang(training: Training, rng: random.Random) -> str:
-    """Stops one process as a hung host does: the others end, and say which it was."""
+    """Stops one process as a hung host does: JAX ends the others."""
     victim = rng.choice(training.ranks)
     training.signal(signal.SIGSTOP, victim)
     seconds = _others_end(training, victim)
@@ -41,15 +41,15 @@ def hang(training: Training, rng: random.Random) -> str:
 
 
 def _others_end(training: Training, victim: int) -> float:
-    """Waits for all others, which must name the one that failed; the seconds it took."""
+    """Waits for all others, which must say that one failed; the seconds it took."""
     begin = time.monotonic()
     others = [rank for rank in training.ranks if rank != victim]
     for rank, code in zip(others, training.codes(_WITHIN, *others), strict=True):
         said = training.said()[rank]
         if code == 0:
             raise WrongError(f"process {rank} ended with 0")
-        if not re.search(rf"error: .*process {victim}\b|{_SILENT}", said):
-            raise WrongError(f"process {rank} does not say who failed: {said[-2000:]}")
+        if _FAILED not in said:
+            raise WrongError(f"process {rank} does not say that one failed: {said[-2000:]}")
     return time.monotonic() - begin
 
 
@@ -63,7 +63,7 @@ def terminate(training: Training, rng: random.Random) -> str:
 
 
 def fill_disk(training: Training, rng: random.Random) -> str:
-    """Fills the file system of the output folder: the run ends in an error of a line."""
+    """Fills the file system of the output folder: the run ends, and says why in a line."""
     del rng
     filler = training.folder.parent / "filler"
     deadline, problem = time.monotonic() + _WITHIN, "the disk was not full"
@@ -80,7 +80,7 @@ def fill_disk(training: Training, rng: random.Random) -> str:
     finally:
         filler.unlink()
     said = "\n".join(training.said())
-    if 0 in codes or "Traceback" in said or "error: " not in said:
+    if 0 in codes or "error: " not in said:
         raise WrongError(f"{problem}: exit codes {codes}, {said[-2000:]}")
     line = next(line for line in said.splitlines() if "error: " in line)
     return f"{problem}; exit codes {codes}, {line[:160]}"
@@ -124,7 +124,7 @@ def slow_link(training: Training, rng: random.Random) -> str:
 
 
 def cut_link(training: Training, rng: random.Random) -> str:
-    """Pulls out one host's cable: all processes end, and each names another."""
+    """Pulls out one host's cable: JAX ends all processes."""
     network = training.places.network
     assert network is not None
     victim = rng.choice(training.ranks)
@@ -136,7 +136,7 @@ def cut_link(training: Training, rng: random.Random) -> str:
         network.plug(victim)
     seconds = time.monotonic() - begin
     for rank, (code, said) in enumerate(zip(codes, training.said(), strict=True)):
-        if code == 0 or not re.search(rf"error: .*process (?!{rank}\b)\d|{_SILENT}", said):
+        if code == 0 or _FAILED not in said:
             raise WrongError(f"process {rank}: exit code {code}, {said[-2000:]}")
     return f"host {victim} cut off, all ended after {seconds:.1f} s"
 

@@ -110,8 +110,8 @@ class Training:
         """Stops all processes as a scheduler does; they save the run first."""
         self.signal(signal.SIGTERM, *self.ranks)
         codes = self.codes(self.timeout + 30.0, *self.ranks)
-        # Before there is anything to save the signal has its usual effect.
-        if not set(codes) <= {143, -signal.SIGTERM, 0, 1}:
+        # Before there is anything to save the signal has its usual effect, and JAX ends the others.
+        if not set(codes) <= {143, -signal.SIGTERM, 0, -signal.SIGABRT}:
             raise WrongError(f"SIGTERM: exit codes {codes}")
 
     @property

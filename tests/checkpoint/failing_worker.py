@@ -22,19 +22,19 @@ async def full(self, item, directory):
 
 def main(address: str, rank: int, folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
-    with onebit_jax.process_group(address, 2, rank, timeout=30):
-        mesh = jax.make_mesh((2,), ("data",))
-        params = jax.device_put(np.zeros(4, np.float32), jax.NamedSharding(mesh, jax.P()))
-        state = onebit_jax.init(onebit_jax.onebit_adam(1e-2, axis_name="data"), params, mesh)
-        with Checkpoints(folder) as run:
-            run.save(1, params, state)
-            run.close()
-            if rank == 1:
-                ocp.JsonCheckpointHandler._save_fn = full
-            run.save(2, params, state)
-            if rank == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            multihost_utils.sync_global_devices("the next step")
+    jax.distributed.initialize(address, 2, rank, shutdown_timeout_seconds=30)
+    mesh = jax.make_mesh((2,), ("data",))
+    params = jax.device_put(np.zeros(4, np.float32), jax.NamedSharding(mesh, jax.P()))
+    state = onebit_jax.init(onebit_jax.onebit_adam(1e-2, axis_name="data"), params, mesh)
+    with Checkpoints(folder) as run:
+        run.save(1, params, state)
+        run.close()
+        if rank == 1:
+            ocp.JsonCheckpointHandler._save_fn = full
+        run.save(2, params, state)
+        if rank == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        multihost_utils.sync_global_devices("the next step")
 
 
 if __name__ == "__main__":

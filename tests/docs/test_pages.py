@@ -225,8 +225,6 @@ def test_the_notebook_says_what_it_lacks(monkeypatch):
     ("options", "reason"),
     [
         ((), "JAX finds no accelerator on "),
-        (("--nodes", "2", "--cpu-devices", "1"), "JAX finds no cluster here that it knows"),
-        (("--nodes", "2", "--coordinator", "host1"), "coordinator_address=.host1. must be"),
         (("--nodes", "3", "--cpu-devices", "4"), "4 devices in 1 processes do not divide"),
     ],
 )
@@ -235,8 +233,7 @@ def test_the_program_for_hosts_says_what_it_lacks(options, reason, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hosts.py", *options])
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
     monkeypatch.setattr(jax, "devices", lambda: devices[:4])
-    refused = mock.Mock(side_effect=ValueError("coordinator_address should be defined."))
-    monkeypatch.setattr(jax.distributed, "initialize", refused if "2" in options else mock.Mock())
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock())
     with pytest.raises(SystemExit, match=f"^error: {reason}"):
         program["main"]()
 
@@ -313,11 +310,3 @@ def test_two_hosts_print_what_the_page_shows():
     # Losses depend on the machine's arithmetic.
     tables = [x[x.index("phase  ") :].split() for x in (printed[0][0], shown[0])]
     assert tables[0] == tables[1]
-
-
-@pytest.mark.slow
-def test_a_host_without_process_0_says_so():
-    host = start_host(1, address := free_address(), "--timeout", "6")
-    _, error = host.communicate(timeout=300)
-    assert host.returncode == 1
-    assert error.startswith(f"error: coordinator {address}: no process 0 there within 6 s")

@@ -14,9 +14,7 @@ TOLERANCE = 0.02
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["|".join(case) for case in meshes.CASES if case[0] != "four workers"]
-)
+@pytest.mark.parametrize("case", [FIRST, "fsdp, tensor|Explicit"])
 def test_two_processes_train_as_one_does(case, tmp_path, monkeypatch):
     monkeypatch.setenv("ONEBIT_CASE", case)
     places = meshes.task(*case.split("|")).places

@@ -1,10 +1,9 @@
-"""What else stands at a coordinator's port or beside a run, and writes that end late."""
+"""What else stands beside a run, and writes that end late."""
 
 import asyncio
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -14,9 +13,6 @@ from typing import Any
 import pytest
 import tensorstore
 
-from onebit_jax.training.process_connections import Line
-from tests.test_process_group import WORKER
-from tests.train.together import ended, free_address, started
 from train.bert.tokenizer import train_tokenizer
 from train.config import RunConfig, shared_options
 from train.lm import pretrain
@@ -25,85 +21,6 @@ from train.lock import locked
 from train.metrics import _open_truncated
 from train.program import _tell_unless_late
 from train.report import read_run
-
-# A stranger at the coordinator's port
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"5\n",
-        b"[1]\n",
-        b'{"end": "done", "code": 0}\n',
-        b'{"refused": 3}\n',
-        b"[" * 200_000 + b"\n",
-        b"x" * (2**20 + 1),
-    ],
-    ids=["number", "list", "code 0", "no text", "nested", "endless"],
-)
-def test_what_a_stranger_answers_is_no_message(answer):
-    ours, other = socket.socketpair()
-    sending = threading.Thread(target=_send, args=(other, answer), daemon=True)
-    sending.start()
-    assert Line(ours).receive() is None
-    ours.close()
-    sending.join()
-    other.close()
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pytest.param(b"5\n", id="number"),
-        pytest.param(b"220 mail.example.com\n", id="mail", marks=pytest.mark.slow),
-        pytest.param(None, id="silent", marks=pytest.mark.slow),
-    ],
-)
-def test_a_stranger_at_the_port_ends_the_process_with_2(answer):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        with started([[WORKER, address, "1", "2", "1", "7"]]) as processes:
-            connection, _ = other.accept()
-            if answer is not None:
-                sending = threading.Thread(target=_send, args=(connection, answer), daemon=True)
-                sending.start()
-            codes, errors = ended(processes)
-            connection.close()
-    assert codes == [2]
-    assert "what answers there is not process 0 of this run" in errors[0]
-
-
-def _send(connection, answer):
-    try:
-        connection.sendall(answer)
-    except OSError:
-        return
-
-
-@pytest.mark.parametrize(
-    "hello",
-    [
-        [{"id": 7, "count": 2, "host": "a"}, {"stopped": "", "code": 0}],
-        pytest.param([{"id": -1, "count": 2, "host": "a"}], marks=pytest.mark.slow),
-    ],
-)
-def test_a_stranger_that_says_it_is_a_process_ends_nobody_with_0(hello):
-    address = free_address()
-    host, port = address.split(":")
-    with started([[WORKER, address, "0", "2", "6", "7"]]) as [process]:
-        connection = None
-        while connection is None:
-            try:
-                connection = socket.create_connection((host, int(port)), 1)
-            except OSError:
-                assert process.poll() is None
-        for message in hello:
-            connection.sendall(json.dumps(message).encode() + b"\n")
-        codes, errors = ended([process])
-        connection.close()
-    assert codes == [2]
-    assert "expected 0 to 1" in errors[0]
-
 
 # Folders of runs
 
