@@ -237,7 +237,6 @@ class OneBit:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """``e_i`` in pieces, cut, and ``E_j``; 0 where not active."""
         bits = layout.shard(cast(Active, state.active)).bits
-        own_bits = bits[lax.axis_index(layout.axes.node) if layout.chunks > 1 else 0]
         (held, s), (served, S) = state.worker.value, state.server.value
         e = [
             jnp.where(unpack_flags(new, 2).swapaxes(0, 1), residual(piece.cut(x), scale), 0.0)
@@ -249,13 +248,14 @@ class OneBit:
                 strict=True,
             )
         ]
+        if not served:
+            return e, []
+        own_bits = layout.sections(bits[lax.axis_index(layout.axes.node)])
         E = [
             jnp.where(unpack_flags(new, 1), residual(x[0], scale), 0.0)
-            for new, x, scale in zip(
-                layout.sections(own_bits), served, layout.by_piece(S[0]), strict=True
-            )
+            for new, x, scale in zip(own_bits, served, layout.by_piece(S[0]), strict=True)
         ]
-        return e, E if served else []
+        return e, E
 
     def with_residual(
         self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
