@@ -269,8 +269,12 @@ class Layout:
     def in_shards(self, tree: Any) -> Any:
         """A tree of whole tensors as a device keeps them to hold a shard's values there later.
 
-        Leaves ``[1, *shape]``, in the hierarchical form ``[1, L, chunks, planes, *plane]``.
+        Leaves ``[1, *shape]``, in the hierarchical form ``[1, L, chunks, planes, *plane]``; of
+        joined tensors one array for each piece, ``[1, k, ...]``, hierarchical ``[1, L, k, ...]``.
         """
+        if self._joined:
+            pairs = zip(self.pieces, self.gather(tree), strict=True)
+            return filled([(piece.cut(x) if self.shards > 1 else x)[None] for piece, x in pairs])
         if self.shards == 1:
             return jax.tree.map(lambda x: x[None], tree)
         leaves = [jnp.zeros((1, *shape), jnp.float32) for shape in self.shapes]
@@ -282,6 +286,9 @@ class Layout:
 
     def from_shards(self, kept: Any) -> Any:
         """Undoes :meth:`in_shards`."""
+        if self._joined:
+            pairs = zip(self.pieces, kept, strict=False)  # no pieces, but one array: see `filled`
+            return self.scatter([piece.uncut(x[0].astype(jnp.float32)) for piece, x in pairs])
         if self.shards == 1:
             return jax.tree.map(lambda x: x[0].astype(jnp.float32), kept)
         leaves = jax.tree.leaves(kept)

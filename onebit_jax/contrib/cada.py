@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,16 +11,23 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes, sum_over_shards
-from onebit_jax.collectives.exchange import Exchange, dense_mean
-from onebit_jax.collectives.exchange_options import ExchangeOptions
-from onebit_jax.collectives.xla_workarounds import overwrite_if
+from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
 from onebit_jax.markers import PerWorker, as_own, own
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, transformation
-from onebit_jax.transforms.phases import PHASES, Phase, Progress, begin, keep
+from onebit_jax.transforms.algorithm import (
+    PHASES,
+    Algorithm,
+    Made,
+    Phase,
+    Progress,
+    Step,
+    Update,
+    begin,
+    transformation,
+)
+
 
 _PHASES: tuple[Phase, ...] = ("local", "sync")
-_LOCAL, _SYNC = map(PHASES.index, _PHASES)
 
 
 class CadaState(NamedTuple):
@@ -35,8 +43,7 @@ class CadaState(NamedTuple):
       due: whether the next update exchanges; bool ``[]``.
     """
 
-    phases = _PHASES
-
+    exchanging_phase = "sync"
     progress: Progress
     mean: Any
     sent: PerWorker
@@ -49,10 +56,10 @@ class CadaState(NamedTuple):
 State = CadaState
 
 
-def _squared_distance(x: Any, y: Any) -> jax.Array:
+def _squared_distance(x: Any, y: Any, axes: Axes) -> jax.Array:
     """``||x - y||^2`` of two trees, over all shards of their tensors."""
     squares = optax.tree.norm(optax.tree.sub(x, y), squared=True)
-    return sum_over_shards(jnp.asarray(squares, jnp.float32))
+    return sum_over_shards(jnp.asarray(squares, jnp.float32), axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +69,7 @@ class Cada(Algorithm):
     c: Any
     delay: int
     exchange: Exchange
-    phases = _PHASES
     needs_params = "CADA compares gradients with the parameters' steps"
-
-    def tree(self, state: State) -> Any:
-        """The mean gradient."""
-        return state.mean
 
     def init(self, params: optax.Params) -> State:
         """Nothing was sent: the first update exchanges."""
@@ -82,60 +84,37 @@ class Cada(Algorithm):
             due=jnp.bool(True),
         )
 
+    def steps(self) -> Mapping[Phase, Step]:
+        """Updates with an exchange and without."""
+        return {phase: functools.partial(self.step, syncs=phase == "sync") for phase in _PHASES}
+
     def upcoming(self, state: State) -> jax.Array:
         """Whether the next update exchanges; of the one after it that is not known yet."""
-        coming = jnp.where(state.due, _SYNC, _LOCAL)
-        return jnp.stack([coming, jnp.int32(-1)]).astype(jnp.int32)
+        local, sync = map(PHASES.index, _PHASES)
+        return jnp.stack([jnp.where(state.due, sync, local), -1]).astype(jnp.int32)
 
-    def accepts(self, progress: Progress, phase: Phase) -> jax.Array | bool:
+    def accepts(self, state: State, phase: Phase) -> jax.Array | bool:
         """Any phase, but an exchange first."""
-        return phase == "sync" or progress.count > 0
+        return phase == "sync" or state.progress.count > 0
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+    def step(self, state: State, update: Update, *, syncs: bool) -> Made:
         """Averages gradients in a sync; then decides whether the next update is one.
 
         The update is the mean gradient as of the last exchange.
         """
-        tree, axes = jax.tree.structure(state.mean), bound_axes(self.exchange.axis_name)
-        g, p = (
-            tree.unflatten([x.astype(jnp.float32) for x in leaves])
-            for leaves in (update.grads, update.params)
-        )
-        syncs = state.progress.upcoming[0] == _SYNC
-        if update.phase is not None:
-            syncs = jnp.bool(update.phase == "sync")
-        syncs &= update.when
-        mean, sent = state.mean, own(state.sent)
-
-        def exchange(when: jax.Array, kept: Any, g: Any) -> Any:
-            return keep(when, (dense_mean(g, axes), g), kept)
-
-        if update.phase == "sync":
-            mean, sent = exchange(syncs, (mean, sent), g)
-        elif update.phase is None:
-            always = functools.partial(exchange, jnp.bool(True))
-            mean, sent = overwrite_if(syncs, always, (mean, sent), g, axis_names=axes.names)
-        count = state.progress.count
+        axes, count = bound_axes(self.exchange.axis_name), state.progress.count
+        validation.check_same_tree(update.grads, state.mean)
+        g, p = optax.tree.cast((update.grads, update.params), jnp.float32)
+        mean, sent = (dense_mean(g, axes), g) if syncs else (state.mean, own(state.sent))
         # Before the first update there was no step.
-        move = jnp.where(count > 0, _squared_distance(p, state.params), 0.0)
+        move = jnp.where(count > 0, _squared_distance(p, state.params, axes), 0.0)
         moves = state.moves.at[count % self.delay].set(move)
-        age = jnp.where(syncs, 0, state.age + 1)
-        changed = _squared_distance(g, sent)
-        wants = changed > self.c / self.delay * jnp.sum(moves)
+        age = jnp.zeros_like(state.age) if syncs else state.age + 1
+        wants = _squared_distance(g, sent, axes) > self.c / self.delay * jnp.sum(moves)
         # A single worker's wish is enough. Right after an exchange nobody has one.
         due = (lax.pmax(wants.astype(jnp.int32), axes.names) > 0) | (age + 1 >= self.delay)
-        new = moves, age, due, p
-        moves, age, due, p = keep(
-            update.when, new, (state.moves, state.age, state.due, state.params)
-        )
-        return state._replace(
-            mean=mean,
-            sent=as_own(sent),
-            params=p,
-            moves=moves,
-            age=age,
-            due=due,
-        ), jax.tree.leaves(mean)
+        new = CadaState(state.progress, mean, as_own(sent), p, moves, age, due)
+        return Made(new, mean, unfit_of(g))
 
 
 def cada(
@@ -189,8 +168,8 @@ def cada(
     Example:
       Four workers, simulated on one device:
 
-      >>> import jax, jax.numpy as jnp, optax, onebit_jax
-      >>> tx = optax.chain(onebit_jax.cada("workers"), optax.sgd(0.05))
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax.contrib
+      >>> tx = optax.chain(onebit_jax.contrib.cada("workers"), optax.sgd(0.05))
       >>> def step(params, state, target):
       ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
@@ -214,9 +193,7 @@ def cada(
       to; the program of an update without an exchange then has none. The paper's Adam is AMSGrad;
       here any optimizer follows.
     """
-    validation.check_positive("c", c, usual=0.6)
-    validation.check_static("delay", delay)
-    validation.check_step_count("delay", delay, 1, "The usual value is 10.")
     # Nothing is compressed: of an exchange only the axis counts.
     exchange = ExchangeOptions().at_bits(axis_name, 8)
-    return transformation(Cada(validation.float32(c), delay, exchange))
+    delay = validation.count("delay", delay, 1, "10 is usual")
+    return transformation(Cada(validation.number("c", c, "positive"), delay, exchange))

@@ -13,13 +13,13 @@ same size, so their signs and one scale say most about them:
 Every worker draws new signs in every call, so that errors are independent: the error of an unbiased
 mean falls as :math:`1/n`. It is unbiased where no value exceeds all others of its block together:
 one of five times their norm decides all signs, and they are never sent. A server decodes the
-workers' rows of its chunk, and rotates and sends the mean in the same way; in one stage every
+workers' rows of its chunk, and rotates and sends the mean in the same way; in one shot every
 worker decodes and averages. Rows contain the key from which the signs are drawn.
 
-Each way sends ``1/8 + 4/256`` bytes per value, and the state is the number of calls alone.
+Each way sends ``1/8 + 4/256`` bytes per value, and the state is the number of the call alone.
 :class:`~onebit_jax.collectives.one_bit.OneBit` keeps residuals, which correct rounding errors over
 many calls; DRIVE is for few calls. Rotations cost some 64 multiplications per value, three times in
-a call of two stages.
+a call of two shots.
 
 References:
   Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation
@@ -34,7 +34,6 @@ Differences from the paper:
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -43,9 +42,8 @@ import numpy as np
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, Calls
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, scale_bytes
-from onebit_jax.collectives.packing import Piece, pack, unpack_flags
+from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
+from onebit_jax.collectives.packing import pack_flags, scaled_signs, to_bytes
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.
@@ -61,26 +59,21 @@ def _hadamard(order: int) -> np.ndarray:
     return H
 
 
-def random_signs(
-    keys: jax.Array, chunks: jax.Array, first: int, blocks: int, of_blocks: int
-) -> jax.Array:
-    """``D`` of blocks, +1 or -1.
+def random_signs(keys: jax.Array, chunks: jax.Array, blocks: int) -> jax.Array:
+    """``D`` of all blocks of chunks, +1 or -1.
 
     Args:
       keys: the keys from which the signs of each chunk are drawn; uint32 ``[..., C, 2]``.
       chunks: the places of these chunks; uint32 ``[C]``.
-      first: the place of the first block in a plane of its chunk.
-      blocks: the number of blocks in each plane.
-      of_blocks: the number of blocks in each plane of all tensors.
+      blocks: the number of blocks in each of a chunk's planes.
 
     Returns:
       float32 ``[..., C, 8, blocks, 256]``.
     """
-    planes, places = lax.iota(jnp.uint32, 8), first + lax.iota(jnp.uint32, blocks)
-    block = (8 * chunks[:, None] + planes)[..., None] * np.uint32(of_blocks) + places
+    planes, places = lax.iota(jnp.uint32, 8), lax.iota(jnp.uint32, blocks)
+    block = (8 * chunks[:, None] + planes)[..., None] * np.uint32(blocks) + places
     words = np.uint32(_WORDS) * block[..., None] + lax.iota(jnp.uint32, _WORDS)
-    key = jnp.moveaxis(keys, -1, 0)[..., None, None, None]
-    drawn = hash_words(words, key)
+    drawn = hash_words(words, jnp.moveaxis(keys, -1, 0)[..., None, None, None])
     bits = (drawn[..., None] >> lax.iota(jnp.uint32, 32)) & np.uint32(1)
     return jnp.where(bits == 0, 1.0, -1.0).reshape(*drawn.shape[:-1], BLOCK)
 
@@ -88,7 +81,6 @@ def random_signs(
 def rotate(x: jax.Array) -> jax.Array:
     """``H x / 16`` of blocks; float32 ``[..., 256]``. It is its own inverse.
 
-    >>> import jax.numpy as jnp
     >>> x = jnp.arange(256.0)
     >>> bool(jnp.allclose(rotate(rotate(x)), x, atol=1e-3))
     True
@@ -112,92 +104,74 @@ class Drive:
       scale: ``"unbiased"``, whose errors average out over workers and calls unless one value is far
         above its block, at an error of about 0.57 of a worker's squared norm; or
         ``"least_error"``, at 0.36, which shrinks values to 0.64 of their size.
-      seed: the seed of all random signs, an int in ``[0, 2**32)``.
+      seed: the seed of all random signs, an int of at least 0.
 
     Raises:
       ValueError: for another scale or seed.
 
     Example:
-      >>> import optax, onebit_jax
+      >>> import optax, onebit_jax.contrib
       >>> tx = onebit_jax.local_steps(
       ...     optax.adamw(1e-3),
       ...     optax.sgd(1.0),
       ...     every=50,
       ...     axis_name="data",
-      ...     compressor=onebit_jax.Drive(),
+      ...     compressor=onebit_jax.contrib.Drive(),
       ... )
     """
 
     scale: Literal["unbiased", "least_error"] = "unbiased"
     seed: int = 0
-    forms = ("one-stage", "two-stage")
+    forms = ("one-shot", "two-shot")
     planes = 8
     grouping: Grouping = dataclasses.field(default="blocks", init=False)
 
     def __post_init__(self):
         validation.check_name("scale", self.scale, "unbiased", "least_error")
-        validation.check_own_seed(self.seed)
+        validation.count("seed", self.seed, 0, "the same seed gives the same run")
 
-    def init(self, layout: Layout) -> Calls:
-        """No calls."""
-        del layout
-        return Calls(jnp.zeros([], jnp.int32))
+    def init(self, layout: Layout, servers: bool) -> jax.Array:
+        """Call 0."""
+        del layout, servers
+        return jnp.zeros([], jnp.int32)
 
-    def compress(
-        self, layout: Layout, values: Sequence[jax.Array], state: Calls, call: Call
-    ) -> tuple[list[jax.Array], Calls]:
-        """The worker's stage: sections of rows to send, ``[chunks, bytes]``."""
-        chunks = layout.axes.nodes
-        keys = jnp.broadcast_to(self._key(layout, state, stage=0), (chunks, 2))
-        sections, scales = [], []
-        for piece, x in zip(layout.pieces, values, strict=True):
-            D = random_signs(keys, lax.iota(jnp.uint32, chunks), *_blocks(layout, piece))
-            y, s = self._rounded(x * D)
-            sections.append(piece.pack(y, 1))
-            scales.append(s)
-        s = jnp.concatenate(scales, -1)
-        return [*sections, scale_bytes(s), _key_bytes(keys)], state.counted(call.when)
+    def encode(
+        self, layout: Layout, values: list[jax.Array], state: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        """The worker's half; sizes are the largest scale of each piece."""
+        z = [piece.cut(x)[0] for piece, x in zip(layout.pieces, values, strict=True)]
+        keys = jnp.broadcast_to(self._key(layout, state, shot=0), (layout.chunks, 2))
+        D = random_signs(keys, lax.iota(jnp.uint32, layout.chunks), layout.scale_shape[-1])
+        flags, s = self._rounded(jnp.concatenate(z, -2) * D)
+        sizes = jnp.stack([jnp.max(x) for x in layout.by_piece(s)])
+        return self._sections(layout, flags, s, keys), state + 1, sizes
 
     def serve(
-        self, layout: Layout, rows: jax.Array, state: Calls, call: Call
-    ) -> tuple[list[jax.Array], Calls]:
-        """The server's stage: the mean of its chunk, rotated anew, in sections ``[bytes]``."""
-        del call
-        [stack] = layout.stacks
+        self, layout: Layout, rows: jax.Array, state: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The server's half: the mean of its chunk, rotated anew."""
         chunk = lax.axis_index(layout.axes.node).astype(jnp.uint32)[None]
-        every = 0, layout.scale_shape[-1], layout.scale_shape[-1]
 
         def own(row: jax.Array) -> jax.Array:
-            D = random_signs(_keys(layout, row)[None], chunk, *every)
-            return decoded(stack.bytes(row), layout.scales(row), D)
+            return _decoded(layout, row[None], chunk)
 
         # One row at a time: otherwise XLA writes all decoded rows before it sums them.
         total, _ = lax.scan(lambda total, row: (total + own(row), None), own(rows[0]), rows[1:])
-        key = self._key(layout, state, stage=1)
-        y, s = self._rounded(total / len(rows) * random_signs(key[None], chunk, *every))
-        return [pack(y, 1, 1).reshape(-1), scale_bytes(s[0]), _key_bytes(key)], state
+        key = self._key(layout, state, shot=1)[None]
+        flags, s = self._rounded(total / len(rows) * random_signs(key, chunk, total.shape[-2]))
+        return [x[0] for x in self._sections(layout, flags, s, key)], state
 
-    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces."""
-        scales, keys = layout.scales(rows), _keys(layout, rows)
-        chunks = lax.iota(jnp.uint32, layout.axes.nodes)
-        return [
-            piece.array(
-                decoded(
-                    piece.bytes(rows),
-                    piece.scales_of(scales)[..., None, :, :],
-                    random_signs(keys, chunks, *_blocks(layout, piece))[..., None, :, :, :],
-                )
-            )
-            for piece in layout.pieces
-        ]
+        blocks = _decoded(layout, rows, lax.iota(jnp.uint32, layout.chunks))
+        return [jnp.expand_dims(x, rows.ndim - 2) for x in _by_piece(layout, blocks)]
 
-    def _key(self, layout: Layout, state: Calls, stage: int) -> jax.Array:
-        """The key from which this device draws the signs of a call's stage; uint32 ``[2]``."""
-        key = jax.random.fold_in(jax.random.key(self.seed), state.count)
+    def _key(self, layout: Layout, state: jax.Array, shot: int) -> jax.Array:
+        """The key from which this device draws the signs of a call's shot; uint32 ``[2]``."""
+        key = jax.random.fold_in(jax.random.key(self.seed), state)
         for name in layout.axes.names:
             key = jax.random.fold_in(key, lax.axis_index(name))
-        return jax.random.bits(jax.random.fold_in(key, stage), (2,), jnp.uint32)
+        return jax.random.bits(jax.random.fold_in(key, shot), (2,), jnp.uint32)
 
     def _rounded(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The signs of rotated blocks, and their scales."""
@@ -205,35 +179,34 @@ class Drive:
         norm = jnp.sum(jnp.abs(y), -1)
         if self.scale == "least_error":
             return y >= 0, norm / BLOCK
-        return y >= 0, jnp.where(norm > 0, jnp.sum(y * y, -1) / norm, 0.0)
+        return y >= 0, jnp.sum(y * y, -1) / jnp.where(norm == 0, 1.0, norm)
+
+    @staticmethod
+    def _sections(
+        layout: Layout, flags: jax.Array, s: jax.Array, keys: jax.Array
+    ) -> list[jax.Array]:
+        """Sections ``[C, bytes]`` of chunks' blocks, scales and keys."""
+        sections = [
+            *_by_piece(layout, pack_flags(flags, 1)),
+            to_bytes(s),
+            lax.bitcast_convert_type(keys, jnp.uint8),
+        ]
+        return [x.reshape(len(keys), -1) for x in sections]
 
 
-def decoded(in_bytes: jax.Array, scales: jax.Array, D: jax.Array) -> jax.Array:
-    """``R^T (s sgn)`` of blocks.
-
-    Args:
-      in_bytes: the signs; uint8 ``[..., R, 256]``.
-      scales: float32 ``[..., 8, R]``.
-      D: from :func:`random_signs`.
-
-    Returns:
-      float32 ``[..., 8, R, 256]``.
-    """
-    flags, s = unpack_flags(in_bytes, in_bytes.ndim - 2), scales[..., None]
-    return rotate(jnp.where(flags, s, -s)) * D
+def _by_piece(layout: Layout, blocks: jax.Array) -> list[jax.Array]:
+    """Each piece's part of blocks ``[..., R, 256]``."""
+    ends = np.cumsum([piece.scales for piece in layout.pieces])
+    return jnp.split(blocks, ends[:-1].tolist(), -2)
 
 
-def _blocks(layout: Layout, piece: Piece) -> tuple[int, int, int]:
-    """The last arguments of :func:`random_signs` for a piece."""
-    return piece.first, piece.scales, layout.scale_shape[-1]
-
-
-def _key_bytes(keys: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(keys, jnp.uint8).reshape(*keys.shape[:-1], 8)
-
-
-def _keys(layout: Layout, rows: jax.Array) -> jax.Array:
-    """The keys in rows; uint32 ``[..., 2]``."""
+def _decoded(layout: Layout, rows: jax.Array, chunks: jax.Array) -> jax.Array:
+    """``R^T (s sgn)`` of rows ``[..., C, bytes]`` of these chunks; ``[..., C, 8, R, 256]``."""
+    blocks, s = (
+        rows[..., : layout.payload].reshape(*rows.shape[:-1], -1, BLOCK),
+        layout.scales(rows),
+    )
     start = layout.payload + 4 * math.prod(layout.scale_shape)
-    in_bytes = rows[..., start : start + 8].reshape(*rows.shape[:-1], 2, 4)
-    return lax.bitcast_convert_type(in_bytes, jnp.uint32)
+    keys = rows[..., start : start + 8].reshape(*rows.shape[:-1], 2, 4)
+    D = random_signs(lax.bitcast_convert_type(keys, jnp.uint32), chunks, blocks.shape[-2])
+    return rotate(scaled_signs(blocks, s[..., None], rows.ndim - 1)) * D

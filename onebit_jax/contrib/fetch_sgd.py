@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +11,20 @@ import optax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
-from onebit_jax.collectives.count_sketch import CountSketch
-from onebit_jax.collectives.exchange import Exchange, dense_mean
-from onebit_jax.collectives.exchange_options import ExchangeOptions
-from onebit_jax.collectives.layout import end_to_end
-from onebit_jax.collectives.selection import check_places, places_of_largest
-from onebit_jax.transforms import phases
-from onebit_jax.transforms.algorithm import Algorithm, Arrays, Update, at_count, transformation
-from onebit_jax.transforms.phases import Progress, keep
-
-# The table's program has as many parts as it has rows.
-_MOST_ROWS = 100
+from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
+from onebit_jax.contrib.count_sketch import CountSketch
+from onebit_jax.contrib.selection import places_of_largest
+from onebit_jax.transforms.algorithm import (
+    Algorithm,
+    Made,
+    Phase,
+    Progress,
+    Step,
+    Update,
+    at_count,
+    begin,
+    transformation,
+)
 
 
 class FetchSgdState(NamedTuple):
@@ -68,39 +72,44 @@ class FetchSgd(Algorithm):
                 f"the model whole, or take compressed_mean."
             )
         sketch, size = self._sketch(params)
-        check_places(size, "fetch_sgd")
+        if size >= 2**31:
+            raise ValueError(
+                f"fetch_sgd numbers elements in int32, at most {2**31 - 1}, but the model has "
+                f"{size}: take compressed_mean at a few bits."
+            )
         empty = jnp.zeros((sketch.rows, sketch.columns), jnp.float32)
         sizes = jax.tree.map(lambda p: jnp.uint32(p.size), params)
-        return FetchSgdState(phases.begin(), sizes, empty, empty)
+        return FetchSgdState(begin(), sizes, empty, empty)
 
-    def step(self, state: State, update: Update) -> tuple[State, Arrays]:
+    def steps(self) -> Mapping[Phase, Step]:
+        """Compressed updates alone."""
+        return {"compression": self.step}
+
+    def step(self, state: State, update: Update) -> Made:
         """``u <- rho u + mean S(g)``, ``v <- v + lr u``; subtracts the largest of ``v``."""
         sketch, size = self._sketch(update.grads)
-        grads = [x.astype(jnp.float32) for x in update.grads]
-        flat = end_to_end(grads) if grads else jnp.zeros((0,), jnp.float32)
-        same_tree = jax.tree.structure(update.tree) == jax.tree.structure(state.sizes)
-        if not same_tree or state.momentum.shape != (sketch.rows, sketch.columns):
+        leaves, tree = jax.tree.flatten(update.grads)
+        if tree != jax.tree.structure(state.sizes):
             raise ValueError(
-                "the state does not fit the gradients: the parameter tree or the options of "
-                "fetch_sgd changed since init. Give update the tree that init was given, or call "
-                "init again."
+                "the parameter tree changed since init: call init again for the new parameters."
             )
+        parts = [x.astype(jnp.float32).reshape(-1) for x in leaves]
+        flat = jnp.concatenate([*parts, jnp.zeros((0,), jnp.float32)])
         mean = dense_mean(sketch.table(flat), bound_axes(self.exchange.axis_name))
-        rate = jnp.asarray(at_count(self.learning_rate, state.progress.count), jnp.float32)
         u = self.momentum * state.momentum + mean
-        v = state.error + rate * u
+        v = state.error + at_count(self.learning_rate, state.progress.count) * u
         estimates = sketch.estimates(v, size)
         places = places_of_largest(jnp.abs(estimates), math.ceil(self.share * size))
         taken = jnp.zeros_like(flat).at[places].set(estimates[places])
         # Where nothing is applied, as at a learning rate of 0, nothing is cleared.
         applied = estimates[places] != 0
-        new = (sketch.cleared(x, places, applied) for x in (u, v))
-        u, v = keep(update.when, tuple(new), (state.momentum, state.error))
+        u, v = (sketch.cleared(x, places, applied) for x in (u, v))
         steps, start = [], 0
-        for x in update.grads:
+        for x in leaves:
             steps.append(-taken[start : start + x.size].reshape(x.shape))
             start += x.size
-        return state._replace(momentum=u, error=v), steps
+        new = state._replace(momentum=u, error=v)
+        return Made(new, tree.unflatten(steps), unfit_of(update.grads))
 
 
 def fetch_sgd(
@@ -116,7 +125,7 @@ def fetch_sgd(
     r"""FetchSGD: SGD with momentum and error feedback in a count sketch that workers sum.
 
     Every worker sends a count sketch :math:`S(g_i)` of its gradient
-    (:mod:`onebit_jax.collectives.count_sketch`). Momentum and error feedback follow from their sum
+    (:mod:`onebit_jax.contrib.count_sketch`). Momentum and error feedback follow from their sum
     alone, since a sketch is linear, and the largest elements are applied:
 
     .. math::
@@ -147,8 +156,8 @@ def fetch_sgd(
         bytes per parameter in an all-reduce.
       share: of all elements, how many are applied in a step, above 0 and at most 1. Below a tenth
         of ``1 / (compression * rows)``, the columns per parameter, most are not noise.
-      rows: of a table, from 1 to 100; an estimate is the median over them.
-      seed: of the random columns and signs, an int in ``[0, 2**32)``.
+      rows: of a table, at least 1; an estimate is the median over them.
+      seed: of the random columns and signs, an int of at least 0.
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`. Updates have the dtype of
@@ -162,8 +171,10 @@ def fetch_sgd(
     Example:
       Four workers, simulated on one device:
 
-      >>> import jax, jax.numpy as jnp, optax, onebit_jax
-      >>> tx = onebit_jax.fetch_sgd(0.02, axis_name="workers", compression=0.2, share=0.2)
+      >>> import jax, jax.numpy as jnp, optax, onebit_jax.contrib
+      >>> tx = onebit_jax.contrib.fetch_sgd(
+      ...     0.02, axis_name="workers", compression=0.2, share=0.2
+      ... )
       >>> def step(params, state, target):
       ...     updates, state = tx.update(params - target, state, params)
       ...     return optax.apply_updates(params, updates), state
@@ -184,23 +195,15 @@ def fetch_sgd(
       subtracts its sketch instead, which diverges. All workers take part in every step. Weight
       decay is left to Optax.
     """
-    validation.check_learning_rate(learning_rate)
-    validation.check_decay("momentum", momentum)
-    validation.check_static("compression", compression)
-    validation.check_positive("compression", compression, usual=4.0)
-    validation.check_part("share", share, usual=0.005)
-    validation.check_static("rows", rows)
-    validation.check_step_count("rows", rows, 1, "The paper has 5.")
-    if rows > _MOST_ROWS:
-        raise ValueError(
-            f"rows={rows} must be at most {_MOST_ROWS}: every row reads all elements once more. "
-            f"The paper has 5."
-        )
-    validation.check_own_seed(seed)
-    # Tables of float32 are summed: of an exchange only the axis counts.
-    exchange = ExchangeOptions().at_bits(axis_name, 8)
     return transformation(
         FetchSgd(
-            learning_rate, validation.float32(momentum), compression, share, rows, seed, exchange
+            learning_rate=validation.rate("learning_rate", learning_rate),
+            momentum=validation.number("momentum", momentum, "decay"),
+            compression=validation.number("compression", compression, "positive"),
+            share=validation.number("share", share, "part"),
+            rows=validation.count("rows", rows, 1, "the paper has 5"),
+            seed=validation.count("seed", seed, 0, "the same seed gives the same run"),
+            # Tables of float32 are summed: of an exchange only the axis counts.
+            exchange=ExchangeOptions().at_bits(axis_name, 8),
         )
     )

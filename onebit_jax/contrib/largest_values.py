@@ -14,7 +14,7 @@ values passes; other calls sort nothing. Shapes of arrays are fixed, so a messag
 the message is empty. All tensors share one threshold.
 
 Every worker receives ``8 eta (n - 1)`` bytes per value (four of the value, four of its place) in
-one ``all_gather``: with eta = 0.01 less than one bit in two stages for up to three workers, and
+one ``all_gather``: with eta = 0.01 less than one bit in two shots for up to three workers, and
 more with each further one. The state takes four bytes per value. The values sent are exact, and
 over any number of calls results and residuals add up to the exact means, but a value stays in its
 residual while it is small: residuals are old.
@@ -30,7 +30,6 @@ Differences from the paper:
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,9 +38,10 @@ import numpy as np
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.error_feedback import Call, Compensated, ExchangeState, begin
+from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
 from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.selection import check_places, kth_largest, places_of
+from onebit_jax.collectives.packing import from_bytes, to_bytes
+from onebit_jax.contrib.selection import kth_largest, places_of
 from onebit_jax.markers import PerWorker
 
 # Odd, and about the golden section of 2**32: multiples of it are evenly spread.
@@ -65,122 +65,103 @@ class LargestValues:
     """The largest values and their places, by a threshold, for the argument ``compressor``.
 
     :func:`onebit_jax.compressed_mean` and :func:`onebit_jax.local_steps` take it. It has error
-    feedback, and one form of the exchange, one-stage.
+    feedback, and one form of the exchange, one-shot.
 
     Attributes:
       share: the share of all values that is sent: ``eta``, above 0 and at most 1.
       every: the number of calls from one renewal of the threshold to the next: ``L``.
+      residual_decay: the factor of residuals as they are added, in [0, 1].
 
     Raises:
       ValueError: for a share or number that is out of range; from the optimizer's ``init`` for
         tensors that are split between devices.
 
     Example:
-      >>> import optax, onebit_jax
+      >>> import optax, onebit_jax.contrib
       >>> tx = optax.chain(
-      ...     onebit_jax.compressed_mean("data", compressor=onebit_jax.LargestValues(share=0.01)),
+      ...     onebit_jax.compressed_mean("data", compressor=onebit_jax.contrib.LargestValues()),
       ...     optax.sgd(0.1, momentum=0.9),
       ... )
     """
 
     share: float = 0.01
     every: int = 1000
-    forms = ("one-stage",)
+    residual_decay: float = 1.0
+    forms = ("one-shot",)
     planes = 1
-    grouping: Grouping = dataclasses.field(default="fused", init=False)
+    grouping: Grouping = dataclasses.field(default="joined", init=False)
 
     def __post_init__(self):
-        validation.check_part("share", self.share, usual=0.01)
-        validation.check_static("every", self.every)
-        validation.check_step_count("every", self.every, 1, "Give the calls between renewals.")
+        validation.number("share", self.share, "part")
+        validation.count("every", self.every, 1, "the calls between renewals")
+        validation.number("residual_decay", self.residual_decay, "share")
 
-    def init(self, layout: Layout) -> ExchangeState:
+    def init(self, layout: Layout, servers: bool) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
+        del servers
         if shards := layout.axes.shards:
             raise ValueError(
                 f"LargestValues chooses among all values of a device, but here tensors are split "
                 f"over {shards}: of a tensor that is not, such as a bias, each device would choose "
                 f"other values, and copies would diverge. Take compressed_mean with bits=."
             )
-        check_places(sum(math.prod(piece.shape) for piece in layout.pieces), "LargestValues")
-        zero = jnp.zeros((1,), jnp.float32)
-        threshold = Threshold(zero, jnp.zeros((1,), jnp.int32))
-        return begin(layout, jnp.float32, threshold, zero)
+        threshold = Threshold(jnp.zeros((1,), jnp.float32), jnp.zeros((1,), jnp.int32))
+        e = Compensated(layout.held(layout.zeros()), threshold)
+        return ExchangeState(PerWorker(e), PerWorker(Compensated((), ())), ())
 
-    def compress(
-        self, layout: Layout, values: Sequence[jax.Array], state: ExchangeState, call: Call
-    ) -> tuple[list[jax.Array], ExchangeState]:
-        """The largest values and their places, ``[1, bytes]`` each; the next state."""
+    def encode(
+        self, layout: Layout, values: list[jax.Array], state: ExchangeState
+    ) -> tuple[list[jax.Array], ExchangeState, jax.Array]:
+        """The largest values and their places; the size is the largest magnitude."""
         ([e], threshold), [z] = state.worker.value, values
-        c = lax.optimization_barrier((z[None] + call.residual_decay * e).reshape(-1))
-        count, age = self._capacity(layout), threshold.age[0]
-        size = jnp.abs(c)
-        tau = lax.cond(
-            # A threshold of 0 comes of a gradient that is 0 nearly everywhere, such as the first
-            # behind an output layer of zeros.
-            (age == 0) | (threshold.value[0] == 0),
-            lambda size, tau: kth_largest(size, count),
-            lambda size, tau: tau,
-            size,
-            threshold.value[0],
-        )
-        places, found = places_of((size >= tau) & (size > 0), count, _start(age, c.size))
+        c = lax.optimization_barrier((z + self.residual_decay * e[0]).reshape(-1))
+        room, size = self._room(layout), jnp.abs(c)
+        [last], [age] = threshold
+        # A threshold of 0 comes of a gradient that is 0 nearly everywhere, such as the first
+        # behind an output layer of zeros.
+        tau = lax.cond((age == 0) | (last == 0), lambda: kth_largest(size, room), lambda: last)
+        places, found = places_of((size >= tau) & (size > 0), room, _start(age, c.size))
         sent = jnp.where(found, c[places], 0.0)
-        left = c.at[jnp.where(found, places, c.size)].set(0.0, mode="drop").reshape(e.shape)
-        aged = Threshold(tau[None], (threshold.age + 1) % self.every)
-        kept = jax.tree.map(
-            lambda new, old: jnp.where(call.when, new, old),
-            Compensated([left], aged),
-            state.worker.value,
-        )
-        sections = [lax.bitcast_convert_type(x, jnp.uint8).reshape(1, -1) for x in (sent, places)]
-        return sections, state._replace(
-            worker=PerWorker(kept), residual_ratio=PerWorker(jnp.linalg.norm(left)[None])
-        )
+        left = c.at[jnp.where(found, places, c.size)].set(0.0, mode="drop").reshape(z.shape)
+        kept = Compensated(layout.held([left]), Threshold(tau[None], (age[None] + 1) % self.every))
+        sections = [to_bytes(sent), lax.bitcast_convert_type(places, jnp.uint8).reshape(-1)]
+        state = state._replace(worker=PerWorker(kept))
+        return [x[None] for x in sections], state, jnp.max(size)[None]
 
     def serve(
-        self, layout: Layout, rows: jax.Array, state: ExchangeState, call: Call
+        self, layout: Layout, rows: jax.Array, state: ExchangeState
     ) -> tuple[list[jax.Array], ExchangeState]:
         """Never called: every worker averages."""
         raise NotImplementedError
 
-    def _capacity(self, layout: Layout) -> int:
+    def _room(self, layout: Layout) -> int:
         """The number of values that a device sends."""
-        [piece] = layout.pieces
-        return math.ceil(self.share * math.prod(piece.shape))
+        return math.ceil(self.share * math.prod(layout.pieces[0].chunked))
 
-    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows to pieces: zero but for the values sent."""
-        [piece], count = layout.pieces, self._capacity(layout)
+        shape, end = layout.pieces[0].chunked, 4 * self._room(layout)
 
-        def decode(row: jax.Array) -> jax.Array:
-            sent, places = row[: 8 * count].reshape(2, count, 4)
-            values = lax.bitcast_convert_type(sent, jnp.float32)
-            zeros = jnp.zeros((math.prod(piece.shape),), jnp.float32)
-            return zeros.at[lax.bitcast_convert_type(places, jnp.int32)].add(values)
+        def of_row(row: jax.Array) -> jax.Array:
+            places = lax.bitcast_convert_type(row[end : 2 * end].reshape(-1, 4), jnp.int32)
+            return jnp.zeros((math.prod(shape),), jnp.float32).at[places].add(from_bytes(row[:end]))
 
-        flat = jnp.vectorize(decode, signature="(b)->(d)")(rows[..., 0, :])
-        return [flat.reshape(*rows.shape[:-2], *piece.shape)]
-
-    def mean_norm(self, layout: Layout, received: jax.Array, state: ExchangeState) -> jax.Array:
-        """The norm of the mean that this shard received."""
-        del state
-        [values] = self.decompress(layout, received)
-        return jnp.linalg.norm(jnp.mean(values, 0))
+        flat = jnp.vectorize(of_row, signature="(b)->(d)")(rows[..., 0, :])
+        return [flat.reshape(*rows.shape[:-2], *shape)]
 
     def residuals(
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """``e_i`` in pieces; no server has a residual."""
-        del layout
-        return [e[0] for e in state.worker.value.values], []
+        """``e_i`` in pieces, cut; no server has a residual."""
+        e = layout.pieces_of(state.worker.value.values)
+        return [piece.cut(x) for piece, x in zip(layout.pieces, e, strict=True)], []
 
     def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: Sequence[jax.Array]
+        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
     ) -> ExchangeState:
-        """A fresh state in which every worker has this residual, in pieces of all shards."""
-        e = [layout.shard(x)[None] for x in pieces]
-        return state._replace(worker=PerWorker(state.worker.value._replace(values=e)))
+        """A fresh state in which this worker's residuals are these pieces."""
+        e = state.worker.value._replace(values=layout.held(pieces))
+        return state._replace(worker=PerWorker(e))
 
 
 def _start(age: jax.Array, size: int) -> jax.Array:

@@ -9,7 +9,7 @@ chunk :math:`j` of every tensor:
     v = \mathrm{sgn} \textstyle\sum_i w_i \, \mathrm{sgn}(z_i), \qquad
     s = \tfrac1n \sum_i \tfrac1d \|z_i\|_1, \qquad \text{result} = s \, v
 
-One bit per element travels each way. The state is the number of calls alone: rounding errors are
+One bit per element travels each way. The state is the number of the call alone: rounding errors are
 lost, and so are a minority's values, however large. :class:`~onebit_jax.collectives.one_bit.OneBit`
 sends as many bytes and loses nothing over many calls.
 
@@ -25,19 +25,29 @@ Differences from the paper:
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import ArrayLike
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.error_feedback import Call, Calls
-from onebit_jax.collectives.layout import Grouping, Layout, scale_bytes
-from onebit_jax.collectives.one_bit import power_sum, scaled_signs
-from onebit_jax.collectives.packing import pack, signed
+from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.one_bit import OneBit
+from onebit_jax.collectives.packing import from_bytes, pack_flags, scaled_signs, to_bytes
+
+
+class VoteState(NamedTuple):
+    """The state of a vote; equal on all workers.
+
+    Attributes:
+      count: the number of the call; int32 ``[]``.
+      weight: the argument ``vote_weight`` of this call; ``()`` between calls, and for a weight of 1.
+    """
+
+    count: jax.Array
+    weight: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,73 +63,67 @@ class MajorityVote:
     Example:
       GeoMesh: Lion on every worker, a vote of 50 updates' progress, Nesterov momentum outside:
 
-      >>> import optax, onebit_jax
+      >>> import optax, onebit_jax.contrib
       >>> tx = onebit_jax.local_steps(
       ...     optax.lion(1e-4),
       ...     optax.sgd(0.3, momentum=0.9, nesterov=True),
       ...     every=50,
       ...     axis_name="data",
-      ...     compressor=onebit_jax.MajorityVote(),
+      ...     compressor=onebit_jax.contrib.MajorityVote(),
       ... )
     """
 
-    forms = ("two-stage",)
+    forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="separate", init=False)
+    grouping: Grouping = dataclasses.field(default="tensors", init=False)
 
-    def init(self, layout: Layout) -> Calls:
-        """No calls."""
-        del layout
-        return Calls(jnp.zeros([], jnp.int32))
+    def init(self, layout: Layout, servers: bool) -> VoteState:
+        """Call 0."""
+        del layout, servers
+        return VoteState(jnp.zeros([], jnp.int32), ())
 
-    def compress(
-        self, layout: Layout, values: Sequence[jax.Array], state: Calls, call: Call
-    ) -> tuple[list[jax.Array], Calls]:
-        """A worker's signs, the mean magnitudes, and its weight."""
+    def encode(
+        self, layout: Layout, values: list[jax.Array], state: VoteState
+    ) -> tuple[list[jax.Array], VoteState, jax.Array]:
+        """A worker's signs, the mean magnitudes, and its weight; sizes are the magnitudes."""
         zero_is_positive = (state.count + lax.axis_index(layout.axes.node)) % 2 == 0
-        sections, sums = [], []
-        for piece, z in zip(layout.pieces, values, strict=True):
-            sections.append(piece.pack(jnp.where(zero_is_positive, z >= 0, z > 0), 1))
-            sums.append(power_sum(z if piece.joined else z[None], "mean_abs"))
-        magnitudes = jnp.concatenate(sums) / jnp.maximum(_sizes(layout), 1)
-        weight = _own_weight(call.weight, layout.axes)
+        sections = [
+            piece.section(pack_flags(piece.cut(jnp.where(zero_is_positive, z >= 0, z > 0)), 2))
+            for piece, z in zip(layout.pieces, values, strict=True)
+        ]
+        sums = layout.in_order([jnp.sum(jnp.abs(z).reshape(len(z), -1), 1) for z in values])
+        magnitudes = sums / jnp.maximum(_sizes(layout), 1)
+        given = 1.0 if isinstance(state.weight, tuple) else state.weight
+        weight = _own_weight(jnp.asarray(given, jnp.float32), layout.axes)
         if layout.axes.local is not None:
             weight = lax.psum(weight, layout.axes.local)
         sent = jnp.append(magnitudes, weight)
-        return [
-            *sections,
-            scale_bytes(jnp.broadcast_to(sent, (layout.axes.nodes, sent.size))),
-        ], state
+        sections.append(to_bytes(jnp.broadcast_to(sent, (layout.chunks, sent.size))))
+        return sections, state, magnitudes
 
     def serve(
-        self, layout: Layout, rows: jax.Array, state: Calls, call: Call
-    ) -> tuple[list[jax.Array], Calls]:
+        self, layout: Layout, rows: jax.Array, state: VoteState
+    ) -> tuple[list[jax.Array], VoteState]:
         """The majority's signs of this server's chunk, and the means of the magnitudes."""
         magnitudes, end = layout.scales(rows), layout.payload + 4 * math.prod(layout.scale_shape)
-        weights = lax.bitcast_convert_type(rows[:, end : end + 4], jnp.float32)
+        weights = from_bytes(rows[:, end : end + 4])
         sections = []
-        for stack in layout.stacks:
-            votes = signed(
-                stack.bytes(rows), jnp.broadcast_to(weights[:, None], (len(rows), stack.count))
-            )
+        for sent in layout.sections(rows):
+            votes = scaled_signs(sent, weights.reshape(-1, *[1] * sent.ndim), 2)
             total = jnp.sum(votes, 0)
             won = jnp.where(state.count % 2 == 0, total >= 0, total > 0)
-            sections.append(pack(won, 1, 1).reshape(-1))
-        return [*sections, scale_bytes(jnp.mean(magnitudes, 0))], state.counted(call.when)
+            sections.append(pack_flags(won, 1).reshape(-1))
+        return [*sections, to_bytes(jnp.mean(magnitudes, 0))], VoteState(state.count + 1, ())
 
-    def decompress(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
-        """The numbers ``s v`` that rows stand for, in pieces."""
-        return scaled_signs(layout, rows)
+    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+        """The numbers ``s v``."""
+        return OneBit().decode(layout, rows)
 
 
-def _own_weight(given: ArrayLike, axes: Axes) -> jax.Array:
+def _own_weight(weights: jax.Array, axes: Axes) -> jax.Array:
     """A worker's weight: the number that it gives, or its own of a vector for all workers."""
-    weights = jnp.asarray(given, jnp.float32)
     if weights.shape == (axes.workers,):
-        own = jnp.int32(0)
-        for name in axes.names:
-            own = own * lax.axis_size(name) + lax.axis_index(name)
-        return weights[own]
+        return weights[lax.axis_index(axes.names)]
     if weights.shape:
         raise ValueError(
             f"vote_weight has shape {weights.shape}, but must be one number, a worker's own, or "
@@ -129,12 +133,10 @@ def _own_weight(given: ArrayLike, axes: Axes) -> jax.Array:
 
 
 def _sizes(layout: Layout) -> jax.Array:
-    """The number of each tensor's elements in this device's shard; float32 ``[tensors]``."""
-    shards = np.arange(layout.axes.per_node)
+    """The number of each tensor's elements that this device compresses; float32 ``[tensors]``."""
     sizes = []
     for piece in layout.pieces:
-        held = math.prod(piece.shape) // len(piece.tensors)
-        for i in piece.tensors:
-            size = sum(math.prod(layout.shapes[leaf]) for leaf in layout.tensors[i])
-            sizes.append(np.clip(size - shards * held, 0, held))
-    return layout.shard(jnp.asarray(np.stack(sizes, -1), jnp.float32)).reshape(-1)
+        size, held = math.prod(piece.shape[1:]), math.prod(piece.chunked[1:])
+        of_shards = np.clip(size - held * np.arange(layout.shards), 0, held)
+        sizes.append(jnp.repeat(jnp.asarray(of_shards, jnp.float32)[:, None], piece.scales, 1))
+    return layout.shard(layout.in_order(sizes)).reshape(-1)

@@ -1,9 +1,7 @@
-"""1-bit LAMB as published: v frozen for good, ratios from a fresh variance, one scale for all.
-
-:mod:`~onebit_jax.transforms.lamb_coefficients` has the computations for each tensor.
-"""
+"""1-bit LAMB as published: v frozen for good, ratios from a fresh variance, one scale for all."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,303 +11,161 @@ import jax.numpy as jnp
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.exchange_options import ExchangeOptions, check_options
-from onebit_jax.collectives.xla_workarounds import overwrite_if
-from onebit_jax.transforms import fused_momentum as fused
-from onebit_jax.transforms import lamb_coefficients as lamb
-from onebit_jax.transforms import momentum as moments
-from onebit_jax.transforms import warmup as warmup_end
-from onebit_jax.transforms.algorithm import Arrays, Update, chain, transformation
-from onebit_jax.transforms.frozen_variance import FrozenVariance, first_moment, metrics_of
-from onebit_jax.transforms.gradient_mean import GradientMean
-from onebit_jax.transforms.momentum import Momentum
-from onebit_jax.transforms.phases import PHASES, Progress, keep
-from onebit_jax.transforms.step_bound import check_step_bound, for_uncorrected
-from onebit_jax.transforms.warmup import VarianceRecord, Warmup
+from onebit_jax.collectives.axes import Axes, bound_axes, least_over_shards
+from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
+from onebit_jax.transforms.algorithm import Made, Progress, Update, chain, transformation
+from onebit_jax.transforms.frozen_variance import Momentum
+from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
+from onebit_jax.transforms.onebit_lamb import (
+    OnebitLamb,
+    coefficients,
+    decay_rates,
+    squared_norms,
+    summary,
+    times,
+)
+from onebit_jax.transforms.schedules import VarianceRecord, Warmup
 
 
-class ScaleByOnebitLambPublishedState(NamedTuple):
-    """State of 1-bit LAMB for ``P`` parameter tensors; equal on all workers but for residuals.
-
-    The exchange sends all tensors concatenated and padded to ``[n, 8, B]`` (chunk, bit, byte). Two
-    arrays hold other quantities after the freeze, since neither phase needs all four.
+class OnebitLambPublishedState(NamedTuple):
+    """State of the paper's 1-bit LAMB: 1-bit LAMB's, a variance, and two numbers for each tensor.
 
     Attributes:
-      progress: updates made, and the phase.
-      momentum_decay: ``b1`` at ``init``, for :func:`onebit_jax.resize`; float32 ``[]``.
-      variance_record: the changes of the variance, from which the end of warm-up is decided.
-      v_then_inverse_root: the variance ``v`` in warm-up, ``1 / (sqrt(v) + eps)`` in compression,
-        with 0 for inactive elements; float32, a tree like the parameters.
-      fresh_variance: 0 in warm-up; ``k_l m_l`` when v freezes; then ``k_l^2 v~_l``, with the sign
-        of the momentum: loops over one tensor read the sign here, since the momentum's packed bits
-        ignore tensor boundaries. Undefined for inactive elements; float32 ``[n, 8, B]``.
+      progress: as for 1-bit Adam, like the next three.
+      variance_record: see there.
+      variance_at: see there.
+      v_then_inverse_root: see there.
       momentum: ``m_l`` in warm-up, then ``k_l m_l``, and the state of its exchange.
-      coefficients: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
+      running: running coefficients ``c~_l``, 0 until ``c_l`` differs from 1; float32 ``[P]``.
+      fresh_variance: 0 in warm-up, then ``v~``, undefined for inactive elements; float32, a tree
+        like the parameters.
       ratios: the last ratios ``r_l``, 1 in warm-up; float32 ``[P]``.
       momentum_scales: ``k_l``, 1 in warm-up; float32 ``[P]``.
-      factors: the factor of ``u_l`` in the last update; float32 ``[P]``.
     """
 
     progress: Progress
-    momentum_decay: jax.Array
     variance_record: VarianceRecord
+    variance_at: jax.Array
     v_then_inverse_root: Any
-    fresh_variance: jax.Array
     momentum: Momentum
-    coefficients: jax.Array
+    running: jax.Array
+    fresh_variance: Any
     ratios: jax.Array
     momentum_scales: jax.Array
-    factors: jax.Array
 
     def metrics(self) -> dict[str, jax.Array]:
-        """Scalars to log, as one worker sees them.
+        """Those of 1-bit Adam; minimum, mean and maximum of running coefficients and last ratios.
 
-        Returns:
-          The metrics of :func:`onebit_jax.onebit_adam`, and minimum, mean and maximum over tensors
-          of the running coefficient (``coefficient_min``, ...) and of the last ratio
-          (``ratio_min``, ...). A ratio that stays at its bound shows that the variance has moved
-          far from its frozen value.
+        A ratio that stays at its bound shows that the variance has moved far from its frozen value.
         """
-        metrics = metrics_of(self)
-        for name, values in (("coefficient", self.coefficients), ("ratio", self.ratios)):
-            metrics |= lamb.summary(name, values, self.v_then_inverse_root)
+        metrics = self.progress.metrics() | self.variance_record.metrics()
+        for name, values in (("coefficient", self.running), ("ratio", self.ratios)):
+            metrics |= summary(name, values, self.v_then_inverse_root)
         return metrics
 
-    def diagnostics(self) -> dict[str, jax.Array]:
-        """``dead_share``, the share of elements whose ``v`` is 0: a scalar."""
-        return {"dead_share": warmup_end.zero_share(self.v_then_inverse_root)}
-
-
-State = ScaleByOnebitLambPublishedState
+    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
+        """Those of 1-bit Adam."""
+        return ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 @dataclasses.dataclass(frozen=True)
-class OnebitLambPublished(FrozenVariance):
+class OnebitLambPublished(OnebitLamb):
     """The algorithm; :func:`onebit_lamb_published` documents its fields."""
 
-    b1: Any
-    b2: Any
-    eps: Any
-    weight_decay: Any
-    mask: Any
-    warmup: Warmup
-    bounds: lamb.Bounds
-    exchange: Exchange
-    gradient_mean: GradientMean
-    needs_params = "LAMB's coefficients are ratios to their norms"
+    coeff_beta: Any
+    min_ratio: Any
+    max_ratio: Any
+    ratio_threshold: Any
 
-    def init(self, params: optax.Params) -> State:
-        """``m = v = c~ = 0``."""
-        exchange, count = self.exchange.over(params), len(jax.tree.leaves(params))
-        return ScaleByOnebitLambPublishedState(
-            fresh_variance=jnp.zeros(fused.shape(exchange), jnp.float32),
-            coefficients=jnp.zeros((count,), jnp.float32),
-            ratios=jnp.ones((count,), jnp.float32),
-            momentum_scales=jnp.ones((count,), jnp.float32),
-            factors=jnp.ones((count,), jnp.float32),
-            **self.begin(params),
+    def init(self, params: optax.Params) -> Any:
+        """``m = v = v~ = c~ = 0`` and ``r = k = 1``."""
+        zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
+        ones = jnp.ones((len(jax.tree.leaves(params)),), jnp.float32)
+        return OnebitLambPublishedState(*super().init(params), zeros, ones, ones)
+
+    def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
+        """The record with corrected variances: ``c`` cancels a factor common to all of a tensor."""
+        del of_v
+        t = (state.progress.count + 1).astype(jnp.float32)
+        return super().observed(state, v, 1 - jnp.float32(self.b2) ** t)
+
+    def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
+        """``c u`` in warm-up, ``c~ r u`` after it, from Adam's direction."""
+        q, running = u, state.running
+        rates = decay_rates(self.weight_decay, self.mask, update.params, state.progress.count)
+        u = jax.tree.map(
+            lambda q, p, rate: q + rate * p.astype(jnp.float32), q, update.params, rates
         )
+        if dense:
+            axis_name = self.exchange.axis_name
+            c = coefficients(update.params, u, self.min_coeff, self.max_coeff, axis_name)
+            new = self.coeff_beta * running + (1 - self.coeff_beta) * c
+            state = state._replace(running=jnp.where(c == 1, running, new))
+            return Made(state, times(c, u), unfit)
+        r = self._ratios(state, q, u)
+        factors = jnp.where(running > 0, running, 1.0) * r
+        return Made(state._replace(ratios=r), times(factors, u), unfit)
 
-    def dense_step(self, state: State, update: Update) -> State:
-        """LAMB: ``m``, ``v`` and the coefficients ``c`` and ``c~``, of the mean gradient."""
-        exchange = self.bound(state)
-        state = self.with_dense_moments(exchange, state, update)
-        v, tree = jax.tree.flatten(state.v_then_inverse_root)
-        rates = lamb.decay_rates(self, tree.unflatten(update.params), state.progress.count)
-        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
-        c, v_norms = lamb.lamb_coefficients(
-            self.bounds,
-            lambda m, v: m / (jnp.sqrt(v) + self.eps),
-            alike,
-            rates,
-            m,
-            v,
-            update.params,
+    def freeze(self, state: Any, update: Update, updates: Any) -> Any:
+        """Begins ``v~`` at ``v``, and scales the momentum by ``k``; else as for 1-bit Adam."""
+        v, exchange = state.v_then_inverse_root, self.bound(state, update)
+        m = self.dense(exchange, state.momentum)
+        active = jax.tree.map(lambda v: v > 0, v)
+        squares, counts = (
+            squared_norms(x, self.exchange.axis_name)
+            for x in (jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active), active)
         )
-        running = lamb.running_coefficients(self.bounds, state.coefficients, c)
-        # Bias-corrected: the coefficient cancels a factor common to all of a tensor's variances.
-        norms = v_norms / (1 - jnp.float32(self.b2) ** (state.progress.count + 1))
-        return state._replace(
-            variance_record=warmup_end.recorded(self.warmup, state, norms, v, update.when),
-            coefficients=keep(update.when, running, state.coefficients),
-            factors=keep(update.when, c, state.factors),
+        sigma = jnp.sqrt(squares / jnp.maximum(counts, 1))
+        moving = sigma > 0
+        mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
+        k = jnp.where(moving, mean / jnp.where(moving, sigma, 1.0), 1.0)
+        stored = self.stored(exchange, times(k, m))
+        momentum = state.momentum._replace(m_then_compensated=stored)
+        state = state._replace(fresh_variance=v, momentum_scales=k, momentum=momentum)
+        return super().freeze(state, update, updates)
+
+    def compressed_step(self, state: Any, update: Update) -> Made:
+        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and ``v~`` from it."""
+        exchange, k = self.bound(state, update), state.momentum_scales
+        k_g = exchange.node_mean(times(k, update.grads))
+        m_i = self.momentum_of(self.last(exchange, state.momentum), k_g)
+        before = self._before(exchange, state.momentum)
+        momentum, F, unfit = self.compressed(exchange, state.momentum, m_i)
+        k_g = jax.tree.map(lambda F, b: (F - b) / (1 - self.b1), F, before)
+        fresh = jax.tree.map(
+            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.fresh_variance, times(1 / k, k_g)
         )
+        q = jax.tree.map(operator.mul, times(1 / k, F), state.v_then_inverse_root)
+        state = state._replace(momentum=momentum, fresh_variance=fresh)
+        return self.scaled(state, update, q, unfit, dense=False)
 
-    def freeze(self, state: State, params: Any) -> State:
-        """Replaces ``v`` by ``1 / (sqrt(v) + eps)`` and ``m`` by ``k m``."""
-        del params
-        exchange, (v, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        alike, m = exchange.layout.alike(), fused.dense(exchange, state.momentum)
+    def _before(self, exchange: BoundExchange, momentum: Momentum) -> Any:
+        """``b1 k m``, a tree, as workers add it to their gradients."""
+        dense = self.dense(exchange, momentum)
+        if not exchange.compresses:
+            return jax.tree.map(lambda x: self.b1 * x, dense)
+        # Where nothing was received yet, it is each worker's first residual.
+        received = jnp.any(exchange.layout.scales(momentum.received) > 0)
+        last = exchange.layout.scatter(exchange.decode(momentum.received))
+        return jax.tree.map(lambda x, y: jnp.where(received, self.b1 * x, y), last, dense)
 
-        def inverse(v: jax.Array) -> jax.Array:
-            return jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0)
+    def _ratios(self, state: Any, q: Any, u: Any) -> jax.Array:
+        """``r``: the factor by which ``v~`` would change the largest step of each tensor."""
 
-        roots = alike.map(inverse, v)
-        k = lamb.momentum_scales(alike, m, roots)
-        inverse_root, scaled = tree.unflatten(roots), alike.map(operator.mul, m, numbers=(k,))
-        k_m = fused.join(exchange, scaled, onto=state.fresh_variance)
-        held = state.momentum.m_then_compensated.value
-        arrays = [k_m.reshape(x.shape).astype(x.dtype) for x in held]
-        return state._replace(
-            v_then_inverse_root=inverse_root,
-            fresh_variance=k_m,
-            momentum=moments.activate(exchange, state.momentum, arrays, inverse_root),
-            momentum_scales=k,
-        )
+        def least_quotient(fresh: jax.Array, inverse_root: jax.Array) -> jax.Array:
+            quotient = inverse_root * (jnp.sqrt(fresh) + self.eps)
+            return jnp.min(jnp.where(inverse_root > 0, quotient, math.inf), initial=math.inf)
 
-    def _first_fresh_variance(self, k_m: jax.Array, state: State) -> jax.Array:
-        """The first update of ``k^2 v~``: the last ``v~`` is ``v``, the last ``F`` is ``k m``."""
-        exchange, roots = self.bound(state), jax.tree.leaves(state.v_then_inverse_root)
-
-        def v_of(k: jax.Array, root: jax.Array) -> jax.Array:
-            return jnp.where(root > 0, k * (1 / root - self.eps), 0.0) ** 2
-
-        v = exchange.layout.alike().map(v_of, roots, numbers=(state.momentum_scales,))
-        F = fused.compressed(exchange, state.momentum)
-        return lamb.fresh_variance(self.b1, self.b2, fused.join(exchange, v), F, k_m)
-
-    def compressed_step(self, state: State, update: Update) -> State:
-        """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and the ratios computed from it."""
-        exchange, first = self.bound(state), state.progress.count == state.progress.frozen_at
-        alike, grads = exchange.layout.alike(), [x.astype(jnp.float32) for x in update.grads]
-        k_g = alike.map(operator.mul, grads, numbers=(state.momentum_scales,))
-        g = exchange.node_mean(k_g)
-        m = moments.last(exchange, state.momentum)
-        last_F = fused.compressed(exchange, state.momentum)
-        m_i = [first_moment(self.b1, x, y) for x, y in zip(m, g, strict=True)]
-        # All gradients are compressed as one tensor, so that no bucket could leave early.
-        waiting = update._replace(beside=None)
-        state = state._replace(
-            momentum=moments.compress(exchange, state.momentum, m_i, self.b1, first, waiting)
-        )
-        fresh = overwrite_if(
-            first & update.when,
-            self._first_fresh_variance,
-            state.fresh_variance,
-            state._replace(fresh_variance=()),
-            axis_names=exchange.axes.names,
-        )
-        F = fused.compressed(exchange, state.momentum)
-        later = lamb.fresh_variance(self.b1, self.b2, jnp.abs(fresh), F, last_F)
-        fresh = jnp.where(update.when, jnp.copysign(jnp.where(first, fresh, later), F), fresh)
-        state = state._replace(fresh_variance=fresh)
-        arrays, numbers = self._frozen_arguments(state, update.params, state.progress.count)
-        r = lamb.ratios(self._bounds(state), self.eps, state.ratios, alike, arrays, numbers)
-        r = keep(update.when, r, state.ratios)
-        factors = jnp.where(state.coefficients > 0, state.coefficients, 1.0) * r
-        return state._replace(ratios=r, factors=keep(update.when, factors, state.factors))
-
-    def _bounds(self, state: State) -> lamb.Bounds:
-        """The bounds, with that of steps for the variance that froze."""
-        bound, at = self.bounds.step_bound, state.progress.frozen_at
-        return self.bounds._replace(step_bound=for_uncorrected(bound, self.b2, at))
-
-    def _frozen_arguments(
-        self, state: State, params: Arrays, count: jax.Array
-    ) -> tuple[tuple[Arrays, ...], tuple[Any, ...]]:
-        """The arrays and the numbers that :func:`~.lamb_coefficients.frozen_update` takes."""
-        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        fresh = fused.cut(exchange, state.fresh_variance)
-        sizes = fused.magnitudes(exchange, state.momentum)
-        rates = lamb.decay_rates(self, tree.unflatten(params), count)
-        return (fresh, y, sizes, params), (rates, 1 / state.momentum_scales)
-
-    def direction(self, state: State, update: Update) -> Arrays:
-        """``c u`` in warm-up, ``c~ r u`` in compression."""
-        last, frozen = state.progress.count - 1, state.progress.frozen_at >= 0
-        compressed = state.progress.phase == PHASES.index("compression")
-        exchange, (y, tree) = self.bound(state), jax.tree.flatten(state.v_then_inverse_root)
-        alike, u = exchange.layout.alike(), []
-        if update.phase != "warmup":
-            arrays, numbers = self._frozen_arguments(state, update.params, last)
-            bound, groups = self._bounds(state).step_bound, alike.groups(arrays, numbers)
-            u = [lamb.frozen_update(bound, *x) for x in groups]
-        if update.phase != "compression":
-            rates = lamb.decay_rates(self, tree.unflatten(update.params), last)
-            k_m = fused.dense(exchange, state.momentum)
-            numbers = rates, 1 / state.momentum_scales
-            groups = alike.groups((k_m, y, update.params), numbers)
-            dense = [lamb.dense_update(self.eps, frozen, *x) for x in groups]
-            both = zip(u, dense, strict=True)
-            u = [jnp.where(compressed, x, y) for x, y in both] if u else dense
-        factors = alike.numbers(state.factors)
-        return alike.unstack([f * x for f, x in zip(factors, u, strict=True)])
-
-    def carry(self, state: State, like: Any) -> Any:
-        """Momentum and residuals; and the fresh variance of each tensor."""
-        fresh = fused.cut(self.exchange.over(like), state.fresh_variance)
-        return super().carry(state, like), fresh
-
-    def resume(self, state: State, carried: Any, like: Any) -> dict[str, Any]:
-        """Momentum, residuals and the fresh variance of each tensor."""
-        kept, fresh_of_tensors = carried
-        fresh = fused.join(self.exchange.over(like), fresh_of_tensors)
-        return {**super().resume(state, kept, like), "fresh_variance": fresh}
-
-
-def scale_by_onebit_lamb_published(
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
-    *,
-    warmup: Warmup,
-    axis_name: str | tuple[str, str],
-    coeff_beta: jax.typing.ArrayLike = 0.9,
-    min_coeff: jax.typing.ArrayLike = 0.01,
-    max_coeff: jax.typing.ArrayLike = 10.0,
-    min_ratio: jax.typing.ArrayLike = 0.5,
-    max_ratio: jax.typing.ArrayLike = 4.0,
-    ratio_threshold: jax.typing.ArrayLike = 0.1,
-    warmup_bits: int | None = None,
-    step_bound: jax.typing.ArrayLike | None = 3.0,
-    exchange: ExchangeOptions = ExchangeOptions(),
-) -> optax.GradientTransformationExtraArgs:
-    """Rescales updates as :func:`onebit_lamb_published` does, without the learning rate.
-
-    It includes weight decay, since LAMB computes its coefficients from updates that contain it.
-
-    Arguments, references and differences from the paper are those of :func:`onebit_lamb_published`.
-
-    Returns:
-      The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
-      :class:`ScaleByOnebitLambPublishedState`.
-
-    Raises:
-      ValueError: as :func:`onebit_lamb_published`.
-
-    Example:
-      >>> import optax, onebit_jax
-      >>> scaled = onebit_jax.scale_by_onebit_lamb_published(warmup=1000, axis_name="data")
-      >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
-    """
-    validation.check_decay("b1", b1)
-    validation.check_decay("b2", b2)
-    validation.check_positive("eps", eps, usual=1e-8)
-    validation.check_weight_decay(weight_decay)
-    mask = validation.checked_mask(mask)
-    warmup = warmup_end.check_warmup(warmup)
-    validation.check_decay("coeff_beta", coeff_beta)
-    validation.check_coefficient_bounds(min_coeff, max_coeff)
-    validation.check_ratio_bounds(min_ratio, max_ratio, ratio_threshold)
-    check_options(exchange)
-    bounds = (coeff_beta, min_coeff, max_coeff, min_ratio, max_ratio, ratio_threshold)
-    b1, b2, eps = map(validation.float32, (b1, b2, eps))
-    return transformation(
-        OnebitLambPublished(
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            mask,
-            warmup,
-            lamb.Bounds(*map(validation.float32, bounds), step_bound=check_step_bound(step_bound)),
-            exchange.one_bit(axis_name, fused=True),
-            GradientMean(axis_name, warmup_bits, exchange),
-        )
-    )
+        axis_name, last = self.exchange.axis_name, state.ratios
+        found = jax.tree.map(least_quotient, state.fresh_variance, state.v_then_inverse_root)
+        least = jnp.asarray(jax.tree.leaves(found), jnp.float32)
+        least = least_over_shards(least, bound_axes(axis_name))
+        f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
+        of_q, of_u = squared_norms(q, axis_name), squared_norms(u, axis_name)
+        w = jnp.sqrt(of_q / jnp.where(of_u > 0, of_u, 1.0))
+        w = jnp.where(of_u > 0, jnp.minimum(w, 1.0), 1.0)
+        f = jnp.clip(f * w + 1 - w, self.min_ratio, self.max_ratio)
+        return jnp.clip(f, last * (1 - self.ratio_threshold), last * (1 + self.ratio_threshold))
 
 
 def onebit_lamb_published(
@@ -328,15 +184,15 @@ def onebit_lamb_published(
     min_ratio: jax.typing.ArrayLike = 0.5,
     max_ratio: jax.typing.ArrayLike = 4.0,
     ratio_threshold: jax.typing.ArrayLike = 0.1,
-    warmup_bits: int | None = None,
-    step_bound: jax.typing.ArrayLike | None = 3.0,
-    exchange: ExchangeOptions = ExchangeOptions(),
+    exchange: ExchangeOptions = ExchangeOptions(form="two-shot"),
 ) -> optax.GradientTransformationExtraArgs:
     r"""1-bit LAMB as the paper and DeepSpeed have it, to compare with or to reproduce.
 
-    That is with ``step_bound=None``; by default steps are bounded. On a language model it ended
-    further from LAMB than :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and with
-    more bytes (docs/pretraining.md).
+    Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
+    the variance never changes after the freeze, steps have no bound, and the exchange has two shots
+    for any number of workers. On a language model it ended further from LAMB than
+    :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and with more bytes
+    (docs/pretraining.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:
@@ -401,10 +257,6 @@ def onebit_lamb_published(
       min_ratio: least ratio, at most 1.
       max_ratio: greatest ratio, at least 1.
       ratio_threshold: share :math:`\delta` by which a ratio may change in an update, in (0, 1).
-      warmup_bits: bits per value of gradients in warm-up: 32 by default, 16, 8 or 4; see
-        :func:`onebit_jax.onebit_adam`.
-      step_bound: the largest :math:`|q|` of an element once v is frozen, if v were corrected for
-        beginning at 0; None for none, as in the paper. See :func:`onebit_jax.onebit_adam`.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -420,9 +272,10 @@ def onebit_lamb_published(
     Example:
       Four workers, simulated on one device:
 
-      >>> import jax, jax.numpy as jnp, optax, onebit_jax
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from onebit_jax.contrib import onebit_lamb_published
       >>> schedule = optax.linear_schedule(0.1, 0.0, 300)
-      >>> tx = onebit_jax.onebit_lamb_published(schedule, warmup=50, axis_name="workers")
+      >>> tx = onebit_lamb_published(schedule, warmup=50, axis_name="workers")
       >>> targets = jnp.array([[1.0, 2.0], [3.0, 2.0], [0.0, 4.0], [4.0, 0.0]])
       >>> def step(params, state, target):
       ...     grads = jax.grad(lambda p: jnp.sum((p - target) ** 2))(params)
@@ -444,28 +297,22 @@ def onebit_lamb_published(
       Inactive elements do not move, :math:`\sigma` is computed over the others, and a tensor whose
       momentum is 0 has :math:`k = 1` and is left out of the mean: the paper's formulas would divide
       by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
-      :math:`|q|` is at most ``step_bound``.
       :func:`onebit_jax.variance_stable` can end warm-up.
     """
-    validation.check_learning_rate(learning_rate)
-    return chain(
-        scale_by_onebit_lamb_published(
-            b1,
-            b2,
-            eps,
-            weight_decay,
-            mask,
-            warmup=warmup,
-            axis_name=axis_name,
-            coeff_beta=coeff_beta,
-            min_coeff=min_coeff,
-            max_coeff=max_coeff,
-            min_ratio=min_ratio,
-            max_ratio=max_ratio,
-            ratio_threshold=ratio_threshold,
-            warmup_bits=warmup_bits,
-            step_bound=step_bound,
-            exchange=exchange,
-        ),
-        optax.scale_by_learning_rate(learning_rate),
+    fields = fields_of(
+        b1, b2, eps, axis_name, warmup, 32, None, None, exchange, bias_correction=False
     )
+    fields["exchange"] = exchange.at_bits(axis_name, 1, fused=True)
+    rate = validation.rate("learning_rate", learning_rate)
+    scale = OnebitLambPublished(
+        **fields,
+        weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
+        mask=validation.checked_mask(mask),
+        min_coeff=validation.number("min_coeff", min_coeff, "positive"),
+        max_coeff=validation.number("max_coeff", max_coeff, "positive"),
+        coeff_beta=validation.number("coeff_beta", coeff_beta, "decay"),
+        min_ratio=validation.number("min_ratio", min_ratio, "part"),
+        max_ratio=validation.number("max_ratio", max_ratio, "at least 1"),
+        ratio_threshold=validation.number("ratio_threshold", ratio_threshold, "threshold"),
+    )
+    return chain(transformation(scale), optax.scale_by_learning_rate(rate))

@@ -65,15 +65,6 @@ def places_of(
     return jnp.where(found, row * _ROW + column, 0).astype(jnp.int32), found
 
 
-def check_places(elements: int, what: str) -> None:
-    """Raises ``ValueError`` for more elements than int32 can number; ``what`` numbers them."""
-    if elements >= 2**31:
-        raise ValueError(
-            f"{what} numbers elements in int32, at most {2**31 - 1}, but a device has {elements}: "
-            f"split the model over more devices, or take compressed_mean at a few bits."
-        )
-
-
 def places_of_largest(magnitudes: jax.Array, k: int) -> jax.Array:
     """The places of the ``k`` largest of numbers that are at least 0; of equal ones the first.
 

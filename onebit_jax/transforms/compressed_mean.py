@@ -11,7 +11,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Compressor
-from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, unfit_of
+from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
 from onebit_jax.transforms.algorithm import (
     Algorithm,
     Made,
@@ -54,8 +54,8 @@ class CompressedMean(Algorithm):
 
     def step(self, state: CompressedMeanState, update: Update) -> Made:
         """``u = EC(g_1, ..., g_n)``."""
-        kept = weighted(state.exchange, update.extra_args)
         exchange = self.exchange.over(update.grads)
+        kept = weighted(exchange, state.exchange, update.extra_args)
         mean, kept, unfit = exchange.mean(update.grads, kept)
         return Made(state._replace(exchange=kept), mean, unfit)
 
@@ -71,10 +71,11 @@ class CompressedMean(Algorithm):
         return state._replace(exchange=exchange.resumed(carried))
 
 
-def weighted(kept: Any, extra_args: Mapping[str, Any]) -> Any:
-    """The state of a vote with this worker's extra argument ``vote_weight``."""
+def weighted(exchange: BoundExchange, kept: Any, extra_args: Mapping[str, Any]) -> Any:
+    """The state of a vote with the extra argument ``vote_weight``, which the next call drops."""
     weight = extra_args.get("vote_weight")
-    return kept._replace(weight=weight) if weight is not None and hasattr(kept, "weight") else kept
+    votes = exchange.compresses and hasattr(kept, "weight")
+    return kept._replace(weight=weight) if votes and weight is not None else kept
 
 
 def compressed_mean(

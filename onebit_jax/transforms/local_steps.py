@@ -243,8 +243,8 @@ class LocalSteps(Algorithm):
         x, kept = fragments.group(state.shared, group), state.exchange[group]
         D = jax.tree.map(lambda x, y: x - y, x, own)
         if self.compresses:
-            kept = weighted(kept, update.extra_args)
-            D, kept, _ = self.exchange.over(x).mean(D, kept)
+            exchange = self.exchange.over(x)
+            D, kept, _ = exchange.mean(D, weighted(exchange, kept, update.extra_args))
         else:
             D = dense_mean(D, bound_axes(self.exchange.axis_name))
         moves, of_outer = self.outer.update(D, state.outer[group], x)

@@ -150,7 +150,7 @@ class OnebitAdam(FrozenVariance):
         state = state._replace(
             v_then_inverse_root=v,
             momentum=state.momentum._replace(m_then_compensated=stored),
-            variance_record=self._observed(state, v, of_v),
+            variance_record=self.observed(state, v, of_v),
         )
         u = jax.tree.map(
             lambda m, v: m / of_m / (jnp.sqrt(v / of_v) + self.eps),
@@ -159,7 +159,8 @@ class OnebitAdam(FrozenVariance):
         )
         return self.scaled(state, update, u, unfit, dense=True)
 
-    def _observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
+    def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
+        """The record with the variances ``v / of_v``."""
         leaves = jax.tree.leaves(v)
         norms = jnp.stack([jnp.sum(x) for x in leaves]) if leaves else jnp.zeros((0,))
         norms = sum_over_shards(norms, bound_axes(self.exchange.axis_name)) / of_v
