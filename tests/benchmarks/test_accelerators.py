@@ -5,11 +5,10 @@ import pathlib
 
 import pytest
 
-from benchmarks import accelerators, schedules, tasks
+from benchmarks import accelerators, tasks
 from benchmarks.kernels import Launches, launches
 from benchmarks.kinds import for_compilers
 from benchmarks.loops import Run
-from benchmarks.schedules import Message, messages
 from benchmarks.sharded import between_slices
 from onebit_jax.programs.wire import Collective
 
@@ -137,72 +136,6 @@ def test_the_description_may_lie_where_the_environment_says(monkeypatch, tmp_pat
     (tmp_path / "h100.txtpb").write_text("gpu_device_info {}", encoding="utf-8")
     monkeypatch.setenv("ONEBIT_SHARED", str(tmp_path))
     assert accelerators.gpu_description(SMALL) == "gpu_device_info {}"
-
-
-# Which matmuls a scheduled program puts between a collective's start and its end.
-
-
-def test_gemms_are_counted_between_start_and_end():
-    found, gemms = messages((DATA / "scheduled_gpu.hlo").read_text())
-    assert gemms == 4
-    assert found == [
-        Message("all-to-all", 112, before=1, between=2),
-        Message("all-to-all", 112, before=3, between=0),
-        Message("all-gather", 7 * 128, before=4, between=0),
-    ]
-
-
-def test_convolutions_of_bytes_are_no_gemms():
-    found = messages((DATA / "scheduled_tpu.hlo").read_text())
-    assert found == ([Message("all-to-all", 7 * 512, before=0, between=1)], 1)
-
-
-def test_a_program_without_a_schedule_is_refused():
-    with pytest.raises(ValueError, match=r"^text is of a program that is not scheduled"):
-        messages((DATA / "scheduled_gpu.hlo").read_text().replace(", is_scheduled=true", ""))
-
-
-@pytest.fixture(scope="module")
-def schedule_of(shared_dir, mesh_of):
-    """Compiles a kind by a set of flags."""
-    options = schedules.Options(target_config=shared_dir / "h100.txtpb")
-    kinds = schedules.kinds(options.bucket_bytes)
-
-    def make(target, name, flags):
-        told = schedules.FLAGS[target][flags]
-        return schedules.schedule(kinds[name], options, mesh_of(target), told)
-
-    return make
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["default flags", "latency-hiding scheduler"])
-def test_buckets_travel_behind_gemms_on_gpus(flags, schedule_of):
-    """All but the last, which waits for the first layer's gradient, and the server's answer."""
-    found = schedule_of("h100", "1-bit Adam, buckets", flags)
-    assert found["GEMMs"] == 23
-    behind = [(row["op"], row["between"] > 0) for row in found["rows"]]
-    assert behind == [("all-to-all", True)] * 3 + [("all-to-all", False), ("all-gather", False)]
-    # Together they cannot leave before the first layer's gradient is there.
-    assert schedule_of("h100", "1-bit Adam", flags)["behind GEMMs"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["default flags", "latency-hiding scheduler"])
-def test_a_delayed_message_travels_behind_all_gemms_of_a_step(flags, schedule_of):
-    """Of the forward and the backward pass; the server's answer is not hidden."""
-    first, answer = schedule_of("h100", "1-bit Muon, delayed", flags)["rows"]
-    assert (first["op"], first["before"], first["between"]) == ("all-to-all", 0, 23)
-    assert (answer["op"], answer["between"]) == ("all-gather", 0)
-
-
-@pytest.mark.slow
-def test_a_tpu_sends_the_first_bucket_behind_gemms_if_told_to(schedule_of):
-    apart = "async all-to-all, tensors apart"
-    found = schedule_of("v5e", "1-bit Adam, buckets", apart)
-    assert found["rows"][0]["op"] == "all-to-all"
-    assert found["rows"][0]["between"] > 0
-    assert schedule_of("v5e", "1-bit Adam, buckets", "default flags")["behind GEMMs"] == 0
 
 
 # What a program for two TPU slices sends between them.
