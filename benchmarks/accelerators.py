@@ -68,7 +68,7 @@ class Options:
     """File to write the figures to."""
 
 
-def devices(target: Target, target_config: pathlib.Path) -> list[jax.Device]:
+def devices(target: Target, target_config: pathlib.Path) -> list[Any]:
     """Eight devices of a target, which need not be here; to be called before anything else.
 
     Args:

@@ -60,7 +60,7 @@ def where_and_when(record: Mapping[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The commit of this code, ending in "-dirty" if tracked files differ; "unknown" without git."""
+    """The commit of this code, with "-dirty" if tracked files differ; "unknown" without git."""
     describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(
