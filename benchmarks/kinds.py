@@ -109,7 +109,7 @@ def _birder(**options: Any) -> Kind:
 
 
 def _registered() -> dict[str, Kind]:
-    """Every optimizer of the registry that a plan has a row for, by its label."""
+    """Every planned optimizer of the registry, by its label."""
     setting = Setting(1e-4, AXIS, warmup=1)
     return {
         entry.label: Kind(functools.partial(entry.make, setting), _COMPRESSING)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import plan, wire
+from onebit_jax import wire
 from onebit_jax.transforms.registry import REGISTRY, Setting
 from tests.small_task import NODES_MESH, assert_close, assert_equal, assert_replicas_agree
 
@@ -86,12 +86,6 @@ def test_nodes_and_options(page):
     between = sorted((c.op, c.dtype) for c in sent if c.axis == "node")
     # A worker's rows fit one bucket.
     assert between == [("all-gather", "u8")]
-
-
-def test_its_line_of_the_registry_plans_it(page):
-    del page
-    names = [row.name for row in plan.rows()]
-    assert names.count("One-bit RMSProp") == 1
 
 
 def test_its_line_of_the_registry_makes_it(page):

@@ -77,6 +77,7 @@ def test_the_installed_library_is_the_wheels(python, tmp_path):
     path, version, recorded = run(python, "-c", code, cwd=tmp_path).splitlines()
     assert pathlib.Path(path).is_relative_to(python.parent.parent)
     assert version == recorded == onebit_jax.__version__
+    assert run(python.parent / "onebit-jax", "--version", cwd=tmp_path) == f"onebit-jax {version}\n"
 
 
 @pytest.mark.slow
@@ -91,7 +92,7 @@ def test_the_programs_of_the_readme_run_from_the_wheel(python, tmp_path):
     assert re.search(r"^compression +all-to-all +u8 ", printed, re.MULTILINE)
 
     [command] = re.findall(r"^    python (-m onebit_jax plan .*)", readme, re.MULTILINE)
-    advice = run(python, *shlex.split(command), cwd=tmp_path).splitlines()[-1]
+    advice = run(python, *shlex.split(command), cwd=tmp_path).splitlines()[0]
     assert advice.endswith("use it.")
 
 

@@ -70,7 +70,7 @@ def _streaming(bits: int) -> Entry:
     """In every update a group of tensors is exchanged, beside the gradients of the next one."""
     label, fragments = f"Local steps, {bits} bits, streaming", registry.LOCAL_STEPS
     made = registry.local(label, bits, fragments=fragments, delay=1)
-    return made._replace(rate_of="local_steps", rounds=1.0)
+    return made._replace(rate_of="local_steps")
 
 
 _DENSE_AND_VARIANTS: dict[str, Entry] = {

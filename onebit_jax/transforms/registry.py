@@ -1,4 +1,4 @@
-"""Every optimizer by name, for programs, plans, benchmarks and tests that cover all of them.
+"""Every optimizer by name, for programs, benchmarks and tests that cover all of them.
 
 To add an optimizer, write a file and an entry here, or call :func:`register`: no other module knows
 an optimizer's name.
@@ -92,7 +92,7 @@ class Setting:
 
 
 class Entry(NamedTuple):
-    """An optimizer, as programs, plans, benchmarks and tests need it.
+    """An optimizer, as programs, benchmarks and tests need it.
 
     Attributes:
       label: its name in tables and pictures.
@@ -103,7 +103,6 @@ class Entry(NamedTuple):
       feedback: whether it has error feedback at one bit, with a scale and residuals.
       compressor: whether its compressor is given, so that no number of bits can be chosen.
       warms_up: whether all updates are dense until the variance is frozen, and compressed after it.
-      refreshed: whether its variance is refreshed after the freeze, at the default's growing gaps.
       freezes_by_number: whether its variance can freeze only after a given number of updates.
       follows_steps: whether its options follow from the run's number of steps.
       local_steps: whether the workers' parameters differ between exchanges; its state then has
@@ -112,12 +111,8 @@ class Entry(NamedTuple):
       bits: bits per parameter, each way, in a compressed update.
       sends: bytes per parameter that each of ``n`` workers sends in an exchange, a function of
         ``n``; None for those of ``bits`` in two stages.
-      rounds: the share of updates with an exchange, after a warm-up.
-      encoding_bytes: bytes per element that encoding and decoding read and write beyond Adam's own
-        update; docs/plan.md says how they are counted.
       benchmark: the kind of ``benchmarks.step`` that times it, if that has another name.
-      planned: whether a plan has a row for it.
-      advised: whether a plan may advise it: it reaches a dense run's loss without further choices.
+      planned: whether ``benchmarks.step`` times it.
     """
 
     label: str
@@ -128,18 +123,14 @@ class Entry(NamedTuple):
     feedback: bool = True
     compressor: bool = False
     warms_up: bool = False
-    refreshed: bool = False
     freezes_by_number: bool = False
     follows_steps: bool = False
     local_steps: bool = False
     rate_of: str | None = None
     bits: int = 1
     sends: Callable[[int], float] | None = None
-    rounds: float = 1.0
-    encoding_bytes: float = 13.0
     benchmark: str | None = None
     planned: bool = True
-    advised: bool = False
 
     @property
     def options(self) -> set[str]:
@@ -212,8 +203,7 @@ def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
 
     made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, bits=bits)
     made = made._replace(compressor="compressor" in own)
-    # A plan has rows for any interval and bits.
-    return made._replace(rounds=1 / every, encoding_bytes=28, planned=False)
+    return made._replace(planned=False)
 
 
 def geomesh(setting: Setting) -> optax.GradientTransformation:
@@ -253,38 +243,25 @@ def sgd(setting: Setting) -> optax.GradientTransformation:
 
 
 REGISTRY: dict[str, Entry] = {
-    # Encoding: bytes read and written, minus Adam's 28. The worker reads g and c, writes c, and
-    # reads it for the scale and for the signs (20); the server does the same for its chunk (16 / n,
-    # at most 8); decoding reads the reciprocal root and the parameter and writes the parameter
-    # (12); bits take less than 1.
-    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam)._replace(
-        refreshed=True, advised=True
-    ),
-    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb)._replace(refreshed=True),
-    # It also concatenates the gradients (8) and makes two passes over the fresh variance, the
-    # reciprocal root and the parameters (8 + 4 + 4 + 4).
+    "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam),
+    "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb),
     "onebit_lamb_published": warming_up(
         "1-bit LAMB, published", 1e-2, onebit_lamb_published
-    )._replace(encoding_bytes=41, planned=False),
+    )._replace(planned=False),
     # Its variance begins at 0 without bias correction, so steps are larger than Adam's at the same
-    # learning rate, and larger still with fewer refreshes. A sync reads and writes B and y, and
-    # does not decode m (14).
-    "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(
-        encoding_bytes=27, benchmark="0/1 Adam, sync"
-    ),
-    # In the first update workers also share where they have gradients. It has no scales or
-    # residuals, and reads both averages once more to draw signs.
-    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False, encoding_bytes=8),
-    # The next two read and write less than Adam does.
-    "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False, encoding_bytes=0),
+    # learning rate, and larger still with fewer refreshes.
+    "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(benchmark="0/1 Adam, sync"),
+    # In the first update workers also share where they have gradients.
+    "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False),
+    "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False),
     # Its momentum averages over ten times as many steps as its vote, so it has its own b2.
     "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
-        feedback=False, encoding_bytes=0
+        feedback=False
     ),
     "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
     # Orthogonalization is not part of the exchange, so the exchange is timed before Adam.
     "onebit_muon": muon("Muon, 4 bits", 4, 8)._replace(
-        rate_of="muon", benchmark="compressed_mean at 4 bits, Adam", encoding_bytes=34
+        rate_of="muon", benchmark="compressed_mean at 4 bits, Adam"
     ),
     "local_steps": local("Local steps, float32", 32),
     "geomesh": Entry(
@@ -296,7 +273,6 @@ REGISTRY: dict[str, Entry] = {
         feedback=False,
         compressor=True,
         local_steps=True,
-        rounds=1 / GEOMESH_STEPS,
         planned=False,
     ),
     "local_steps_drive": local("Local steps, DRIVE", 32, compressor=Drive())._replace(
@@ -334,7 +310,7 @@ REGISTRY: dict[str, Entry] = {
 
 
 def register(name: str, entry: Entry) -> None:
-    """Adds an optimizer to plans, ``train.compare``, benchmarks and the tests of all optimizers.
+    """Adds an optimizer to ``train.compare``, benchmarks and the tests of all optimizers.
 
     Tests it on a small tree: makes the optimizer and traces an update with all its phases.
 

@@ -90,21 +90,6 @@ def published_variance_steps(var_update_scaler: Any) -> StepSet:
     return refreshes
 
 
-def count_of_published_variance_steps(updates: int, var_update_scaler: int) -> int:
-    """The number of refreshes in so many updates.
-
-    >>> count_of_published_variance_steps(37, 3)
-    11
-    """
-    found, begin, gap = 0, 0, 1
-    while begin < updates:
-        end = begin + var_update_scaler * gap
-        found += (min(end, updates) + var_update_scaler) // gap
-        found -= (begin + var_update_scaler) // gap
-        begin, gap = end, 2 * gap
-    return found
-
-
 def refresh_steps(name: str, refreshes: int | StepSet | None) -> StepSet | None:
     """The step set of every k-th update, or the given function; None without refreshes.
 
@@ -149,23 +134,6 @@ def published_sync_steps(
         return (made % (1 << doublings) == 0) | doubles
 
     return syncs
-
-
-def count_of_published_sync_steps(
-    updates: int, local_step_scaler: int, local_step_clipper: int
-) -> int:
-    """The number of syncs in so many updates after the freeze.
-
-    >>> count_of_published_sync_steps(18, 5, 4)
-    10
-    """
-    found, doublings = 0, local_step_clipper.bit_length() - 1
-    for doubled in range(doublings):
-        made = min(updates, local_step_scaler)
-        # A sync precedes each doubling.
-        found += (made >> doubled) + (made == local_step_scaler and made % (1 << doubled) > 0)
-        updates -= made
-    return found + (updates >> doublings)
 
 
 def check_step_set(name: str, steps: Any, otherwise: str) -> None:

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax import plan
 from tests.sharded.meshes import assert_replicas_agree
 from tests.slices import devices_of_slices
 from tests.small_task import MESH, loss_fn, make_batches, make_params
@@ -101,13 +100,6 @@ def test_a_run_is_watched():
     [code] = blocks("watching.md")
     assert "i % 500" in code
     execute(code.replace("i % 500", "i % 2"), **start(), batches=make_batches(2))
-
-
-def test_a_calibration_predicts_a_step():
-    [code] = blocks("plan.md")
-    path = DOCS / "figures" / "step-bert-base.json"
-    left = execute(code, plan=plan, path=path, elements=110_106_428)
-    assert left["seconds"]["dense float32"] > left["seconds"]["1-bit Adam, flat"] > 0
 
 
 @pytest.mark.slow
