@@ -18,7 +18,7 @@ Random bits:
   A draw takes 16 random bits, which makes :math:`Q` unbiased to :math:`2^{-17}` in probability, and
   must not cost a pass over memory. JAX's generators take 1 to 20 nanoseconds per element on two CPU
   cores; drawing *and* packing by a hash of a counter takes as long as packing alone, 0.2
-  (``docs/figures/random_bits.json``). So bits come from a hash,
+  (``benchmarks/random_bits.py``, figures in ``docs/performance.md``). So bits come from a hash,
   which XLA computes inside the loop that draws. Its keys, one for each worker and step, are drawn
   by ``jax.random``.
 
