@@ -4,11 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 TESTS ?=
-MINUTES ?= 30
 ONEBIT_SHARED ?= ../shared
 GLUE ?= $(ONEBIT_SHARED)/data/glue
 
-.PHONY: pretrain lm compare cluster soak finetune test test-slow test-all lint docs
+.PHONY: pretrain lm compare cluster finetune test test-slow test-all lint docs
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -48,10 +47,6 @@ finetune: $(VENV)/installed-finetune
 # Two processes, as on two hosts.
 cluster: $(VENV)/installed
 	$(BIN)/python -m benchmarks.cluster --steps 100 --schedule-warmup 10 --warmup 25 --out runs/cluster
-
-# Two processes, broken in every way for so many minutes; the folder must not be there yet.
-soak: $(VENV)/installed
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out runs/soak
 
 # Most of these tests compile more than they compute, and with the emitters by MLIR XLA takes nearly
 # twice as long; the long ones run what users run. Later versions of XLA than jaxlib 0.10's stop at

@@ -8,94 +8,58 @@ network namespace, with an address and a host name of its own; elsewhere all sha
 """
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from typing import IO, NamedTuple
+from collections.abc import Sequence
 
-from benchmarks.network.hosts import Network, network, why_unavailable
+from benchmarks.network.hosts import network, why_unavailable
 
 _PORT = 23456
 
 
-class Places(NamedTuple):
-    """Where processes run.
+def run(program: Sequence[str], commands: Sequence[Sequence[str]], address: str) -> int:
+    """Runs a program's processes; the highest of their exit codes, 128 + N for a signal N.
 
-    Attributes:
-        address: of process 0.
-        commands: for each process, what its command line begins with.
-        network: that of their hosts; None on localhost.
-        why: why they are on localhost, and how to mend it; empty if they are not.
+    Args:
+      program: the module, and its options.
+      commands: for each process, what its command line begins with.
+      address: of process 0.
     """
-
-    address: str
-    commands: list[list[str]]
-    network: Network | None
-    why: str
-
-    def start(
-        self, program: Sequence[str], port: int = _PORT, logs: Sequence[IO[bytes]] = ()
-    ) -> list[subprocess.Popen[bytes]]:
-        """Starts a program in each place.
-
-        Args:
-            program: the module, and its options.
-            port: where process 0 meets the others.
-            logs: for each process, where what it prints goes; without them, as this one's.
-        """
-        children = []
-        for index, place in enumerate(self.commands):
-            command = [*place, sys.executable, "-m", *program]
-            command += ["--coordinator", f"{self.address}:{port}"]
-            command += ["--processes", str(len(self.commands)), "--process-id", str(index)]
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-            log = logs[index] if logs else None
-            children.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        return children
-
-
-@contextlib.contextmanager
-def places(count: int) -> Iterator[Places]:
-    """Makes places for so many processes, and removes them in the end."""
-    why = why_unavailable()
-    if why:
-        yield Places("localhost", [[] for _ in range(count)], None, why)
-        return
-    with network(count) as made:
-        # Gloo listens at the address that the host's name resolves to.
-        named = ["sh", "-c", 'hostname "$0" && exec "$@"']
-        commands = [host.command(*named, host.address) for host in made.hosts]
-        yield Places(made.hosts[0].address, commands, made, "")
-
-
-def end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Leaves none of them running."""
-    for child in children:
-        child.kill()
-        child.wait()
+    meet = ["--coordinator", f"{address}:{_PORT}", "--processes", str(len(commands))]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    children = []
+    try:
+        for index, place in enumerate(commands):
+            command = [*place, sys.executable, "-m", *program, *meet, "--process-id", str(index)]
+            children.append(subprocess.Popen(command, env=environment))
+        codes = [child.wait() for child in children]
+        return max(128 - code if code < 0 else code for code in codes)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the processes to their end; the highest of their exit codes, 128 + N for a signal N."""
+    """Runs the processes to their end and returns their exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cluster", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--processes", type=int, default=2, help="how many, 2 or more")
     parser.add_argument("--program", default="train.lm.pretrain", help="the module to run")
     options, of_program = parser.parse_known_args(arguments)
-    if options.processes < 2:
-        parser.error(f"--processes {options.processes}: expected 2 or more")
-    with places(options.processes) as found:
-        where = f"on localhost. {found.why}" if found.why else "each in a network namespace"
-        print(f"{options.processes} processes, {where}", flush=True)
-        children = found.start([options.program, *of_program])
-        try:
-            codes = [child.wait() for child in children]
-            return max(128 - code if code < 0 else code for code in codes)
-        finally:
-            end(children)
+    why = why_unavailable()
+    where = f"on localhost. {why}" if why else "each in a network namespace"
+    print(f"{options.processes} processes, {where}", flush=True)
+    program = [options.program, *of_program]
+    if why:
+        return run(program, [[]] * options.processes, "localhost")
+    with network(options.processes) as made:
+        # Gloo listens at the address that the host's name resolves to.
+        named = ["sh", "-c", 'hostname "$0" && exec "$@"']
+        commands = [host.command(*named, host.address) for host in made.hosts]
+        return run(program, commands, made.hosts[0].address)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,28 @@
-"""Counts lines of code per folder: no blank lines, comments or docstrings.
+"""Counts code (no blank lines, comments or docstrings) and what `onebit_jax` exports.
 
-python -m benchmarks.count_lines [--against REVISION]
+    python -m benchmarks.count_lines
+    python -m benchmarks.count_lines --against REVISION
+
+`tests/test_budget.py` holds the limits.
 """
 
 import argparse
 import ast
 import collections
+import inspect
 import io
 import pathlib
 import subprocess
 import tokenize
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import optax
+
+import onebit_jax
 
 FOLDERS = ("onebit_jax", "train", "tests", "benchmarks")
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Tokens that are no code: their lines count only where other tokens stand on them.
 _NO_CODE = {
     tokenize.COMMENT,
@@ -24,58 +35,112 @@ _NO_CODE = {
 }
 
 
-def code_lines(source: str) -> int:
-    """The number of lines with code on them."""
-    docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            docstrings.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+class Module(NamedTuple):
+    """The lines of code of a module, and of each of its functions, methods and inner functions."""
+
+    lines: int
+    functions: dict[str, int]
+
+
+def count(source: str) -> Module:
+    """Counts a module's code."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - docstrings)
+    functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node)
+        elif not isinstance(node, ast.Module | ast.ClassDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            lines.difference_update(_places(node.body[0]))
+    return Module(len(lines), {f"{x.lineno} {x.name}": len(lines & _places(x)) for x in functions})
 
 
-def counts(sources: dict[str, str]) -> collections.Counter[str]:
-    """Lines of code by folder, given files by their paths; top-level modules count as a folder."""
-    total: collections.Counter[str] = collections.Counter()
-    for path, source in sources.items():
-        top, *inner = pathlib.PurePosixPath(path).parts
-        lines = code_lines(source)
-        total[top] += lines
-        if top == "onebit_jax":
-            total[f"{top}/{inner[0]}" if len(inner) > 1 else f"{top}/*.py"] += lines
-    return total
+def _places(node: ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
-def sources(revision: str | None) -> dict[str, str]:
-    """The Python files git tracks in the folders, in the working tree or in a revision."""
+def tree() -> dict[str, Module]:
+    """All modules of the working tree by their paths."""
+    paths = (path for folder in FOLDERS for path in (_ROOT / folder).rglob("*.py"))
+    return {path.relative_to(_ROOT).as_posix(): count(path.read_text()) for path in paths}
+
+
+def revision(name: str) -> dict[str, Module]:
+    """All modules of a revision by their paths."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], check=True, capture_output=True, text=True)
         return done.stdout
 
-    if revision is None:
-        paths = git("ls-files", *FOLDERS).split("\n")
-        found = {path: pathlib.Path(path) for path in paths if path.endswith(".py")}
-        return {path: file.read_text() for path, file in found.items() if file.exists()}
-    paths = git("ls-tree", "-r", "--name-only", revision, *FOLDERS).split("\n")
-    return {path: git("show", f"{revision}:{path}") for path in paths if path.endswith(".py")}
+    paths = git("ls-tree", "-r", "--name-only", "--full-tree", name, *FOLDERS).splitlines()
+    return {path: count(git("show", f"{name}:{path}")) for path in paths if path.endswith(".py")}
+
+
+def by_folder(modules: Mapping[str, Module]) -> dict[str, list[Module]]:
+    """The modules of each folder, and of those in `onebit_jax`."""
+    found: dict[str, list[Module]] = collections.defaultdict(list)
+    for path, module in modules.items():
+        top, *inner = path.split("/")
+        found[top].append(module)
+        if top == "onebit_jax":
+            found[f"{top}/{inner[0] if len(inner) > 1 else '*.py'}"].append(module)
+    return dict(sorted(found.items()))
+
+
+def lines(modules: list[Module]) -> int:
+    """Lines of code of modules together."""
+    return sum(module.lines for module in modules)
+
+
+def parameters() -> dict[str, int]:
+    """Numbers of parameters of the functions in `onebit_jax` that make a transformation."""
+    public = {name: getattr(onebit_jax, name) for name in onebit_jax.__all__}
+    signatures = {name: inspect.signature(x) for name, x in public.items() if inspect.isfunction(x)}
+    return {
+        name: len(signature.parameters)
+        for name, signature in signatures.items()
+        if inspect.isclass(signature.return_annotation)
+        and issubclass(signature.return_annotation, optax.GradientTransformation)
+    }
+
+
+def measures(modules: Mapping[str, Module]) -> dict[str, int]:
+    """What `tests/test_budget.py` limits."""
+    folders, makers = by_folder(modules), parameters()
+    library = folders["onebit_jax"]
+    return {
+        **{f"{folder}: lines": lines(folders[folder]) for folder in FOLDERS},
+        "onebit_jax: files": len(library),
+        "onebit_jax: lines of the longest module": max(module.lines for module in library),
+        "onebit_jax: lines of the longest function": max(
+            n for module in library for n in module.functions.values()
+        ),
+        "onebit_jax: exported names": len(onebit_jax.__all__),
+        "parameters of onebit_adam": makers["onebit_adam"],
+        "parameters of all that make a transformation": sum(makers.values()),
+    }
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", metavar="REVISION", help="count a revision too")
+    parser.add_argument("--against", metavar="REVISION", help="count a revision's lines too")
     options = parser.parse_args()
-    now = counts(sources(None))
-    before = counts(sources(options.against)) if options.against else None
-    for folder in sorted(now | (before or collections.Counter())):
-        was = "" if before is None else f"{before[folder]:>8,}"
-        print(f"{folder:<28}{was}{now[folder]:>8,}")
+    now = tree()
+    before = by_folder(revision(options.against)) if options.against else {}
+    folders = by_folder(now)
+    print(f"{'':28}{options.against or '':>10.10}{'lines':>10}{'files':>10}{'functions':>10}")
+    for folder in sorted(folders.keys() | before.keys()):
+        was = f"{lines(before[folder]):,}" if folder in before else ""
+        found = folders.get(folder, [])
+        functions = sum(len(module.functions) for module in found)
+        print(f"{folder:28}{was:>10}{lines(found):>10,}{len(found):>10,}{functions:>10,}")
+    for measure, value in measures(now).items():
+        print(f"{measure:48}{value:>10,}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ the same card. A program that goes over memory twice reaches half of it.
 - decode: makes numbers of the received bits and applies them to the parameters;
 - Adam: the dense update and its application, for comparison.
 
-Whole steps of 1-bit Adam are timed too, exchange included, with workers that `jax.vmap` simulates
-on the one card: what a study of convergence runs at. Programs take turns, and each turn makes
-several calls before it waits, so that starting a kernel is not what is timed.
+Programs take turns, and each turn makes several calls before it waits, so that starting a kernel is
+not what is timed.
 """
 
 import dataclasses
@@ -29,11 +28,8 @@ import tyro
 from jax import lax
 
 from benchmarks import tasks
-from benchmarks.kinds import AXIS, onebit_adam
-from onebit_jax import validation
 from onebit_jax.collectives import one_bit
 from onebit_jax.collectives.packing import pack, signed, unpack_flags
-from onebit_jax.transforms.phases import Phase
 from train import record
 
 
@@ -43,10 +39,6 @@ class Options:
 
     elements: int = 2**26
     """Elements of the matrix that is encoded and decoded, a power of two."""
-    workers: tuple[int, ...] = (2, 4, 8, 16)
-    """Numbers of workers to simulate."""
-    worker_elements: int = 2**22
-    """Elements of each simulated worker's matrix, a power of two."""
     rounds: int = 15
     """How often the programs take turns."""
     calls: int = 20
@@ -144,105 +136,37 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
     }
 
 
-def simulated(workers: int, shape: tuple[int, ...]) -> Timed:
-    """A whole step of 1-bit Adam in compression, its workers simulated by `jax.vmap`."""
-    tx = optax.with_extra_args_support(onebit_adam().make())
-
-    def update(phase: Phase) -> Callable[[Any, Any], Any]:
-        def one_worker(carried: Any, grads: Any) -> Any:
-            params, state = carried
-            updates, state = tx.update(grads, state, params, phase=phase)
-            return (optax.apply_updates(params, updates), state), ()
-
-        return jax.vmap(one_worker, axis_name=AXIS)
-
-    own = 1e-3 * tasks.differing(workers).reshape(-1, 1, 1)
-    params, grads = jnp.full((workers, *shape), 0.5), own * jnp.ones(shape)
-    state = jax.jit(jax.vmap(tx.init, axis_name=AXIS))(params)
-    carried, _ = jax.jit(update("warmup"), donate_argnums=0)((params, state), grads)
-    return Timed(update("compression"), carried, grads)
-
-
 def measure(options: Options) -> dict[str, Any]:
-    """Times everything on the first device, whatever it is.
-
-    Raises:
-      ValueError: for `rounds`, `calls`, `workers` or a number of elements out of range.
-    """
-    for name in ("rounds", "calls", "elements", "worker_elements"):
-        validation.check_step_count(name, getattr(options, name), 1, "Give a whole number.")
-    for workers in options.workers:
-        validation.check_step_count("workers", workers, 1, "Give how many to simulate.")
-    shape, worker_shape = (
-        tasks.matrices(elements)[0].shape
-        for elements in (options.elements, options.worker_elements)
-    )
-    programs = timed_programs(shape)
-    seconds = _take_turns(programs, options)
-    copied = _rate(programs["copy"], seconds["copy"])
-    memory = {}
-    for name, program in programs.items():
-        rate = _rate(program, seconds[name])
-        memory[name] = {
-            "seconds": seconds[name],
-            "bytes": program.bytes,
-            "GB/s": rate / 1e9,
-            "of copy": rate / copied,
-        }
-    # Their arrays would leave less of the card's memory to the simulated workers.
-    del programs, program
-    simulations = {}
-    for workers in options.workers:
-        name = str(workers)
-        times = _take_turns({name: simulated(workers, worker_shape)}, options)[name]
-        simulations[name] = {"seconds": times, "steps a second": 1 / statistics.median(times)}
-    return {"memory": memory, "simulated": simulations}
-
-
-def _take_turns(programs: dict[str, Timed], options: Options) -> dict[str, list[float]]:
+    """Times everything on the first device, whatever it is."""
+    programs = timed_programs(tasks.matrices(options.elements)[0].shape)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(options.rounds):
         for name, program in programs.items():
             seconds[name].append(program.seconds(options.calls))
-    return seconds
-
-
-def _rate(program: Timed, seconds: list[float]) -> float:
-    return program.bytes / statistics.median(seconds)
-
-
-def print_tables(options: Options, figures: dict[str, Any]) -> None:
-    """One line a program, then one a number of simulated workers."""
-    print(f"{jax.devices()[0].device_kind}, {options.elements:,} elements")
-    print(f"{'':16}{'ms':>9}{'bytes per element':>18}{'GB/s':>9}{'of copy':>9}")
-    for name, figure in figures["memory"].items():
-        milliseconds = 1e3 * statistics.median(figure["seconds"])
-        size = figure["bytes"] / options.elements
-        print(f"{name:16}{milliseconds:9.3f}{size:18.2f}", end="")
-        print(f"{figure['GB/s']:9.1f}{figure['of copy']:9.1%}")
-    print(f"1-bit Adam, simulated workers of {options.worker_elements:,} elements each")
-    print(f"{'workers':16}{'ms':>9}{'steps a second':>18}")
-    for workers, figure in figures["simulated"].items():
-        milliseconds = 1e3 * statistics.median(figure["seconds"])
-        print(f"{workers:16}{milliseconds:9.3f}{figure['steps a second']:18.1f}")
-
-
-def check_gpu() -> None:
-    """Raises ``ValueError`` unless JAX runs on a GPU."""
-    if jax.default_backend() != "gpu":
-        raise ValueError(
-            f"jax runs on {jax.devices()[0].device_kind!r}, but expected a GPU, whose memory this "
-            "measures. Install jax with its plug-in, such as `pip install 'jax[cuda12]'`, on a "
-            "machine that has one; benchmarks.step times the same on CPUs."
-        )
+    rates = {name: x.bytes / statistics.median(seconds[name]) for name, x in programs.items()}
+    return {
+        name: {
+            "seconds": seconds[name],
+            "bytes": program.bytes,
+            "GB/s": rates[name] / 1e9,
+            "of copy": rates[name] / rates["copy"],
+        }
+        for name, program in programs.items()
+    }
 
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
-    check_gpu()
     figures = measure(options)
-    print_tables(options, figures)
-    record.write(options.json, options, figures, "jax-cuda12-plugin", "jax-cuda13-plugin")
+    print(f"{jax.devices()[0].device_kind}, {options.elements:,} elements")
+    print(f"{'':16}{'ms':>9}{'bytes per element':>18}{'GB/s':>9}{'of copy':>9}")
+    for name, figure in figures.items():
+        milliseconds = 1e3 * statistics.median(figure["seconds"])
+        size = figure["bytes"] / options.elements
+        print(f"{name:16}{milliseconds:9.3f}{size:18.2f}", end="")
+        print(f"{figure['GB/s']:9.1f}{figure['of copy']:9.1%}")
+    packages = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+    record.write(options.json, options, {"memory": figures}, *packages)
     print(f"wrote {options.json}")
 
 

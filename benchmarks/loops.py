@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -108,13 +108,8 @@ class Run:
             gradients = in_memory if kind.loop == "bare" else jax.value_and_grad(task.loss_fn)
             self._step = own_loop(tx, gradients, mesh, state)
 
-    def compile(self, flags: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-        """Compiles all that will run, if it is not yet; the program that is timed, the last.
-
-        Args:
-          flags: XLA's, for programs that will not run.
-        """
-        told = dict(flags) if flags else None
+    def compile(self) -> jax.stages.Compiled:
+        """Compiles all that will run, if it is not yet; the program that is timed, the last."""
         kind = self._kind
         chosen_outside = kind.told or kind.loop == "train_step"
         phases = kind.phases if chosen_outside else (None,)
@@ -122,7 +117,7 @@ class Run:
         set_mesh = kind.loop == "train_step"
         context = use_abstract_mesh(self._mesh.abstract_mesh) if set_mesh else nullcontext()
         with context:
-            return [self._step.lower(*self._shapes, phase=x).compile(told) for x in phases][-1]
+            return [self._step.lower(*self._shapes, phase=x).compile() for x in phases][-1]
 
     def begin(self) -> None:
         """Makes parameters, state, and what the steps are fed."""

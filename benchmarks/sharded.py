@@ -34,8 +34,6 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from benchmarks import accelerators, tasks
-from benchmarks.accelerators import HARDWARE, Target
-from benchmarks.counts import check_counts
 from onebit_jax import wire
 from onebit_jax.programs import hlo
 from onebit_jax.states.sharded_model import ShardedModel
@@ -60,7 +58,7 @@ class Options:
     """How often the kinds take turns."""
     target: Machine | None = None
     """Eight devices to compile for; without it steps are timed here."""
-    target_config: pathlib.Path | None = None
+    target_config: pathlib.Path = accelerators.Options.target_config
     """As for `benchmarks.accelerators`."""
     size: str = "medium"
     """Size of the language model that is compiled."""
@@ -130,14 +128,13 @@ def measure(options: Options) -> dict[str, Any]:
     return {"elements": tasks.size(task.shapes), "mesh": dict(mesh.shape), "milliseconds": times}
 
 
-def compiled(target: Machine, size: str, config: str) -> dict[str, Any]:
+def compiled(target: Machine, size: str, config: pathlib.Path) -> dict[str, Any]:
     """Bytes that a device sends in each phase, by the axes they cross."""
+    found = accelerators.devices("h100" if target == "h100" else "v5e", config)
     if target == "v5e-slices":
-        topology = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2)
-    else:
-        topology = HARDWARE[target].topology(config)
+        found = topologies.get_topology_desc("v5e:2x2", platform="tpu", num_slices=2).devices
     # The devices of a slice come one after the other, and so lie along the fast axes.
-    devices = np.array(topology.devices).reshape(2, 2, 2)
+    devices = np.array(found).reshape(2, 2, 2)
     mesh = Mesh(devices, (SLOW, *FAST_AXES), axis_types=(AxisType.Auto,) * 3)
     # The program of two slices names the devices of one.
     one = Mesh(devices[0], FAST_AXES, axis_types=(AxisType.Auto,) * 2)
@@ -150,7 +147,7 @@ def compiled(target: Machine, size: str, config: str) -> dict[str, Any]:
         (64, 256), jnp.int32, sharding=NamedSharding(mesh, P((SLOW, FSDP)))
     )
     batch = {"inputs": tokens, "targets": tokens}
-    found = {"parameters": tasks.size(params), "bytes": {}}
+    figures = {"parameters": tasks.size(params), "bytes": {}}
     dense = optax.chain(onebit_jax.mean_gradients(SLOW), optax.adamw(_RATE))
     kinds: list[tuple[str, Any, tuple[Phase | None, ...]]] = [
         ("dense AdamW", dense, (None,)),
@@ -160,17 +157,16 @@ def compiled(target: Machine, size: str, config: str) -> dict[str, Any]:
         state = ShardedModel(tx, mesh, SLOW, specs).state_shapes(params)
         step = onebit_jax.train_step(loss_fn, tx, mesh, axis_name=SLOW, param_specs=specs)
         for phase in phases:
-            lowered = step.lower(params, state, batch, phase=phase)
-            program = lowered.compile()
+            program = step.lower(params, state, batch, phase=phase).compile()
             sent = wire.collectives(program, named)
             sent += between_slices(program.as_text() or "")
             label = name if phase is None else f"{name}, {phase}"
             print(f"{label}\n{wire.table(sent)}\n")
             axes = dict.fromkeys(x.axis for x in sent)
-            found["bytes"][label] = {
+            figures["bytes"][label] = {
                 axis: wire.bytes_sent(x for x in sent if x.axis == axis) for axis in axes
             }
-    return found
+    return figures
 
 
 def between_slices(text: str) -> list[wire.Collective]:
@@ -197,15 +193,11 @@ def between_slices(text: str) -> list[wire.Collective]:
 
 def main(options: Options) -> None:
     """Times or compiles, and writes the figures."""
-    check_counts(options, "rounds")
     if options.target is None:
         jax.config.update("jax_num_cpu_devices", 4)
         figures = measure(options)
     else:
-        accelerators.look_for_no_device()
-        hardware: Target = "h100" if options.target == "h100" else "v5e"
-        asked = accelerators.Options(target=hardware, target_config=options.target_config)
-        figures = compiled(options.target, options.size, accelerators.check(asked))
+        figures = compiled(options.target, options.size, options.target_config)
     record.write(options.json, options, figures)
     print(f"wrote {options.json}")
 

@@ -32,7 +32,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import tasks
-from benchmarks.counts import check_counts
 from benchmarks.kinds import AXIS, Kind, kinds
 from benchmarks.loops import Run, make_mesh
 from benchmarks.tasks import Task
@@ -65,7 +64,7 @@ class Options:
     workers: int = 2
     """Workers, a device each; on CPUs the devices are simulated."""
     kinds: tuple[str, ...] = ()
-    """What to time; all of it by default, but no bare optimizers beside a loss of pre-training."""
+    """What to time; all of it by default."""
     max_skipped: int | None = 10
     """As for `onebit_jax.train_step`: None leaves out the look at the gradients."""
     rounds: int = 5
@@ -138,34 +137,16 @@ def print_table(figures: dict[str, Any], elements: int, bandwidth: float) -> Non
         print(f"README's loop, 1-bit Adam: {ratio:.2f} times as long as dense Adam with pmean")
 
 
-def choose(names: tuple[str, ...], *, bare: bool = True) -> dict[str, Kind]:
-    """The kinds of these names, or all.
-
-    Args:
-      names: of kinds.
-      bare: whether kinds may leave out the loss.
-
-    Raises:
-      ValueError: for a name that no kind has, and for a bare optimizer where none may be.
-    """
-    known = {name: kind for name, kind in kinds().items() if bare or kind.loop != "bare"}
-    for name in names:
-        if name not in known:
-            raise ValueError(f"kinds={name!r} must be among {', '.join(map(repr, known))}.")
-    return {name: known[name] for name in names or known}
-
-
 def main(options: Options) -> None:
     """Runs the benchmark."""
-    check_counts(options, "rounds", "steps", "workers")
     # glibc reads them as a process begins.
     if options.keep_pages and os.environ.get("GLIBC_TUNABLES") != _KEPT_PAGES:
         os.environ["GLIBC_TUNABLES"] = _KEPT_PAGES
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.step", *sys.argv[1:]])
     jax.config.update("jax_num_cpu_devices", options.workers)
-    pretraining = options.loss == "pretraining"
+    known = kinds()
+    chosen = {name: known[name] for name in options.kinds or known}
     task = tasks.of_tree(options.tree, options.elements, options.loss, options.side)
-    chosen = choose(options.kinds, bare=not pretraining)
     elements = tasks.size(task.shapes)
     bandwidth = memory_bandwidth(make_mesh(options.workers))
     figures = measure(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,14 +132,8 @@ def of_tree(tree: Tree, elements: int, loss: Loss = "matmuls", side: int | None 
       side: rows and columns of square matrices, in place of `elements`.
 
     Raises:
-      ValueError: for `elements` that cannot be cut into matrices, a side that is not positive, and
-        for matrices to pre-train.
+      ValueError: for `elements` that cannot be cut into matrices.
     """
-    if loss == "pretraining" and tree == "matrices":
-        bert = ", ".join(name for name in get_args(Tree) if name != tree)
-        raise ValueError(f"tree={tree!r} has no loss of pre-training; give one of {bert}.")
-    if side is not None and side < 1:
-        raise ValueError(f"side={side} must be at least 1: the rows and columns of each matrix.")
     make = matmuls if loss == "matmuls" else trivial
     if tree == "matrices":
         square = jax.ShapeDtypeStruct((side, side), jnp.float32) if side else None

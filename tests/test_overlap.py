@@ -154,7 +154,7 @@ def test_buckets_leave_before_the_last_gradient_is_there(workers, name):
 
 
 def test_buckets_leave_one_after_the_other():
-    """As the program asks, which XLA for GPUs keeps to: benchmarks/schedules.py."""
+    """As the program asks, which XLA for GPUs keeps to (docs/how-it-works.md)."""
     text = _lowered(2**12, workers=4).as_text("hlo")
     bodies = hlo.Module(text).computations.values()
     [body] = [body for body in bodies if any(x.op == "all-to-all" for x in body.values())]

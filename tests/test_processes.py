@@ -55,7 +55,7 @@ def test_what_one_process_cannot_read_none_uses(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_fails_does_not_wait_for_one_whose_part_of_a_checkpoint_failed(tmp_path):
-    """Found by `benchmarks.soak`: the disk was full while a checkpoint was being written."""
+    """The disk was full while a checkpoint was being written."""
     address, begin = free_address(), time.monotonic()
     worker = "tests.checkpoint.failing_worker"
     commands = [[worker, address, str(rank), str(tmp_path / "run")] for rank in range(2)]

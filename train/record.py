@@ -1,4 +1,4 @@
-"""What every program writes beside its figures: machine, versions and the command."""
+"""What every program writes beside its figures: machine, versions, commit and command."""
 
 import dataclasses
 import datetime
@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -58,12 +59,25 @@ def where_and_when(record: Mapping[str, Any]) -> str:
     )
 
 
+def commit() -> str:
+    """The commit of this code, with "-dirty" if tracked files differ; "unknown" without git."""
+    describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            describe, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
 def context(*packages: str) -> dict[str, Any]:
-    """Machine, versions and day of what is measured now."""
+    """Machine, versions, day and commit of what is measured now."""
     return {
         "machine": machine(),
         "versions": versions(*packages),
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
     }
 
 

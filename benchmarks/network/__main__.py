@@ -2,7 +2,6 @@
 
     python -m benchmarks.network
     python -m benchmarks.network --hosts 2 --bandwidths 1gbit --kinds "Adam, float32" "1-bit Adam"
-    python -m benchmarks.network --redraw --calibration runs/benchmarks/step.json
 
 The hosts are made on one machine, from network namespaces: this needs Linux, root and iproute2
 (`apt-get install iproute2`). Each host runs one process, which has one device and updates the
@@ -25,14 +24,11 @@ bandwidth, and nothing of it is kept until its next, so that there may be many k
 or hangs is reported, and left out from there on.
 
 Bytes are those that the hosts' network interfaces count, a step and a host: all of them, and
-without headers. Beside them stands what `onebit_jax.wire` reads from the compiled program. With a
-record of `benchmarks.step` with as many workers, what `onebit_jax.plan` predicts stands beside the
-times; what the hosts' sockets cost is taken from the dense step without a limit, and nothing else.
+without headers. Beside them stands what `onebit_jax.wire` reads from the compiled program.
 """
 
+import contextlib
 import dataclasses
-import importlib.util
-import json
 import math
 import pathlib
 import signal
@@ -54,6 +50,8 @@ _MODULES = {
     **dict.fromkeys(jax_kinds.KINDS, jax_kinds.__name__),
     **dict.fromkeys(torch_kinds.KINDS, torch_kinds.__name__),
 }
+# Seconds after which no further step of a kind is made at one bandwidth; one is, always.
+_BUDGET = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,74 +64,24 @@ class Options:
     """Of each host, each way: a number of mbit or gbit, or "unshaped"."""
     kinds: tuple[str, ...] = tuple(_MODULES)
     """What to time; all of it by default. The others are compared with the first."""
-    elements: int | None = None
-    """Elements of a single matrix to update in place of BERT-Base; a power of two."""
     shape: tuple[int, int] | None = None
     """Rows and columns of 16 matrices to update in place of BERT-Base."""
     rounds: int = 3
     """How often the kinds take turns."""
     steps: int = 2
     """Steps in a turn at one bandwidth, at most."""
-    budget: float = 30.0
-    """Seconds after which no further step of a kind is made at one bandwidth; one is, always."""
     limit: float = 300.0
     """Seconds after which a kind is given up whose step has not ended, or its compilation."""
     json: pathlib.Path = pathlib.Path("runs/benchmarks/network.json")
-    """File to write the figures to."""
-    plot: pathlib.Path | None = None
-    """File to draw them into; by default beside the JSON, as PNG."""
-    redraw: bool = False
-    """Only print and draw the figures that --json holds again."""
-    calibration: tuple[pathlib.Path, ...] = ()
-    """Records of `benchmarks.step`, one for each of --hosts: adds the plan's predictions."""
-
-
-def check(options: Options) -> None:
-    """Refuses options that mean nothing.
-
-    Raises:
-      ValueError: for the first of them.
-    """
-    for kind in options.kinds:
-        if kind not in _MODULES:
-            raise ValueError(f"kinds={kind!r} must be among {', '.join(map(repr, _MODULES))}.")
-    for bandwidth in options.bandwidths:
-        bits_per_second(bandwidth)
-    for count in options.hosts:
-        if not 2 <= count <= 200:
-            raise ValueError(f"hosts={count} must be from 2 to 200: write --hosts 2 4.")
-    for field in ("hosts", "bandwidths", "kinds"):
-        values = getattr(options, field)
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{field}={values!r} must hold something, and nothing twice.")
-    if options.elements is not None and options.elements < 1:
-        raise ValueError(f"elements={options.elements} must be a power of two, such as {2**26}.")
-    if options.shape is not None and (options.elements is not None or min(options.shape) < 1):
-        raise ValueError(
-            f"shape={options.shape!r} must be rows and columns, both at least 1, and given without "
-            f"elements: write --shape 6713 1024."
-        )
-    for field in ("rounds", "steps", "budget", "limit"):
-        value = getattr(options, field)
-        if not 0 < value < math.inf:
-            raise ValueError(f"{field}={value!r} must be above 0: leave it out for the default.")
-    if options.calibration and len(options.calibration) != len(options.hosts):
-        raise ValueError(
-            f"calibration={options.calibration!r} must have one file for each of "
-            f"hosts={options.hosts!r}: write --hosts 2 --calibration FILE."
-        )
-    for path in options.calibration:
-        report.read_calibration(path)
-
-
-def not_installed(kind: str) -> list[str]:
-    """The packages that a kind needs and that are not there."""
-    needs = torch_kinds.KINDS[kind].needs if kind in torch_kinds.KINDS else ()
-    return [package for package in needs if importlib.util.find_spec(package) is None]
+    """File to write the figures to; a picture goes beside it."""
 
 
 class Hosts:
-    """The hosts of one network with their processes, which are started when first needed."""
+    """The hosts of one network with their processes, which are started when first needed.
+
+    Its methods raise a HostError where a host fails or does not answer; the kind's processes are
+    ended then.
+    """
 
     def __init__(self, network: Network, shapes: list[tuple[int, ...]], limit: float):
         self._network, self._shapes, self._limit = network, shapes, limit
@@ -141,11 +89,7 @@ class Hosts:
         self._port = 29500
 
     def prepare(self, kind: str) -> int | None:
-        """Gets a kind ready to be timed; the bytes that its program says it sends.
-
-        Raises:
-          HostError: a host failed or did not answer; the kind's processes are ended.
-        """
+        """Gets a kind ready to be timed; the bytes that its program says it sends."""
         # What is not timed need not be slow.
         self._network.shape(UNSHAPED)
         module = _MODULES[kind]
@@ -154,9 +98,9 @@ class Hosts:
             self._running[module] = Processes(
                 self._network, module, self._port, self._shapes, self._limit
             )
-        wire = self._ask(kind, "prepare", kind)[0]
+        wire = self.ask(kind, "prepare", kind)[0]
         # Asked for itself, as Gloo does not wait long for a host that still compiles.
-        self._ask(kind, "warm_up")
+        self.ask(kind, "warm_up")
         return wire
 
     def steps(self, kind: str, bandwidth: str, most: int, budget: float) -> dict[str, Any]:
@@ -170,34 +114,24 @@ class Hosts:
 
         Returns:
           Seconds of each step, and bytes and packets that a host sent in all of them.
-
-        Raises:
-          HostError: a host failed or did not answer; the kind's processes are ended.
         """
         self._network.shape(bandwidth)
-        before = self._ask(kind, "sent")
+        before = self.ask(kind, "sent")
         seconds: list[float] = []
         while len(seconds) < most:
             # The step has ended when the last host's has.
-            seconds.append(max(self._ask(kind, "step")))
+            seconds.append(max(self.ask(kind, "step")))
             if sum(seconds) + seconds[-1] > budget:
                 break
         counts = [
             [now - then for now, then in zip(*host, strict=True)]
-            for host in zip(self._ask(kind, "sent"), before, strict=True)
+            for host in zip(self.ask(kind, "sent"), before, strict=True)
         ]
         sent, packets = (statistics.mean(count) for count in zip(*counts, strict=True))
         return {"seconds": seconds, "sent": sent, "packets": packets}
 
-    def release(self, kind: str) -> None:
-        """Frees what `prepare` made.
-
-        Raises:
-          HostError: a host failed or did not answer; the kind's processes are ended.
-        """
-        self._ask(kind, "release")
-
-    def _ask(self, kind: str, *request: Any) -> list[Any]:
+    def ask(self, kind: str, *request: Any) -> list[Any]:
+        """Asks the kind's processes; their answers, in order."""
         try:
             return self._running[_MODULES[kind]].ask(*request)
         except HostError:
@@ -210,9 +144,7 @@ class Hosts:
             processes.close()
 
 
-def measure(
-    hosts: Hosts, kinds: list[str], options: Options
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+def measure(hosts: Hosts, options: Options) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """All kinds at all bandwidths; the kinds take turns.
 
     Returns:
@@ -225,7 +157,7 @@ def measure(
     figures: dict[str, dict[str, Any]] = {name: {} for name in bandwidths}
     failed: dict[str, str] = {}
     for turn in range(options.rounds):
-        for kind in kinds:
+        for kind in options.kinds:
             if kind in failed:
                 continue
             print(f"turn {turn + 1} of {options.rounds}: {kind}", file=sys.stderr)
@@ -235,12 +167,12 @@ def measure(
                 for bandwidth in bandwidths:
                     where = bandwidth
                     before = figures[bandwidth].get(kind)
-                    left = options.budget - (sum(before["seconds"]) if before else 0.0)
+                    left = _BUDGET - (sum(before["seconds"]) if before else 0.0)
                     if before and min(before["seconds"]) > left:
                         continue
                     steps = hosts.steps(kind, bandwidth, options.steps, left)
                     figures[bandwidth][kind] = joined(before, steps) | {"wire_bytes": wire}
-                hosts.release(kind)
+                hosts.ask(kind, "release")
             except HostError as failure:
                 failed[kind] = f"{where}: {failure}"
     return figures, failed
@@ -252,62 +184,42 @@ def joined(before: dict[str, Any] | None, steps: dict[str, Any]) -> dict[str, An
 
 
 def main(options: Options) -> None:
-    """Runs the benchmark."""
-    check(options)
-    if options.redraw:
-        _report(json.loads(options.json.read_text(encoding="utf-8")), options)
-        return
-    if options.shape is not None:
-        tree = [jax.ShapeDtypeStruct(options.shape, jnp.float32)] * tasks.MATRICES
-    elif options.elements is None:
-        tree = tasks.of_tree("bert-base", elements=0).shapes
-    else:
-        tree = tasks.matrices(options.elements)
-    shapes = [x.shape for x in jax.tree.leaves(tree)]
-    elements = tasks.size(tree)
+    """Runs the benchmark.
+
+    Raises:
+      ValueError: for a kind or a bandwidth that is none, before anything is timed.
+    """
+    if unknown := set(options.kinds) - _MODULES.keys():
+        raise ValueError(f"kinds={unknown} must be among {', '.join(map(repr, _MODULES))}.")
+    for bandwidth in options.bandwidths:
+        bits_per_second(bandwidth)
     if reason := why_unavailable():
         raise SystemExit(reason)
     # A run that is ended must take its hosts with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
-    left_out = {kind: missing for kind in options.kinds if (missing := not_installed(kind))}
-    for kind, missing in left_out.items():
-        print(f"{kind}: not timed, {' and '.join(missing)} not installed")
-    kinds = [kind for kind in options.kinds if kind not in left_out]
+    tree = tasks.of_tree("bert-base", elements=0).shapes
+    if options.shape is not None:
+        tree = [jax.ShapeDtypeStruct(options.shape, jnp.float32)] * tasks.MATRICES
+    shapes = [x.shape for x in jax.tree.leaves(tree)]
     tables: list[dict[str, Any]] = []
     given_up: dict[int, dict[str, str]] = {}
-    written = {
-        "elements": elements,
-        "not_installed": left_out,
-        "given_up": given_up,
-        "tables": tables,
-    }
+    figures = {"elements": tasks.size(tree), "given_up": given_up, "tables": tables}
     for count in options.hosts:
-        with network(count) as made:
-            hosts = Hosts(made, shapes, options.limit)
-            try:
-                figures, failed = measure(hosts, kinds, options)
-            finally:
-                hosts.close()
-        for bandwidth, figure in figures.items():
-            tables.append({"hosts": count, "bandwidth": bandwidth, "kinds": figure})
-        given_up[count] = failed
+        with (
+            network(count) as made,
+            contextlib.closing(Hosts(made, shapes, options.limit)) as hosts,
+        ):
+            measured, given_up[count] = measure(hosts, options)
+        for bandwidth, kinds in measured.items():
+            tables.append({"hosts": count, "bandwidth": bandwidth, "kinds": kinds})
         # Written as soon as it is there: those with more hosts may take hours.
-        record.write(options.json, options, written, "torch", "deepspeed")
-    _report({**record.context("torch", "deepspeed"), "figures": written}, options)
-    print(f"wrote {options.json}")
-
-
-def _report(written: dict[str, Any], options: Options) -> None:
-    figures = written["figures"]
-    calibrations = dict(
-        zip(options.hosts, map(report.read_calibration, options.calibration), strict=False)
-    )
-    report.print_tables(figures, options.kinds[0], calibrations)
-    picture = options.plot or options.json.with_suffix(".png")
+        record.write(options.json, options, figures, "torch", "deepspeed")
+    report.print_tables(figures, options.kinds[0])
+    picture = options.json.with_suffix(".png")
     what = f"A step of {figures['elements']:,} parameters on hosts of a limited bandwidth"
-    plot.draw(figures["tables"], f"{what}\n{record.where_and_when(written)}", picture)
-    print(f"drew {picture}")
+    plot.draw(tables, f"{what}\n{record.where_and_when(record.context())}", picture)
+    print(f"wrote {options.json} and {picture}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -49,24 +47,14 @@ def payload_bytes(sent_bytes: float, sent_packets: float) -> float:
 
 
 def why_unavailable() -> str | None:
-    """What keeps this machine from making hosts and how to mend it; None if nothing does."""
-    if sys.platform != "linux":
-        return f"Network namespaces need Linux, but this is {sys.platform}: run it in a Linux VM."
-    missing = [command for command in ("ip", "tc", "unshare") if shutil.which(command) is None]
-    if missing:
-        return (
-            f"Not found: {', '.join(missing)}. Install iproute2 and util-linux: "
-            "apt-get install iproute2 util-linux."
-        )
-    if os.geteuid() != 0:
-        return "Network namespaces need root: use sudo, or a container with --privileged."
+    """What keeps this machine from making hosts; None if nothing does."""
     try:
         with network(2) as hosts:
             hosts.shape("1gbit")
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         return (
-            f"The kernel does not allow it. {error} In a container, start it with --privileged; "
-            "otherwise load the modules bridge, veth and sch_tbf."
+            f"Network namespaces need Linux, root, iproute2, util-linux and, in a container, "
+            f"--privileged: {error}"
         )
     return None
 
@@ -106,18 +94,6 @@ class Network:
                 _call(*qdisc, "replace", "dev", device, "root", "tbf", *limits)
         self._bandwidth = bandwidth
 
-    def shaped(self) -> bool:
-        """Whether the kernel limits what the hosts send."""
-        return all(
-            "tbf" in _call("tc", "-n", host.namespace, "qdisc", "show", "dev", "eth0")
-            for host in self.hosts
-        )
-
-    def plug(self, rank: int, *, out: bool = False) -> None:
-        """Plugs a host's cable into the switch, or pulls it out."""
-        state = "down" if out else "up"
-        _call("ip", "-n", self._switch, "link", "set", f"port{rank}", state)
-
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[Network]:
@@ -152,8 +128,7 @@ def network(count: int) -> Iterator[Network]:
         yield Network(hosts, switch)
 
 
-def _call(*command: str) -> str:
+def _call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout

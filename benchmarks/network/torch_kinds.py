@@ -27,35 +27,15 @@ class Kind(NamedTuple):
     """One line of the table.
 
     Attributes:
-      needs: what must be installed.
       make: from a worker to a function that makes one step and returns seconds.
       warmup: steps until every later one is like the others.
     """
 
-    needs: tuple[str, ...]
     make: Callable[["Worker"], Callable[[], float]]
     warmup: int = 1
 
 
-def joined(place: Place) -> Any:
-    """PyTorch, once this process and those on the other hosts are a group."""
-    torch: Any = importlib.import_module("torch")
-    importlib.import_module("torch.nn.parallel")
-    address, port = place.meeting_point
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address}:{port}",
-        rank=place.rank,
-        world_size=place.hosts,
-        timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
-    )
-    # The hosts share the cores, and threads that wait for one another would keep them busy.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.hosts))
-    return torch
-
-
-def hooks(name: str) -> Any:
-    """A module of DDP's hooks."""
+def _hooks(name: str) -> Any:
     return importlib.import_module(f"torch.distributed.algorithms.ddp_comm_hooks.{name}")
 
 
@@ -63,7 +43,18 @@ class Worker:
     """Times the kinds on one host, together with those on the others."""
 
     def __init__(self, place: Place):
-        self.torch, self.hosts = joined(place), place.hosts
+        self.torch: Any = importlib.import_module("torch")
+        self.hosts = place.hosts
+        address, port = place.meeting_point
+        self.torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}:{port}",
+            rank=place.rank,
+            world_size=place.hosts,
+            timeout=datetime.timedelta(hours=1),  # the parent's limit is the one that counts
+        )
+        # The hosts share the cores, and threads that wait for one another would keep them busy.
+        self.torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.hosts))
         rng = np.random.default_rng(place.rank)
         self.grads = [
             self.torch.from_numpy(np.float32(1e-3) * rng.standard_normal(shape, np.float32))
@@ -139,16 +130,8 @@ def _ddp(worker: Worker, hook: Callable[[Any, Any], Any], state: Any) -> Callabl
     return step
 
 
-def _plain(worker: Worker) -> Callable[[], float]:
-    return _ddp(worker, hooks("default_hooks").allreduce_hook, None)
-
-
-def _float16(worker: Worker) -> Callable[[], float]:
-    return _ddp(worker, hooks("default_hooks").fp16_compress_hook, None)
-
-
 def _power_sgd(worker: Worker) -> Callable[[], float]:
-    power_sgd = hooks("powerSGD_hook")
+    power_sgd = _hooks("powerSGD_hook")
     state = power_sgd.PowerSGDState(
         None, matrix_approximation_rank=_POWER_SGD_RANK, start_powerSGD_iter=2
     )
@@ -202,9 +185,9 @@ def _numpy_as_cupy() -> types.ModuleType:
 
 
 KINDS = {
-    "DDP, float32": Kind(("torch",), _plain),
-    "DDP, float16": Kind(("torch",), _float16),
+    "DDP, float32": Kind(lambda x: _ddp(x, _hooks("default_hooks").allreduce_hook, None)),
+    "DDP, float16": Kind(lambda x: _ddp(x, _hooks("default_hooks").fp16_compress_hook, None)),
     # Its first two steps are dense, the third makes its matrices.
-    f"DDP, PowerSGD of rank {_POWER_SGD_RANK}": Kind(("torch",), _power_sgd, warmup=4),
-    "DeepSpeed, exchange alone": Kind(("torch", "deepspeed"), _deepspeed),
+    f"DDP, PowerSGD of rank {_POWER_SGD_RANK}": Kind(_power_sgd, warmup=4),
+    "DeepSpeed, exchange alone": Kind(_deepspeed),
 }

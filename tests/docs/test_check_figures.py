@@ -1,6 +1,8 @@
 """The check of figures against their JSON: what agrees passes, what does not is named."""
 
+import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -140,3 +142,10 @@ def test_the_pages_agree_with_their_records():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text()
         assert text.count("<!-- figures:") == len(list(check_figures.find_tables(text))), page
+
+
+def test_every_record_says_its_commit():
+    records = list((ROOT / "docs" / "figures").rglob("*.json"))
+    assert records
+    for path in records:
+        assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", json.loads(path.read_text())["commit"]), path

@@ -1,1 +1,0 @@
-"""A training under faults for a chosen time: see `__main__`."""

@@ -1,1 +1,0 @@
-"""Times training steps of `train` beside the same models in PyTorch."""
