@@ -150,7 +150,9 @@ def _view(axes: MeshAxes, state: dict[str, Any]) -> str:
                 f"workers, as from jax.pmap or onebit_jax.sharding.worker_copies: give all of what "
                 f"the step returned."
             )
-    return "stacked" if jnp.ndim(found[0].unfit.value) > 1 else "copies"
+    # Beside a split model a copy has an axis of shards, which pmap cannot have.
+    stacked = not axes.fast_names and jnp.ndim(found[0].unfit.value) > 1
+    return "stacked" if stacked else "copies"
 
 
 def _on_fast(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
