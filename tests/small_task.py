@@ -69,7 +69,7 @@ def dense(axis_name: str | tuple[str, str] = "data"):
 
 def start(
     tx, mesh: Any = MESH, params=None, loss_fn=loss_fn, **options
-) -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
+) -> tuple[Any, tuple[Any, Any]]:
     """A step, and the parameters and state to begin with."""
     params = make_params() if params is None else params
     step = onebit_jax.train_step(loss_fn, tx, mesh, **options)
@@ -77,7 +77,7 @@ def start(
 
 
 @functools.cache
-def onebit_start() -> tuple[onebit_jax.TrainStep, tuple[Any, Any]]:
+def onebit_start() -> tuple[Any, tuple[Any, Any]]:
     """The step of 1-bit Adam that most tests share, compiled once, and its state on the host."""
     step, state = start(onebit(), loss_fn=loss_and_metrics)
     return step, jax.device_get(state)
