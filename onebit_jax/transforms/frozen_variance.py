@@ -41,7 +41,7 @@ class Momentum(NamedTuple):
         values, worker = self.m_then_compensated.value, self.exchange.worker.value
         if axes.local is not None and not axes.single_node:
             index = lax.axis_index(axes.local)
-            values = jax.tree.map(lambda x: x[:, index], values)
+            values = jax.tree.map(lambda x: x[:, index] if x.size else x, values)
         return self.exchange._replace(worker=PerWorker(worker._replace(values=values)))
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
@@ -138,7 +138,7 @@ class FrozenVariance(Algorithm):
         if exchange.layout.shards > 1:
             index = lax.axis_index(exchange.axes.local)
             held = momentum.m_then_compensated.value
-            values = jax.tree.map(lambda x, y: x.at[:, index].set(y), held, values)
+            values = jax.tree.map(lambda x, y: x.at[:, index].set(y) if x.size else x, held, values)
         return Momentum(PerWorker(values), received, self._without_values(state))
 
     @staticmethod
