@@ -236,7 +236,7 @@ def _program(
         rows = is_own or view != "mesh"
         x = x[0] if rows else x
         first = names_in(spec[int(rows)]) if len(spec) > rows else ()
-        if first == axes.fast_names and x.shape[:1] == (1,):
+        if axes.fast_names and first == axes.fast_names and x.shape[:1] == (1,):
             x = x[0]
         return x[None] if is_own and view != "stacked" else x
 
