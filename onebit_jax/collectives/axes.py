@@ -150,7 +150,7 @@ def _bound_size(axis_name: Any, name: str) -> int:
         # Without axis_name jax.pmap binds one that begins so.
         bound = [x for x in manual if not x.startswith("_")]
         raise ValueError(
-            f"axis_name={axis_name!r}: no axis {name!r} is bound here, but {bound or 'none'}. Call "
+            f"axis_name={axis_name!r}: no axis {name!r} is bound here; bound are {bound}. Call "
             f"init and update inside jax.shard_map over a mesh with such an axis, or inside "
             f"jax.pmap or jax.vmap with axis_name={name!r}; outside of them use onebit_jax.init "
             f"and onebit_jax.train_step. In a jitted step whose gradients XLA averages by itself "

@@ -33,7 +33,7 @@ from onebit_jax.collectives.axes import (
 )
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla import overwrite_if, restore_unless
-from onebit_jax.markers import PerWorker, outermost
+from onebit_jax.markers import PerWorker, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
@@ -291,6 +291,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 f"A checkpoint that was read without its target gives lists and dicts: restore it "
                 f"into a state that init made."
             )
+        own(state.progress.unfit)  # checks that the state is in the worker view
         if algorithm.needs_params and params is None:
             raise ValueError(
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
