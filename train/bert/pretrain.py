@@ -1,4 +1,4 @@
-"""Pre-trains BERT with optimizers of `train.optimizers`, and compares them.
+"""Pre-trains BERT with optimizers of `train.registry`, and compares them.
 
     python -m train.bert.pretrain                              # the main job, in runs/bert-tiny
     python -m train.bert.pretrain --size mini --corpus TEXTS --vocab-size 8192 --steps 2000

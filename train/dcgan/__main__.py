@@ -1,4 +1,4 @@
-"""Trains a DCGAN on CIFAR-10 with optimizers of `train.optimizers`, and compares them.
+"""Trains a DCGAN on CIFAR-10 with optimizers of `train.registry`, and compares them.
 
     python -m train.dcgan --data CIFAR10        # 2,000 steps, in runs/dcgan-small
     python -m train.dcgan --data CIFAR10 --size large --steps 20000 --warmup 4000

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained BERT on tasks of GLUE with optimizers of `train.optimizers`.
+"""Fine-tunes a pretrained BERT on tasks of GLUE with optimizers of `train.registry`.
 
     python -m train.glue --weights bert-base-uncased --data glue --tasks mrpc cola --seeds 0 1 2
     python -m train.glue --weights W --data GLUE --optimizers adam onebit_adam birder --tasks sst-2

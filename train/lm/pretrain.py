@@ -1,4 +1,4 @@
-"""Pre-trains a language model with optimizers of `train.optimizers`, and compares them.
+"""Pre-trains a language model with optimizers of `train.registry`, and compares them.
 
     python -m train.lm.pretrain                                # the main job, in runs/lm-nano
     python -m train.lm.pretrain --size micro --corpus TEXTS --steps 5000 --warmup 750

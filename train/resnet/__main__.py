@@ -1,4 +1,4 @@
-"""Trains a residual network on CIFAR-10 with optimizers of `train.optimizers`, and compares them.
+"""Trains a residual network on CIFAR-10 with optimizers of `train.registry`, and compares them.
 
     python -m train.resnet --data CIFAR10        # ResNet-20, 10 epochs, in runs/resnet-20
     python -m train.resnet --data CIFAR10 --optimizers sgd --learning-rate 0.1 --weight-decay 5e-4

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained BERT on SQuAD 1.1 with optimizers of `train.optimizers`.
+"""Fine-tunes a pretrained BERT on SQuAD 1.1 with optimizers of `train.registry`.
 
     python -m train.squad --weights bert-base-uncased --data squad
     python -m train.squad --weights W --data SQUAD --optimizers adam onebit_adam --seeds 0 1 2
