@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import jax
 import numpy as np
@@ -270,11 +270,6 @@ def or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def or_infinite(value: float | None) -> float:
-    """A loss of a record, infinite where the training diverged."""
-    return math.inf if value is None or math.isnan(value) else value
-
-
 class Comparison:
     """The trainings of a comparison; those that its folder has are not made again.
 
@@ -326,7 +321,8 @@ class Comparison:
         folder = one.folder / name
         new, start = not (folder / "result.json").exists(), time.perf_counter()
         result = self._trainer(name, config).run(one, self._tasks[seed], self._stop)
-        loss = or_infinite(result[self._judged_by])
+        loss = result[self._judged_by]
+        loss = math.inf if loss is None or math.isnan(loss) else loss
         if new and jax.process_index() == 0:
             # Many trainings are made, of which none goes on.
             shutil.rmtree(folder / "checkpoints")
@@ -335,12 +331,6 @@ class Comparison:
             made = f"{name}, {config.steps} steps, learning rate {rate:g}, seed {seed}"
             print(f"{made}: {found} in {took:.0f} s", flush=True)
         return loss, folder
-
-
-def _run_of(folder: pathlib.Path) -> Run:
-    run = read_run(folder)
-    assert run is not None
-    return run
 
 
 def _curve(found: dict[str, Any], run: Run) -> Curve:
@@ -372,7 +362,7 @@ def train(config: Config, runs: Runs[Config], mesh: AnyMesh, stop: StopRequest) 
     trained = [comparison.train(name) for name in config.optimizers]
     if not first:
         return
-    finished = [_run_of(folder) for _, folder in trained]
+    finished = [cast(Run, read_run(folder)) for _, folder in trained]
     curves = [_curve(found, run) for (found, _), run in zip(trained, finished, strict=True)]
     figures = [
         dataclasses.asdict(curve)

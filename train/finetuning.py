@@ -36,7 +36,6 @@ def identity(pretrained: Pretrained, files: Iterable[pathlib.Path]) -> dict[str,
     tensors = map(np.asarray, jax.tree.leaves(pretrained.params))
     return {
         "weights_digest": digest.of_arrays(*tensors),
-        "model_digest": digest.of_json(dataclasses.asdict(pretrained.config)),
         "vocabulary_digest": digest.of_json(pretrained.tokenizer.vocabulary),
         "data_digest": digest.of_files(files),
     }

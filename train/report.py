@@ -279,17 +279,16 @@ def read_run(folder: pathlib.Path) -> Run | None:
     """
     if not (folder / "result.json").exists():
         return None
-    texts = [
-        path.read_text(encoding="utf-8")
-        for path in (folder.parent / "config.json", folder / "result.json")
-    ]
-    log = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    config = folder.parent / "config.json"
+    result, log = ((folder / name).read_text() for name in ("result.json", "metrics.jsonl"))
     try:
-        config, result, *rows = map(json.loads, [*texts, *log])
+        found, *rows = map(json.loads, [result, *log.splitlines()])
+        # The trainings of a comparison share one, elsewhere.
+        options = json.loads(config.read_text()) if config.exists() else {}
     except ValueError as error:
         raise ValueError(f"a file of {folder} is damaged: {error}; put back a copy") from error
     # Of a run that goes on with more steps the log is ahead of the result.
-    return Run(folder, config, result, [row for row in rows if row["step"] <= result["steps"]])
+    return Run(folder, options, found, [row for row in rows if row["step"] <= found["steps"]])
 
 
 def loss_metric(key: str) -> Metric:
