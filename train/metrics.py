@@ -1,5 +1,6 @@
 """What a run reports while it trains: bar, `metrics.jsonl` and `diagnosis.jsonl`."""
 
+import functools
 import json
 import math
 import pathlib
@@ -11,7 +12,6 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-import optax
 from tqdm import tqdm
 
 from onebit_jax.transforms.algorithm import PHASES, Phase
@@ -39,27 +39,20 @@ class StepBar(tqdm):
             desc=name, total=steps, initial=done, unit=" steps", dynamic_ncols=True, **options
         )
 
-    def compiling(self, phase: Phase | None) -> None:
-        """Says so at once: the step of a large model compiles for a minute."""
-        self.set_postfix_str(f"compiling the step{f' of phase {phase}' if phase else ''}")
+    def compiling(self) -> None:
+        """Says so at once: the step of a large model compiles for a minute, in each phase."""
+        self.set_postfix_str("compiling a step")
 
 
-def announced(
-    tx: optax.GradientTransformation, announce: Callable[[Phase | None], None]
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that says for which phase it is traced, before a step of it is compiled.
+def announced(loss_fn: Callable[..., Any], announce: Callable[[], object]) -> Callable[..., Any]:
+    """The same loss, which announces that it is traced: a step of it is compiled then."""
 
-    Args:
-        tx: the optimizer.
-        announce: told the phase; None for a program that has all of them.
-    """
-    extended = optax.with_extra_args_support(tx)
+    @functools.wraps(loss_fn)
+    def loss(*args: Any, **named: Any) -> Any:
+        announce()
+        return loss_fn(*args, **named)
 
-    def update(updates: Any, state: Any, params: Any = None, *, phase: Any = None, **extra: Any):
-        announce(phase)
-        return extended.update(updates, state, params, phase=phase, **extra)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return loss
 
 
 class MetricsLog:

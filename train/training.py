@@ -143,22 +143,22 @@ class Trainer:
                 )
             )(peak=config.learning_rate)
         self._collectives: dict[Phase, list[wire.Collective]] = {}
-        self._compiling: Callable[[Phase | None], None] = lambda phase: None
+        self._compiling: Callable[[], object] = lambda: None
         make_step = functools.partial(
             onebit_jax.train_step,
-            task.loss_fn,
+            announced(task.loss_fn, lambda: self._compiling()),
+            tx=self.optimizer,
             **self._split,
             accumulation=config.accumulation,
             max_grad_norm=config.max_grad_norm,
             max_skipped=None if any_rate else config.max_skipped,
         )
-        announcing = announced(self.optimizer, lambda phase: self._compiling(phase))
-        self.step = self._counted = make_step(announcing, mesh)
+        self.step = self._counted = make_step(mesh=mesh)
         self._counted_mesh = self._devices
         if isinstance(mesh, AbstractMesh):
             # Simulated workers send nothing: what they would is read from a program for CPUs.
             self._counted_mesh = _mesh_of_cpus(mesh)
-            self._counted = make_step(self.optimizer, self._counted_mesh)
+            self._counted = make_step(mesh=self._counted_mesh)
 
     def start(self, task: Task, learning_rate: float) -> State:
         """The state before the first step."""
