@@ -22,7 +22,7 @@ from onebit_jax.states.placement import (
     to_worker_rows,
     worker_parameters,
 )
-from onebit_jax.states.specs import explicit_part
+from onebit_jax.states.specs import MeshAxes, explicit_part
 from onebit_jax.training import gradients
 from onebit_jax.training.gradients import LossAndGradients, LossFn, Metrics
 from onebit_jax.transforms.algorithm import OUTLOOK, Phase, has_progress, states_of
@@ -78,7 +78,7 @@ def whole_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     axes = setup.workers.axes.slow_names
     own = worker_parameters(given.opt_state, given.params)
     computed = _gradients(setup, given._replace(params=own), lax.axis_index(axes))
-    return _update(setup, given, computed, phase, _axes(setup), {})
+    return _update(setup, given, computed, phase, workers_axes(setup.workers.axes), {})
 
 
 def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
@@ -127,7 +127,7 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
         state = to_worker_rows(placed, opt_state)
         model_state, extra_args, skips = same
         local = Arguments(params, state, model_state, (), None, extra_args, skips)
-        made = _update(setup, local, computed, phase, _axes(setup), told)
+        made = _update(setup, local, computed, phase, workers_axes(axes), told)
         return made._replace(opt_state=from_worker_rows(placed, made.opt_state))
 
     of_computed = jax.tree.map(lambda _: P(axes.slow), computed)._replace(grads=of_rows)
@@ -138,8 +138,9 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     return update(given.params, given.opt_state, computed, same)
 
 
-def _axes(setup: Setup) -> Axes:
-    names = setup.workers.axes.slow_names
+def workers_axes(axes: MeshAxes) -> Axes:
+    """The axes that workers lie along, where they are bound; those of a single device are none."""
+    names = tuple(x for x in axes.slow_names if axes.mesh.shape[x] > 1) or axes.slow_names[:1]
     return bound_axes(names[0] if len(names) == 1 else names)
 
 
