@@ -303,7 +303,7 @@ def test_too_many_in_a_row_stop_the_run_and_say_whose_and_good_batches_go_on(mak
         assert error.tensor == "['layer']['bias']"
         assert_equal(state, before)
     # One call tells of the last steps of a run.
-    with pytest.raises(onebit_jax.NonFiniteError, match="4 steps in a row"):
+    with pytest.raises(onebit_jax.NonFiniteError, match="2 steps in a row"):
         state, _ = calls(step, state, *[bad] * 2)
         step.skips.check(state[0], max_skipped=2)
 

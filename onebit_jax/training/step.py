@@ -1,6 +1,7 @@
 """A training step of all workers: gradients, the update, and its metrics."""
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -266,6 +267,8 @@ def mean_over_workers(tree: Any, names: tuple[str, ...]) -> Any:
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floats))
     flat, unravel = ravel_pytree([leaves[i].astype(dtype) for i in floats])
-    for i, mean in zip(floats, unravel(lax.pmean(flat, names)), strict=True):
+    # The sum of the largest numbers, such as those of a mask in a model's state, is infinite.
+    scale = 2.0 ** math.ceil(math.log2(lax.axis_size(names)))
+    for i, mean in zip(floats, unravel(scale * lax.pmean(flat / scale, names)), strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return structure.unflatten(leaves)
