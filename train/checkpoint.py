@@ -1,8 +1,6 @@
 """Checkpoints of a training run: parameters, optimizer state, progress and place in the data."""
 
 import dataclasses
-import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +9,7 @@ import jax
 import optax
 
 from onebit_jax.checkpoint import Checkpoints
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.algorithm import Phase
 from train.stream import Arrays
 
 KEPT = 2
@@ -63,13 +61,7 @@ def restore(
     Raises:
         ValueError: the checkpoint is of another run.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            restored = checkpoints.restore(*state[:2], tx=tx, model_state=state.model_state)
-        finally:
-            for warning in caught:
-                print(f"warning: {warning.message}", file=sys.stderr)
+    restored = checkpoints.restore(*state[:2], tx=tx, model_state=state.model_state)
     if restored.extra is None:
         return Progress(), state
     batches.set_state(restored.extra["batches"])

@@ -29,7 +29,7 @@ from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextCon
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
 from train.lm.tokenizer import BYTES
-from train.optimizers import OPTIMIZERS
+from train.registry import REGISTRY
 from train.program import Program, Runs
 from train.report import Run, read_run, sequences
 from train.stop import StopRequest
@@ -146,7 +146,7 @@ class Config(TextConfig):
         if self.learning_rates:
             return list(self.learning_rates)
         middle = (self.sweep - 1) // 2
-        return [OPTIMIZERS[name].learning_rate * 2.0 ** (i - middle) for i in range(self.sweep)]
+        return [REGISTRY[name].learning_rate * 2.0 ** (i - middle) for i in range(self.sweep)]
 
 
 def make_task(config: Config) -> Task:
@@ -179,7 +179,7 @@ class Comparison:
             What a `Curve` has of it, and the folder of the training with the first seed.
         """
         config, seeds = self._config, self._config.seeds
-        swept, shorter = OPTIMIZERS[name].rate_of or name, config.of_sweep()
+        swept, shorter = REGISTRY[name].rate_of or name, config.of_sweep()
         rates = config.first_rates(swept)
         tried = {}
         # A single one that is not to be widened is the best without a sweep.

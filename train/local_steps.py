@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from onebit_jax.markers import nodes_with
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.algorithm import PHASES, Phase, code, sync_of
 
 _LOCAL = PHASES.index("local")
 
@@ -24,10 +24,20 @@ def are_apart(opt_state: Any) -> bool:
     return any(int(node.progress.phase) == _LOCAL for node in nodes)
 
 
+def last_phase(opt_state: Any) -> Phase | None:
+    """The phase of a run's last step: workers meet in it if it would be local; None for its own."""
+    for node in nodes_with("synced_parameters", opt_state):
+        if int(node.progress.upcoming[0]) == code("local"):
+            return sync_of(int(getattr(node, "fragment", 0)))
+    return None
+
+
 @jax.jit
-def synced(params: Any, opt_state: Any) -> Any:
+def shared(params: Any, opt_state: Any) -> Any:
     """The parameters that all workers share."""
-    return nodes_with("synced_parameters", opt_state)[0].synced_parameters(params)
+    for node in nodes_with("synced_parameters", opt_state):
+        params = node.synced_parameters(params)
+    return params
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -16,20 +16,12 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 from tqdm import tqdm
 
-import onebit_jax
-from onebit_jax.transforms.phases import PHASES, Phase
+from onebit_jax.transforms.algorithm import PHASES, Phase
+from onebit_jax.watching.diagnosis import Diagnosis
 from train.checkpoint import Progress
 from train.config import RunConfig
-from train.optimizers import OPTIMIZERS
+from train.registry import REGISTRY
 
-_STEPS: dict[Phase | None, str] = {
-    "warmup": "warm-up step",
-    "compression": "compressed step",
-    "local": "local step",
-    "sync": "step that synchronises",
-    "refresh": "step that refreshes the variance",
-    None: "step",
-}
 _messages: Any = event_pb2
 
 
@@ -50,42 +42,25 @@ class StepBar(tqdm):
 
     def compiling(self, phase: Phase | None) -> None:
         """Says so at once: the step of a large model compiles for a minute."""
-        self.set_postfix_str(f"compiling the {_STEPS[phase]}")
+        self.set_postfix_str(f"compiling the step{f' of phase {phase}' if phase else ''}")
 
 
 def announced(
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    announce: Callable[[Phase | None], None],
-) -> tuple[Callable[..., Any], optax.GradientTransformationExtraArgs]:
-    """A loss and an optimizer that say for which phase a training step of them is compiled.
+    tx: optax.GradientTransformation, announce: Callable[[Phase | None], None]
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that says for which phase it is traced, before a step of it is compiled.
 
     Args:
-        loss_fn: as for `onebit_jax.train_step`.
         tx: the optimizer.
-        announce: told the phase, when the step has been traced and compiling follows; None for
-            an optimizer that has none, or a step that has them all.
-
-    Returns:
-        The loss and the optimizer to make the step of. They compute what the given ones do.
+        announce: told the phase; None for a program that has all of them.
     """
     extended = optax.with_extra_args_support(tx)
-    loss_traced = False
-
-    def loss(*args: Any, **named: Any) -> Any:
-        nonlocal loss_traced
-        loss_traced = True
-        return loss_fn(*args, **named)
 
     def update(updates: Any, state: Any, params: Any = None, *, phase: Any = None, **extra: Any):
-        nonlocal loss_traced
-        # A step's checks trace the optimizer too, without a loss, and for any phase.
-        if loss_traced:
-            announce(phase)
-            loss_traced = False
+        announce(phase)
         return extended.update(updates, state, params, phase=phase, **extra)
 
-    return loss, optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 class Events:
@@ -123,15 +98,21 @@ class MetricsLog:
         config: the run.
         progress: where the run goes on from.
         bytes_sent: what a worker sends in a step of a phase.
+        dense: what it would send in a step at full precision.
     """
 
     def __init__(
-        self, name: str, config: RunConfig, progress: Progress, bytes_sent: Callable[[Phase], int]
+        self,
+        name: str,
+        config: RunConfig,
+        progress: Progress,
+        bytes_sent: Callable[[Phase], int],
+        dense: float,
     ):
         self.progress = progress
         self._name = name
         self._config = config
-        self._bytes_sent = bytes_sent
+        self._bytes_sent, self._dense = bytes_sent, dense
         # Of all steps at once: computed in each, they would wait for the step that is running.
         self._learning_rates = np.asarray(config.learning_rate_schedule()(np.arange(config.steps)))
         self._begin = time.perf_counter() - progress.seconds
@@ -178,7 +159,7 @@ class MetricsLog:
         reported = [key for key in values if key.rpartition("/")[2] == "phase"]
         index = max(values.pop(key) for key in reported)
         # Where the very first step was skipped no update has a phase yet.
-        phase = PHASES[index] if index >= 0 else OPTIMIZERS[self._name].first_phase
+        phase = PHASES[index] if index >= 0 else REGISTRY[self._name].first_phase
         sent, phases = self._bytes_sent(phase), self.progress.phases
         self.progress = Progress(
             step=step + 1,
@@ -188,14 +169,19 @@ class MetricsLog:
             phases={**phases, phase: phases.get(phase, 0) + 1},
         )
         if self._writes:
-            shown = f"loss {values['loss']:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step"
+            rate, saved = self._learning_rates[step].item(), self._saved()
+            shown = f"loss {values['loss']:.3f}, {phase}, lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
             if self.progress.step % self._config.log_every == 0:
-                self._write(values | {"phase": phase, "lr": self._learning_rates[step].item()})
+                self._write(values | {"phase": phase, "lr": rate, "bytes_saved": saved})
         return self.progress
 
-    def diagnosed(self, diagnosis: onebit_jax.Diagnosis) -> None:
+    def _saved(self) -> int:
+        """Bytes that a worker has sent less than it would at full precision."""
+        return round(self._dense * self.progress.step) - self.progress.bytes_sent
+
+    def diagnosed(self, diagnosis: Diagnosis) -> None:
         """Logs what was found after the last step that landed, and says what is wrong."""
         if not self._writes:
             return

@@ -20,7 +20,7 @@ import tyro
 
 from train import record
 from train.config import in_steps
-from train.optimizers import OPTIMIZERS
+from train.registry import REGISTRY
 from train.pictures import LossCurve, draw_losses, draw_spread, window
 
 Config = dict[str, Any]
@@ -59,7 +59,7 @@ class Run(NamedTuple):
     @property
     def label(self) -> str:
         """The optimizer's name for readers."""
-        return OPTIMIZERS[self.name].label
+        return REGISTRY[self.name].label
 
     def column(self, key: str) -> np.ndarray:
         """One of the metrics at every logged step: float64, NaN where it was not finite."""
@@ -162,7 +162,7 @@ class Wording(NamedTuple):
         runs = [
             run
             for path in sorted([*folder.glob("config.json"), *folder.glob("*/config.json")])
-            for name in OPTIMIZERS
+            for name in REGISTRY
             if (run := read_run(path.parent / name))
         ]
         if not runs:
@@ -171,7 +171,7 @@ class Wording(NamedTuple):
             self.write_files(run)
         # By section, and within one by optimizer: the runs with all seeds.
         sections: dict[str, dict[str, list[Run]]] = {}
-        for run in sorted(runs, key=lambda run: list(OPTIMIZERS).index(run.name)):
+        for run in sorted(runs, key=lambda run: list(REGISTRY).index(run.name)):
             section = self.section(run.config) if self.section else ""
             sections.setdefault(section, {}).setdefault(run.name, []).append(run)
         first = runs[0]
@@ -244,7 +244,7 @@ class Wording(NamedTuple):
                 runs = list(itertools.chain(*by_name.values()))
                 units[section], metric = next(iter(self.metrics(runs[0]).items()))
                 values[section] = {
-                    OPTIMIZERS[name].label: [metric.of(run) for run in own]
+                    REGISTRY[name].label: [metric.of(run) for run in own]
                     for name, own in by_name.items()
                 }
             draw_spread(values, f"{title}\n{where}", units, path)
@@ -323,7 +323,7 @@ def _warmup_bits(run: Run) -> int:
 
 def _warmup_end(run: Run) -> str:
     frozen_at, warmup = run.result["frozen_at"], run.config["warmup"]
-    if not OPTIMIZERS[run.name].warms_up:
+    if not REGISTRY[run.name].warms_up:
         return "-"
     if frozen_at < 0:
         return "not yet"

@@ -20,10 +20,6 @@ class Stopped(Exception):  # noqa: N818 - it is no error
         self.signal = number
 
 
-class GaveUp(Exception):  # noqa: N818 - as Stopped
-    """A run stopped by itself, since gradients or losses were not finite; its text says where."""
-
-
 class StopRequest:
     """Notes SIGTERM and Ctrl-C while it is entered; a second one interrupts at once.
 

@@ -223,7 +223,7 @@ class OnebitAdam(FrozenVariance):
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
         m_i = self.momentum_of(m, exchange.node_mean(update.grads))
-        momentum, m, unfit = self.compressed(exchange, state.momentum, m_i)
+        momentum, m, unfit = self.compressed(exchange, state, update.grads, m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
         if not self.bias_correction:
@@ -409,6 +409,8 @@ def onebit_adam(
 
     as if all ``k`` updates had had this gradient, so v averages over as many updates as Adam's. An
     inactive element with a gradient becomes active: :math:`v = g^2`, and its momentum starts at 0.
+    It waits for the next refresh, by default at most 1/16 of the number of updates made; without
+    refreshes its gradients are ignored for good, and :func:`onebit_jax.diagnose` warns of it.
 
     The extra argument ``phase`` of ``update``, ``"warmup"``, ``"compression"`` or ``"refresh"``,
     compiles that phase alone. A phase from the other side of the freeze is refused: updates are 0,

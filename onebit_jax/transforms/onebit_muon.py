@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Specs, bound_axes, own_shards, whole_tensors
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms.algorithm import Task, in_float32, usual_promotion
+from onebit_jax.transforms.algorithm import Task, in_float32, notice_unmoved, usual_promotion
 from onebit_jax.transforms.compressed_mean import compressed_mean
 
 # Residuals are stale gradients, which orthogonalization makes as large as fresh ones.
@@ -225,7 +225,8 @@ def onebit_muon(
             optax.scale_by_adam(b1, b2, nesterov=nesterov),
             optax.scale_by_learning_rate(adam_learning_rate or 0.0),
         )
-        return optax.partition({"muon": in_float32(muon), "adam": in_float32(adam)}, labels)
+        parts = {"muon": in_float32(muon), "adam": in_float32(adam)}
+        return optax.chain(optax.partition(parts, labels), notice_unmoved())
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tx = made(updates if params is None else params)

@@ -1,28 +1,39 @@
-"""Residual networks for images of 32 x 32 in Flax NNX, and their loss.
+"""Trains a residual network on CIFAR-10 with optimizers of `train.registry`, and compares them.
+
+    python -m train.resnet --data CIFAR10        # ResNet-20, 10 epochs, in runs/resnet-20
+    python -m train.resnet --data CIFAR10 --optimizers sgd --learning-rate 0.1 --weight-decay 5e-4
+    python -m train.resnet --data CIFAR10 --size 18 --bfloat16 --steps 19500 --warmup 1270
+    python -m train.resnet --help
+
+The same command again goes on where it stopped. Of several processes, each runs the command with a
+`--coordinator`, `--processes` and its own `--process-id`.
 
 ResNet-20 is the CIFAR form of He et al. (arXiv 1512.03385, section 4.2): three stages of 16, 32 and
 64 channels, and shortcuts without parameters. ResNet-18 and ResNet-50 are those for ImageNet but
 for the stem: one 3 x 3 convolution that keeps the size, in place of a 7 x 7 one and a pooling that
 would leave 8 x 8. Parameters and batch-norm statistics are float32, and travel as plain nested
-dicts of arrays, as Optax and onebit_jax expect them:
-
-    config = ResNetConfig.of_size("20")
-    params, statistics = init_params(config, seed=0), init_statistics(config)
-    loss, metrics, statistics = classification_loss(config)(params, batch, statistics)
+dicts of arrays, as Optax and onebit_jax expect them.
 """
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
 from train import models
-from train.images import CLASSES
+from train.config import Count, OptimizerNames
+from train.images import CLASSES, ImageConfig, cropped_images, image_task, wording
 from train.models import Batch, Params, StatefulLoss, StatefulLosses, Statistics
+from train.program import Program
+from train.report import Metric, loss_metric
+from train.training import Task
 
 # Of CIFAR-10's training images: red, green, blue, from 0 to 1.
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -182,3 +193,89 @@ def classification_loss(config: ResNetConfig) -> StatefulLoss:
         return losses.mean(), {"accuracy": right.mean()}, model_state
 
     return loss_fn
+
+
+def judge(config: ResNetConfig) -> Callable[..., dict[str, float]]:
+    """The function `(params, batches, model_state)` that says how a model does; compiled once.
+
+    It gives the mean loss in nats, the share that is right, and how many images there were, given
+    the batches of `train.stream.in_order` and the batch norms' statistics.
+    """
+
+    @jax.jit
+    def sums(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, ...]:
+        logits, _ = apply(config, params, statistics, batch["image"], train=False)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        right, counts = logits.argmax(-1) == batch["label"], batch["counts"]
+        return jnp.where(counts, losses, 0).sum(), (right & counts).sum(), counts.sum()
+
+    def judged(params: Any, batches: Iterable[Any], model_state: Any) -> dict[str, float]:
+        of_batches = [jax.device_get(sums(params, model_state, batch)) for batch in batches]
+        loss, right, count = np.asarray(of_batches, np.float64).sum(0)
+        return {
+            "heldout_loss": float(loss / count),
+            "heldout_accuracy": float(right / count),
+            "heldout_images": int(count),
+        }
+
+    return judged
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ImageConfig):
+    """Trains a residual network on CIFAR-10 with each of several optimizers, from one seed.
+
+    All see the same batches. The same command again goes on where it stopped. At the end
+    `report.md` and `loss.png` in the output folder compare the optimizers on the test images.
+
+    Attributes:
+        size: Layers: ResNet-20 in its CIFAR form, ResNet-18 or ResNet-50 with a stem for small
+            images.
+        steps: Optimizer steps; 391 of batches of 128 are an epoch.
+    """
+
+    MODEL: ClassVar[str] = "resnet"
+
+    size: Literal["20", "18", "50"] = "20"
+    optimizers: OptimizerNames = ("adam", "onebit_adam", "compressed_mean_adam")
+    steps: Count = 3910
+    schedule_warmup: int | float = 100
+    warmup: int | float | Literal["auto"] = 254
+    checkpoint_every: Count = 391
+
+
+def make_task(config: Config) -> Task:
+    """The training that options ask for.
+
+    Raises:
+        ValueError: a file of images is missing or unfit.
+    """
+    model = ResNetConfig.of_size(config.size, **config.precision)
+    return image_task(
+        config,
+        cropped_images,
+        init=functools.partial(init_params, model, config.seed),
+        loss_fn=classification_loss(model),
+        judge=judge(model),
+        init_model_state=functools.partial(init_statistics, model),
+    )
+
+
+WORDING = wording(
+    "train.resnet",
+    title=lambda config: f"ResNet-{config['size']}",
+    heldout_loss="heldout_loss",
+    metrics=lambda _: {
+        "held-out accuracy": Metric(
+            lambda run: 100 * run.result["heldout_accuracy"],
+            "{:.2f} %",
+            lambda own, first: f"{own - first:+.2f} points",
+        ),
+        "held-out loss, nats": loss_metric("heldout_loss"),
+    },
+)
+PROGRAM = Program(WORDING.program, Config, make_task, WORDING.write)
+main = PROGRAM.main
+
+if __name__ == "__main__":
+    sys.exit(main())
