@@ -78,6 +78,25 @@ class Batches:
         self.at = at
 
 
+def test_the_diff_of_the_readme_trains_on_both_sides():
+    readme = (ROOT / "README.md").read_text()
+    [diff] = re.findall(r"^```diff\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert len(diff.splitlines()) <= 12
+
+    def train_step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = names["tx"].update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    for sign in "-+":
+        lines = [x[1:] for x in diff.splitlines() if x[0] in (" ", sign)]
+        names = {"jax": jax, "optax": optax, "onebit_jax": onebit_jax, "loss_fn": loss_fn}
+        names |= {"params": make_params(), "batches": make_batches(1) * 4, "schedule": 1e-2}
+        names |= {"train_step": train_step}
+        exec("\n".join(lines), names)
+        assert names["metrics"]["loss"] < loss_fn(make_params(), names["batch"])
+
+
 def test_the_default_spelled_out_is_the_default():
     [code] = blocks("how-to-choose.md")
     tx = execute(code, onebit_jax=onebit_jax)["tx"]
