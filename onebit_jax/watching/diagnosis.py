@@ -73,7 +73,7 @@ def diagnose(
     compared, since it is stored where residuals will be: if a copy of it is wrong, so are the
     parameters after the next step.
 
-    docs/watching.md has the figures, their healthy ranges, and where these come from.
+    docs/checkpoints.md has the figures, their healthy ranges, and where these come from.
 
     Args:
       params: the parameters, as the last step returned them; also with an axis of workers, as a
