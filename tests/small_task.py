@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.markers import is_per_worker
+from onebit_jax.training.train_step import TrainStep
 from tests.optimizers import FROZEN, LEARNING_RATE, WARMUP
 from tests.workers import PAIR, make_mesh
 
@@ -69,7 +70,7 @@ def dense(axis_name: str | tuple[str, str] = "data"):
 
 def start(
     tx, mesh: Any = MESH, params=None, loss_fn=loss_fn, **options
-) -> tuple[Any, tuple[Any, Any]]:
+) -> tuple[TrainStep, tuple[Any, Any]]:
     """A step, and the parameters and state to begin with."""
     params = make_params() if params is None else params
     step = onebit_jax.train_step(loss_fn, tx, mesh, **options)
@@ -77,7 +78,7 @@ def start(
 
 
 @functools.cache
-def onebit_start() -> tuple[Any, tuple[Any, Any]]:
+def onebit_start() -> tuple[TrainStep, tuple[Any, Any]]:
     """The step of 1-bit Adam that most tests share, compiled once, and its state on the host."""
     step, state = start(onebit(), loss_fn=loss_and_metrics)
     return step, jax.device_get(state)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
+from onebit_jax.programs.over_workers import on_one_worker
 from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
 from onebit_jax.sharding.worker_step_check import check_replicas_of_step
 
@@ -30,7 +31,8 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
       axis_name: the slow axis, or the pair of slow axes, that workers lie along.
 
     Returns:
-      A step of the same form, to be jitted. Its state comes from :func:`worker_copies`, and every
+      A step of the same form, to be jitted. In ``train_step`` one slow axis is bound, so that a loss
+      may have collectives over it. Its state comes from :func:`worker_copies`, and every
       leaf has a first axis of workers. Each worker gets its share of the batch's first axis; float
       metrics are means over the workers, others the first worker's.
 
@@ -42,7 +44,7 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
     See :func:`onebit_jax.sharding.on_mesh` for an example.
     """
     validation.check_mesh(mesh)
-    axes = MeshAxes(mesh, axis_name)
+    axes, one_workers = MeshAxes(mesh, axis_name), on_one_worker()(train_step)
 
     def of_first(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -62,10 +64,12 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
         shares = jax.tree.map(lambda x: worker_shares(axes, x), batch)
 
         def of_worker(state: State, share: Any) -> tuple[State, Any]:
-            check_replicas_of_step(train_step, axes.slow_names, state, share)
-            return train_step(state, share)
+            check_replicas_of_step(one_workers, axes, state, share)
+            return one_workers(state, share)
 
-        mapped = jax.vmap(of_worker, spmd_axis_name=axes.spmd_axis_name)
+        # vmap binds one axis.
+        name: Any = axes.slow if isinstance(axes.slow, str) else None
+        mapped = jax.vmap(of_worker, axis_name=name, spmd_axis_name=axes.spmd_axis_name)
         state, metrics = mapped(state, shares)
         return state, jax.tree.map(of_first, metrics)
 
