@@ -9,7 +9,7 @@ training loss at its best learning rate of one sweep.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
