@@ -1,5 +1,8 @@
 # Everything these targets need they install into .venv; each is safe to repeat.
-PYTHON ?= python3
+# The newest that is found, pyenv's too: JAX's newest version needs Python 3.12.
+PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
+  for p in python$$v $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$v*/bin/python; do \
+  $$p -c 'import venv' 2>/dev/null && echo $$p && exit; done; done; echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
@@ -16,6 +19,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	@$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0] + ",", "JAX", jax.__version__)'
 	touch $@
 
 # Apart, since only this target needs Sphinx.

@@ -81,9 +81,11 @@ class Hierarchy:
     """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
 
     def __init__(self, size, nodes, per_node, one_stage=None, shape=None):
-        self.nodes, self.per_node, self.one_stage = nodes, per_node, one_stage
-        self.chunk = chunk_size(shape or (size,), nodes * per_node)
-        self.shards = chunk_bounds(size, per_node, nodes * self.chunk)
+        self.nodes, self.per_node = nodes, per_node
+        self.one_stage = nodes <= 2 if one_stage is None else one_stage
+        chunks = 1 if self.one_stage else nodes
+        self.chunk = chunk_size(shape or (size,), chunks * per_node)
+        self.shards = chunk_bounds(size, per_node, chunks * self.chunk)
         self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
 
     def all_reduce(self, z, live=None, kind="rms"):
@@ -353,11 +355,11 @@ def binarize(z, uniform):
 class Birder(Tensor):
     """Birder."""
 
-    def __init__(self, p, workers, lr, b, weight_decay=0.0, requantize=True, amsgrad=False):
+    def __init__(self, p, workers, lr, b, weight_decay=0.0):
         super().__init__(p, workers, lr, weight_decay)
         self.m, self.a = (np.zeros((workers, self.p.size), np.float32) for _ in range(2))
         self.live = np.zeros(self.p.size, bool)
-        self.b, self.requantize, self.amsgrad = b, requantize, amsgrad
+        self.b = b
 
     def update(self, gradients, own_uniforms, server_uniforms):
         """Makes one update from the workers' own gradients and everybody's random numbers."""
@@ -366,12 +368,9 @@ class Birder(Tensor):
         if self.count == 0:
             self.live = seen
         self.m = self.b * self.m + (1 - self.b) * g
-        a = self.b * self.a + (1 - self.b) * np.abs(g)
-        self.a = np.maximum(self.a, a) if self.amsgrad else a
+        self.a = self.b * self.a + (1 - self.b) * np.abs(g)
         z = np.where(self.a > 0, self.m / np.where(self.a > 0, self.a, 1), 0)
-        u = np.mean(binarize(z, own_uniforms), axis=0)
-        if self.requantize:
-            u = binarize(u, server_uniforms)
+        u = binarize(np.mean(binarize(z, own_uniforms), axis=0), server_uniforms)
         u = np.where(self.live, u, 0)
         self.live = seen
         return self.step(self.lr, u)

@@ -22,11 +22,12 @@ def test_parameters_residuals_phases_and_bytes_are_those_recorded(name, sizes, r
     expected = {k.removeprefix(prefix): x for k, x in recorded.items() if k.startswith(prefix)}
     found = tape.run(name, sizes)
     found |= tape.bytes_by_phase(name, sizes, found["phases"])
-    assert found.keys() >= expected.keys()
+    assert found.keys() == expected.keys()
     for key, x in expected.items():
         if key.startswith(("params", "carried")):
-            # Residuals of local steps are differences of parameters, which round at their own size.
-            allowed = 1e-6 * max(np.abs(x).max(initial=0), 1e-2)
+            # Momenta and residuals are sums of up to 40 gradients, whose last bits rounding decides.
+            least = 5.0 if key.startswith("carried") else 1e-2
+            allowed = 1e-6 * max(np.abs(x).max(initial=0), least)
             np.testing.assert_allclose(found[key], x, rtol=0, atol=allowed, err_msg=key)
         else:
             np.testing.assert_array_equal(found[key], x, err_msg=key)

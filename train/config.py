@@ -1,23 +1,20 @@
 """What all runs have: options, and their checks."""
 
 import dataclasses
-import inspect
 import json
 import math
 import pathlib
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import optax
-import typeguard
 import tyro
 
 from onebit_jax.transforms.onebit_adam import WARMUP
-from train.registry import EXCHANGE
-from train.optimizers import OPTIMIZERS
+from train.registry import EXCHANGE, REGISTRY
 
 # Options of one process or one start rather than of the run.
 _LOCAL = ("out", "coordinator", "process_id", "process_timeout")
@@ -48,12 +45,14 @@ def optional(range_: Range) -> Range:
     return Range(f"{range_.expected}, or None", lambda x: x is None or range_.holds(x))
 
 
+def each_once(expected: str, holds: Callable[[Any], bool]) -> Range:
+    """One or more values, none of them twice."""
+    return Range(expected, lambda x: 0 < len(x) == len(set(x)) and all(map(holds, x)))
+
+
 def names_of(known: Mapping[str, Any]) -> Range:
     """Some of the names that are known."""
-    return Range(
-        f"one or more, each once, of {', '.join(known)}",
-        lambda x: 0 < len(x) == len(set(x)) and known.keys() >= set(x),
-    )
+    return each_once(f"one or more, each once, of {', '.join(known)}", known.__contains__)
 
 
 _POSITIVE = Range("a finite number above 0", lambda x: 0 < x < math.inf)
@@ -68,8 +67,8 @@ Hidden = tyro.conf.Suppress
 # How the command line and others spell it.
 OptimizerNames = Annotated[
     tuple[str, ...],
-    names_of(OPTIMIZERS),
-    tyro.conf.arg(help=f"Optimizers, one after another, of {', '.join(OPTIMIZERS)}."),
+    names_of(REGISTRY),
+    tyro.conf.arg(help=f"Optimizers, one after another, of {', '.join(REGISTRY)}."),
 ]
 
 
@@ -124,9 +123,7 @@ class RunConfig:
             own.
         scale: What the scale of compressed signs is taken from; None: each optimizer's own.
         residual_dtype: Type of the residuals.
-        local_dtype: Type in which gradients travel within a node.
-        bucket_bytes: Size of the buckets that an exchange is cut into; None: one exchange.
-        form: Stages of the compressed exchange; auto: one for up to two workers or nodes, else two.
+        form: Shots of the compressed exchange; auto: one for up to two workers or nodes, else two.
         seeds: Seeds of all that is random: parameters, batches, dropout; a run for each.
         out: Output folder; without it, one in runs/, named after the model and its size.
         log_every: Steps between two lines of metrics.
@@ -136,8 +133,6 @@ class RunConfig:
         eval_batches: Held-out batches to evaluate on, at most.
         bfloat16: Computes in bfloat16; parameters, statistics and optimizer state stay float32.
         remat: Computes each block again for its gradients, which takes less memory and more time.
-        profile: Writes what JAX's profiler saw of a few steps of each phase, once it is compiled,
-            into the folder profile beside the optimizer's metrics.
         coordinator: For a run of several processes: HOST:PORT of process 0, or auto where JAX finds
             the cluster itself (Slurm, Open MPI 4, Kubernetes, Cloud TPU).
         processes: How many processes, with a coordinator HOST:PORT.
@@ -156,7 +151,6 @@ class RunConfig:
         "checkpoint_every",
         "diagnose_every",
         "eval_batches",
-        "profile",
     )
     OWN: ClassVar[tuple[str, ...]] = ("seeds",)
 
@@ -184,15 +178,10 @@ class RunConfig:
     variance_refreshes: int | None = None
     scale: Literal["rms", "mean_abs"] | None = None
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    local_dtype: Literal["float32", "bfloat16"] = "float32"
-    bucket_bytes: int | Literal["auto"] | None = "auto"
-    form: Literal["auto", "one-stage", "two-stage"] = "auto"
+    form: Literal["auto", "one-shot", "two-shot"] = "auto"
     seeds: Annotated[
         tuple[int, ...],
-        Range(
-            "whole numbers from 0 to 2**32 - 1, each once",
-            lambda x: 0 < len(x) == len(set(x)) and all(0 <= seed < 2**32 for seed in x),
-        ),
+        each_once("whole numbers from 0 to 2**32 - 1, each once", lambda x: 0 <= x < 2**32),
     ] = (0,)
     out: str | None = None
     log_every: Count = 1
@@ -201,9 +190,8 @@ class RunConfig:
     eval_batches: Count = 64
     bfloat16: bool = False
     remat: bool = False
-    profile: bool = False
     coordinator: str | None = None
-    processes: Annotated[int, Range("a whole number of at least 1", lambda x: x >= 1)] = 1
+    processes: int = 1
     process_id: int = 0
     process_timeout: Annotated[int, Range("at least 6 seconds", lambda x: x >= 6)] = 60
 
@@ -213,60 +201,12 @@ class RunConfig:
         Raises:
             ValueError: one is out of range, or the batch does not divide among the workers.
         """
-        self.check_processes()
-        self._check_ranges([field.name for field in dataclasses.fields(self)])
-        for requirement in self.requirements():
-            self._require(*requirement)
-        factors = {"workers": self.worker_count, "accumulation": self.accumulation}
-        factors |= {name: self.axes[name] for name in self.batch_axes if name not in self.slow_axes}
-        share = math.prod(factors.values())
-        if self.batch_size % share:
-            lower = self.batch_size - self.batch_size % share
-            raise ValueError(
-                f"--batch-size {self.batch_size}: not divisible by {' x '.join(factors)} = "
-                f"{' x '.join(map(str, factors.values()))}; take {lower or share} or "
-                f"{lower + share}"
-            )
-
-    def check_processes(self) -> None:
-        """Checks what must be right before the processes can meet.
-
-        Raises:
-            ValueError: an option is out of range.
-        """
-        self._check_types()
-        self._check_ranges(["processes", "process_timeout"])
-        alone = self.coordinator in (None, "auto")
-        host, _, port = (self.coordinator or "").rpartition(":")
-        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        self._require("coordinator", alone or is_address, "HOST:PORT of process 0, or auto")
-        expected = "1 without a --coordinator HOST:PORT"
-        self._require("processes", self.processes == 1 or not alone, expected)
-
-    def _check_types(self) -> None:
-        """What the command line gives has the declared types; options that a program makes may not.
-
-        Raises:
-            ValueError: one has not.
-        """
-        hints = typing.get_type_hints(type(self))
-        every = typeguard.CollectionCheckStrategy.ALL_ITEMS
-        for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            try:
-                typeguard.check_type(value, hint, collection_check_strategy=every)
-            except typeguard.TypeCheckError:
-                raise ValueError(
-                    f"{option_name(field.name)} {value!r}: expected "
-                    f"{inspect.formatannotation(hint)}, found {type(value).__name__}"
-                ) from None
-
-    def _check_ranges(self, options: Iterable[str]) -> None:
-        hints = typing.get_type_hints(type(self), include_extras=True)
-        for option in options:
-            for mark in getattr(hints[option], "__metadata__", ()):
+        for option, hint in typing.get_type_hints(type(self), include_extras=True).items():
+            for mark in getattr(hint, "__metadata__", ()):
                 if isinstance(mark, Range):
                     self._require(option, mark.holds(getattr(self, option)), mark.expected)
+        for requirement in self.requirements():
+            self._require(*requirement)
 
     def _require(self, option: str, holds: bool, expected: str) -> None:
         if not holds:
@@ -274,33 +214,30 @@ class RunConfig:
 
     def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """Options, whether each suits the others, and what it must be; a subclass adds its own."""
-        rises, steps, workers = self.schedule_warmup, self.steps, self.worker_count
-        suits = (isinstance(rises, int) and rises >= 0) or 0 <= rises < 1
-        suits = suits and self.schedule_warmup_steps < steps
-        expected = f"0 or more, and fewer than --steps {steps}; or a share of them, "
-        expected += "rounded to fewer than all"
-        yield "schedule_warmup", suits, expected
-        is_path = self.out is None or ("://" not in self.out and "\0" not in self.out)
-        yield "out", is_path, "the path of a folder; no URL, but a disk may be mounted at a path"
+        steps, workers, warmup = self.steps, self.worker_count, self.warmup_steps
+        alone = self.coordinator in (None, "auto")
+        yield "processes", self.processes == 1 or not alone, "1 without a --coordinator HOST:PORT"
+        rises = self.schedule_warmup >= 0 and self.schedule_warmup_steps < steps
+        yield "schedule_warmup", rises, f"0 or more, and fewer than --steps {steps}"
+        expected = "the path of a folder; no URL, but a disk may be mounted at a path"
+        yield "out", "://" not in (self.out or ""), expected
         yield "log_every", self.log_every <= steps, f"at most --steps {steps}"
-        expected = "a whole number of at least 1, a share of the steps below 1"
-        if self.warmup == "auto":
-            by_number = [x for x in self.optimizers if OPTIMIZERS[x].freezes_by_number]
-            yield "warmup", not by_number, f"{expected} with {', '.join(by_number)}"
-            warming = [x for x in self.optimizers if OPTIMIZERS[x].warms_up]
-            enough = f"{expected} with {', '.join(warming)} and --steps {steps}, since auto ends "
-            enough += f"no sooner than step {WARMUP.min_steps}"
-            yield "warmup", not warming or steps > WARMUP.min_steps, enough
+        by_number = [x for x in self.optimizers if REGISTRY[x].freezes_by_number]
+        expected = "a number of steps above 0, or a share of them below 1"
+        if warmup == "auto":
+            yield "warmup", not by_number, f"{expected}, with {', '.join(by_number)}"
+            warms_up = any(REGISTRY[x].warms_up for x in self.optimizers)
+            expected = f"{expected}, with fewer than {WARMUP.min_steps} steps"
+            yield "warmup", not warms_up or steps > WARMUP.min_steps, expected
         else:
-            suits = (isinstance(self.warmup, int) and 1 <= self.warmup <= MOST) or (
-                0 < self.warmup < 1
-            )
-            yield "warmup", suits, f"{expected}, or auto; below 2**31"
+            yield "warmup", float(self.warmup) > 0, f"{expected}, or auto"
         yield "nodes", workers % self.nodes == 0, f"a number that divides --workers {workers}"
-        expected = f"nothing, since none of {', '.join(self.optimizers)} has it"
+        parts = self.accumulation * math.prod(self.axes[name] for name in self.batch_axes)
+        expected = f"a multiple of {parts}, microbatches over all workers"
+        yield "batch_size", self.batch_size % parts == 0, expected
         for option in self.exchange():
-            having = any(option in OPTIMIZERS[name].options for name in self.optimizers)
-            yield option, having, expected
+            having = any(option in REGISTRY[name].options for name in self.optimizers)
+            yield option, having, f"nothing, since none of {', '.join(self.optimizers)} has it"
 
     def runs(self) -> list[Self]:
         """The runs that are asked for, each with one seed and an output folder of its own.

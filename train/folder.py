@@ -1,17 +1,40 @@
-"""Output folders: what may go on in one, and the `config.json` that remembers what began there."""
+"""Output folders: one run at a time in each, and the `config.json` that says which may go on."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from train.config import RunConfig, option_name, shared_options
-from train.optimizers import OPTIMIZERS
+from train.registry import REGISTRY
 
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
-_PROGRAM = "program"
+# Of several runs within a folder, the program that made them.
+_MAKER = "several_runs_of"
+
+
+@contextlib.contextmanager
+def locked(folder: pathlib.Path) -> Iterator[None]:
+    """Holds a folder until the block ends or the process does.
+
+    The lock is on an open file beside the folder, so that a killed run does not hold it.
+
+    Raises:
+        ValueError: another run holds the folder.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"--out {folder}: another run is training there; wait for it, or give another --out"
+            ) from error
+        yield
 
 
 def check_folder(
@@ -37,22 +60,14 @@ def check_folder(
             )
         return
     earlier = _read(path)
-    # What a run of an earlier version had no option for was as it is by default.
-    seeds = {"seeds": [earlier["seed"]]} if "seed" in earlier else {}
-    known = shared_options(type(config)()) | seeds | earlier
     free = _free(config) if free is None else free
-    for option, value in shared_options(config).items():
-        if option not in free and known.get(option) != value:
+    kept = {x: y for x, y in shared_options(config).items() if x not in free}
+    for name, value in (kept | dict(identity)).items():
+        if earlier.get(name) != value:
             raise ValueError(
-                f"--out {config.folder}: holds a run with {option_name(option)} "
-                f"{known.get(option)}, this one has {value}; give the same, or another --out"
-            )
-    for name, value in identity.items():
-        # Nor did an earlier version write down all that is now.
-        if earlier.get(name, value) != value:
-            raise ValueError(
-                f"--out {config.folder}: holds a run whose {name} is {earlier[name]!r}, "
-                f"here it is {value!r}; put back what the run began with, or give another --out"
+                f"--out {config.folder}: holds a run with "
+                f"{option_name(name) if hasattr(config, name) else name} {earlier.get(name)}, "
+                f"this one has {value}; give the same, or another --out"
             )
 
 
@@ -60,8 +75,8 @@ def _free(config: RunConfig) -> tuple[str, ...]:
     """Options that leave the trajectory alone."""
     shares = isinstance(config.schedule_warmup, float) or isinstance(config.warmup, float)
     # Those that the folder has would go on with the new number, too, once this start wrote it.
-    begun = (name for name in OPTIMIZERS if (config.folder / name).exists())
-    entries = [OPTIMIZERS[name] for name in (*config.optimizers, *begun)]
+    begun = (name for name in REGISTRY if (config.folder / name).exists())
+    entries = [REGISTRY[name] for name in (*config.optimizers, *begun)]
     # Workers that take local steps meet in the last one.
     follow = shares or any(entry.follows_steps or entry.local_steps for entry in entries)
     # Otherwise nothing depends on how many will follow.
@@ -84,27 +99,18 @@ def check_together(program: str, config: RunConfig, runs: Sequence[RunConfig]) -
     """
     if not _are_within(config, runs):
         return
-    folder, within = config.folder, {run.folder for run in runs}
-    path = folder / "config.json"
-    found = {x.parent for x in folder.glob("*/config.json")}
-    maker = _read(path).get(_PROGRAM) if path.exists() else None
-    if maker != program and (path.exists() or found):
-        what = f"runs of {maker}" if maker else "a single run, or runs of an earlier version"
-        raise ValueError(
-            f"--out {folder}: holds {what}, which no report may mix with those that are asked for; "
-            "give another --out"
-        )
     free = (*_free(config), *config.OWN)
-    if found - within:
+    found = {path.parent for path in config.folder.glob("*/config.json")}
+    if found - {run.folder for run in runs}:
         # Those that are not asked for again stay as they are, and as they were judged.
         free = tuple(option for option in free if option not in ("steps", "eval_batches"))
-    check_folder(config, free=free)
+    check_folder(config, {_MAKER: program}, free)
 
 
 def write_together(program: str, config: RunConfig, runs: Sequence[RunConfig]) -> None:
     """Writes the `config.json` that `check_together` reads."""
     if _are_within(config, runs):
-        write_config(config, {_PROGRAM: program})
+        write_config(config, {_MAKER: program})
 
 
 def _are_within(config: RunConfig, runs: Sequence[RunConfig]) -> bool:
@@ -115,15 +121,11 @@ def _are_within(config: RunConfig, runs: Sequence[RunConfig]) -> bool:
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """The options in a `config.json`; a `ValueError` where it is damaged."""
     try:
-        earlier = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        earlier = None
-    if not isinstance(earlier, dict):
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged: what decides the run cannot be read from it. Put back a copy, or "
-            "give another --out"
-        )
-    return earlier
+            f"{path} is damaged: {error}. Put back a copy, or give another --out"
+        ) from error
 
 
 def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:

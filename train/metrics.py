@@ -1,8 +1,10 @@
-"""What a run reports while it trains: bar, `metrics.jsonl`, `diagnosis.jsonl`, TensorBoard."""
+"""What a run reports while it trains: bar, `metrics.jsonl` and `diagnosis.jsonl`."""
 
+import functools
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,27 +12,16 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-import optax
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2
 from tqdm import tqdm
 
-import onebit_jax
-from onebit_jax.transforms.phases import PHASES, Phase
+from onebit_jax.transforms.algorithm import PHASES, Phase
+from onebit_jax.watching.diagnosis import Diagnosis
 from train.checkpoint import Progress
 from train.config import RunConfig
-from train.optimizers import OPTIMIZERS
+from train.registry import REGISTRY
 
-_STEPS: dict[Phase | None, str] = {
-    "warmup": "warm-up step",
-    "compression": "compressed step",
-    "local": "local step",
-    "sync": "step that synchronises",
-    "refresh": "step that refreshes the variance",
-    None: "step",
-}
-_messages: Any = event_pb2
+# A whole line of a file of JSON lines.
+_STEP = re.compile(r'\{"step": (\d+),.*\}\n')
 
 
 class StepBar(tqdm):
@@ -48,69 +39,20 @@ class StepBar(tqdm):
             desc=name, total=steps, initial=done, unit=" steps", dynamic_ncols=True, **options
         )
 
-    def compiling(self, phase: Phase | None) -> None:
-        """Says so at once: the step of a large model compiles for a minute."""
-        self.set_postfix_str(f"compiling the {_STEPS[phase]}")
+    def compiling(self) -> None:
+        """Says so at once: the step of a large model compiles for a minute, in each phase."""
+        self.set_postfix_str("compiling a step")
 
 
-def announced(
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    announce: Callable[[Phase | None], None],
-) -> tuple[Callable[..., Any], optax.GradientTransformationExtraArgs]:
-    """A loss and an optimizer that say for which phase a training step of them is compiled.
+def announced(loss_fn: Callable[..., Any], announce: Callable[[], object]) -> Callable[..., Any]:
+    """The same loss, which announces that it is traced: a step of it is compiled then."""
 
-    Args:
-        loss_fn: as for `onebit_jax.train_step`.
-        tx: the optimizer.
-        announce: told the phase, when the step has been traced and compiling follows; None for
-            an optimizer that has none, or a step that has them all.
-
-    Returns:
-        The loss and the optimizer to make the step of. They compute what the given ones do.
-    """
-    extended = optax.with_extra_args_support(tx)
-    loss_traced = False
-
+    @functools.wraps(loss_fn)
     def loss(*args: Any, **named: Any) -> Any:
-        nonlocal loss_traced
-        loss_traced = True
+        announce()
         return loss_fn(*args, **named)
 
-    def update(updates: Any, state: Any, params: Any = None, *, phase: Any = None, **extra: Any):
-        nonlocal loss_traced
-        # A step's checks trace the optimizer too, without a loss, and for any phase.
-        if loss_traced:
-            announce(phase)
-            loss_traced = False
-        return extended.update(updates, state, params, phase=phase, **extra)
-
-    return loss, optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-class Events:
-    """Scalars for TensorBoard: a file of events of its own in a folder.
-
-    They are written by the thread that logs them. tensorboardX's own `SummaryWriter` hands them to
-    a thread; where that one fails, as on a full disk, the next calls wait for it for ever.
-
-    Args:
-        folder: of the run.
-        first_step: what other files of the folder have from this step on is void.
-    """
-
-    def __init__(self, folder: pathlib.Path, first_step: int):
-        self._writer = EventsWriter(str(folder / "events"))
-        self.flush, self.close = self._writer.flush, self._writer.close
-        started = _messages.SessionLog(status=_messages.SessionLog.START)
-        self._writer.write_event(_messages.Event(step=first_step, session_log=started))
-
-    def add_scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Adds numbers, but those that are None; ``OSError`` if the file cannot be written."""
-        for name, value in values.items():
-            if value is not None:
-                event = {"wall_time": time.time(), "summary": summary.scalar(name, value)}
-                self._writer.write_event(_messages.Event(step=step, **event))
+    return loss
 
 
 class MetricsLog:
@@ -123,15 +65,21 @@ class MetricsLog:
         config: the run.
         progress: where the run goes on from.
         bytes_sent: what a worker sends in a step of a phase.
+        dense: what it would send in a step at full precision.
     """
 
     def __init__(
-        self, name: str, config: RunConfig, progress: Progress, bytes_sent: Callable[[Phase], int]
+        self,
+        name: str,
+        config: RunConfig,
+        progress: Progress,
+        bytes_sent: Callable[[Phase], int],
+        dense: float,
     ):
         self.progress = progress
         self._name = name
         self._config = config
-        self._bytes_sent = bytes_sent
+        self._bytes_sent, self._dense = bytes_sent, dense
         # Of all steps at once: computed in each, they would wait for the step that is running.
         self._learning_rates = np.asarray(config.learning_rate_schedule()(np.arange(config.steps)))
         self._begin = time.perf_counter() - progress.seconds
@@ -140,16 +88,9 @@ class MetricsLog:
         self._files: list[Any] = []
         if self._writes:
             folder = config.folder / name
-            self._lines, last = _open_truncated(folder / "metrics.jsonl", progress.step)
-            if progress.step - last >= config.log_every:
-                print(
-                    f"warning: {folder / 'metrics.jsonl'} has nothing of steps {last + 1} to "
-                    f"{progress.step}; the run goes on without them",
-                    file=sys.stderr,
-                )
-            self._diagnoses, _ = _open_truncated(folder / "diagnosis.jsonl", progress.step)
-            self._events = Events(folder, progress.step + 1)
-            self._files = [self._lines, self._diagnoses, self._events]
+            self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
+            self._diagnoses = _open_truncated(folder / "diagnosis.jsonl", progress.step)
+            self._files = [self._lines, self._diagnoses]
         self.bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
     def __enter__(self) -> "MetricsLog":
@@ -178,7 +119,7 @@ class MetricsLog:
         reported = [key for key in values if key.rpartition("/")[2] == "phase"]
         index = max(values.pop(key) for key in reported)
         # Where the very first step was skipped no update has a phase yet.
-        phase = PHASES[index] if index >= 0 else OPTIMIZERS[self._name].first_phase
+        phase = PHASES[index] if index >= 0 else REGISTRY[self._name].first_phase
         sent, phases = self._bytes_sent(phase), self.progress.phases
         self.progress = Progress(
             step=step + 1,
@@ -188,14 +129,21 @@ class MetricsLog:
             phases={**phases, phase: phases.get(phase, 0) + 1},
         )
         if self._writes:
-            shown = f"loss {values['loss']:.3f}, {phase}, {sent / 1e6:.3g} MB sent a step"
+            rate, saved = self._learning_rates[step].item(), self._saved()
+            shown = (
+                f"loss {values['loss']:.3f}, {phase}, lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
+            )
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
             if self.progress.step % self._config.log_every == 0:
-                self._write(values | {"phase": phase, "lr": self._learning_rates[step].item()})
+                self._write(values | {"phase": phase, "lr": rate, "bytes_saved": saved})
         return self.progress
 
-    def diagnosed(self, diagnosis: onebit_jax.Diagnosis) -> None:
+    def _saved(self) -> int:
+        """Bytes that a worker has sent less than it would at full precision."""
+        return round(self._dense * self.progress.step) - self.progress.bytes_sent
+
+    def diagnosed(self, diagnosis: Diagnosis) -> None:
         """Logs what was found after the last step that landed, and says what is wrong."""
         if not self._writes:
             return
@@ -209,7 +157,6 @@ class MetricsLog:
             "tensors_compared": len(diagnosis.compared),
         }
         self._diagnoses.write(json.dumps(row) + "\n")
-        self._events.add_scalars({f"diagnosis/{x}": value for x, value in figures.items()}, step)
 
     def flush(self) -> None:
         """Brings all that was logged to disk."""
@@ -223,18 +170,7 @@ class MetricsLog:
             "bytes_sent": self.progress.bytes_sent,
             "seconds": round(self.progress.seconds, 4),
         }
-        row = _without_nan({"step": step, **values, **made})
-        self._lines.write(json.dumps(row) + "\n")
-        self._events.add_scalars({x: row[x] for x in row if x not in ("step", "phase")}, step)
-
-
-def _step_of(line: str) -> int | None:
-    """The step of a line; None of one that is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
+        self._lines.write(json.dumps(_without_nan({"step": step, **values, **made})) + "\n")
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,18 +181,14 @@ def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open_truncated(path: pathlib.Path, step: int) -> tuple[TextIO, int]:
-    """Opens a file of JSON lines to append to, without those past `step`; with the last one's."""
+def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
+    """Opens a file of JSON lines, of which each begins with its step, to append after `step`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept, last = [], 0
+    kept = []
     if path.exists():
         # Only whole lines: a process that was killed may have left half a one.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        found = [(_step_of(line), line) for line in lines if line.endswith("\n")]
-        if torn := sum(own is None for own, _ in found):
-            print(f"warning: {torn} lines of {path} are damaged and left out", file=sys.stderr)
-        within = [(own, line) for own, line in found if own is not None and own <= step]
-        kept = [line for _, line in within]
-        last = max((own for own, _ in within), default=0)
+        found = [(_STEP.match(line), line) for line in lines]
+        kept = [line for match, line in found if match and int(match[1]) <= step]
     path.write_text("".join(kept), encoding="utf-8")
-    return path.open("a", buffering=1, encoding="utf-8"), last  # a line at a time
+    return path.open("a", buffering=1, encoding="utf-8")  # a line at a time

@@ -1,9 +1,8 @@
-"""What all programs are: from a command line to a report of the optimizers."""
+"""The course of every program: from a command line to a report of the optimizers."""
 
 import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import pathlib
@@ -20,10 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 import onebit_jax
 from onebit_jax.states.specs import MeshAxes, parameter_specs
 from train.config import RunConfig, option_name, shared_options
-from train.folder import check_folder, check_together, write_config, write_together
-from train.launch import agree, check_shared, join
-from train.lock import locked
-from train.stop import GaveUp, Stopped, StopRequest
+from train.folder import check_folder, check_together, locked, write_config, write_together
+from train.launch import Stopped, StopRequest, agree, check_shared, join
 from train.training import AnyMesh, Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -32,8 +29,7 @@ Runs = Sequence[tuple[AnyConfig, Task]]
 
 def train_all(config: RunConfig, runs: Runs[Any], mesh: AnyMesh, stop: StopRequest) -> None:
     """Trains with each optimizer of each run; runs that differ in their seeds share programs."""
-    # A profile begins where a program is compiled, so that runs with one share none.
-    alike = [x if x.profile else dataclasses.replace(x, seeds=(), out=None) for x, _ in runs]
+    alike = [dataclasses.replace(run, seeds=(), out=None) for run, _ in runs]
     left = collections.Counter(alike)
     trainers: dict[tuple[str, RunConfig], Trainer] = {}
     for (run, task), key in zip(runs, alike, strict=True):
@@ -77,23 +73,24 @@ class Program(Generic[AnyConfig]):
         # Orbax reports every step of a save through it, and what fails with a traceback, before it
         # is raised.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        tell = sys.unraisablehook
-        sys.unraisablehook = functools.partial(_tell_unless_late, tell)
         try:
             config = tyro.cli(self.config, args=arguments, prog=f"python -m {self.name}")
-            config.check_processes()
+            # Everything that can be wrong with the input is found out before anything is written.
+            config.check()
             self._run(config, join(config))
-        except tuple(_CODES) as error:
-            code, text = _outcome(error)
+        except Stopped as stopped:
+            print(f"{stopped}; the same command again goes on from there", file=sys.stderr)
+            return 128 + stopped.signal
+        except KeyboardInterrupt:
+            text = "interrupted; the same command again goes on from the last checkpoint"
             print(text, file=sys.stderr)
-            return code
-        finally:
-            sys.unraisablehook = tell
+            return 128 + signal.SIGINT
+        except tuple(_CODES) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return next(code for kind, code in _CODES.items() if isinstance(error, kind))
         return 0
 
     def _run(self, config: AnyConfig, processes: int) -> None:
-        # Everything that can be wrong with the input is found out before anything is written.
-        config.check()
         mesh = _make_mesh(config, processes)
         runs = [(run, self.make_task(run)) for run in config.runs()]
         for run, task in runs:
@@ -111,50 +108,17 @@ class Program(Generic[AnyConfig]):
             with StopRequest() as stop:
                 self.train(config, runs, mesh, stop)
             if first:
-                print(*self.checked_report(config.folder), sep="\n")
+                print(*self.report(config.folder), sep="\n")
         # At their exit the others would wait for the report for so long only as JAX's timeout says.
         multihost_utils.sync_global_devices("the report is written")
 
-    def checked_report(self, folder: pathlib.Path) -> tuple[str, pathlib.Path]:
-        """What `report` writes, its text and its picture's path; `ValueError` for bad results."""
-        try:
-            return self.report(folder)
-        except KeyError as error:
-            raise ValueError(
-                f"a result.json in {folder} is damaged: it has no {error}. Remove it, and the same "
-                f"command writes it anew"
-            ) from error
 
-
-# What a program ends with in a line, and its exit code.
 _CODES: dict[type[BaseException], int] = {
     ValueError: 2,
     OSError: 2,
-    GaveUp: 3,
+    onebit_jax.NonFiniteError: 3,
     onebit_jax.ReplicaDivergenceError: 1,
-    Stopped: 128,
-    KeyboardInterrupt: 128 + signal.SIGINT,
 }
-
-
-def _tell_unless_late(tell: Callable[[Any], object], unraisable: Any) -> None:
-    """Tells of an exception that nobody can catch, unless it is a write of a save that has failed.
-
-    Orbax then closes the event loop that its other writes, in threads of TensorStore's, still call.
-    """
-    if str(unraisable.exc_value) != "Event loop is closed":
-        tell(unraisable)
-
-
-def _outcome(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message that an exception ends the program with."""
-    if isinstance(error, Stopped):
-        return 128 + error.signal, f"{error}; the same command again goes on from there"
-    if isinstance(error, KeyboardInterrupt):
-        text = "interrupted; the same command again goes on from the last checkpoint"
-        return 128 + signal.SIGINT, text
-    code = next(code for kind, code in _CODES.items() if isinstance(error, kind))
-    return code, f"error: {error}"
 
 
 def _of_runs(runs: Runs[AnyConfig]) -> dict[str, str]:
@@ -176,11 +140,8 @@ def _check(config: RunConfig, task: Task, mesh: AnyMesh) -> None:
         parameter_specs(axes, task.param_specs, jax.eval_shape(task.init))
     for name in config.optimizers:
         make_optimizer(name, config, task.mask)
-    for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
-        try:
-            batches()
-        except ValueError as error:
-            raise ValueError(f"{part} data: {error}") from error
+    task.batches()
+    task.heldout_batches()
     check_folder(config, task.identity)
 
 
@@ -195,36 +156,27 @@ def _make_mesh(config: RunConfig, processes: int) -> AnyMesh:
     axes = config.axes
     count = math.prod(axes.values())
     rows = math.prod(axes[name] for name in config.batch_axes)
-    fast = len(axes) > len(config.slow_axes)
-    given = f"--workers {count}"
-    asked = f"{given}: a device each"
-    if fast:
-        asked = (
-            f"--mesh {','.join(f'{name}={size}' for name, size in axes.items())}: {count} devices"
-        )
-        given = f"{asked}, {rows} with rows of a batch of their own"
+    asked = f"{', '.join(f'{name} = {size}' for name, size in axes.items())}: a device each"
     if rows % processes:
         raise ValueError(
-            f"{given}: not divisible among {processes} processes; take a multiple of {processes}"
+            f"{asked}: {rows} parts of a batch do not divide among {processes} processes; take a "
+            f"multiple of {processes} workers"
         )
     # A running JAX takes it no more: then the caller has chosen the devices. On GPUs the programs
     # are for CPUs that say what simulated workers would send.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count // processes)
-    devices = jax.devices()
-    several = jax.process_count() > 1
+    devices, several = jax.devices(), jax.process_count() > 1
     sizes, names = tuple(axes.values()), tuple(axes)
     types = (jax.sharding.AxisType.Auto,) * len(axes)
+    fast = len(axes) > len(config.slow_axes)
     if len(devices) < count and not (several or fast) and devices[0].platform != "cpu":
         print(f"{count} workers, simulated on one {devices[0].device_kind}")
         return AbstractMesh(sizes, names, axis_types=types)
     if len(devices) < count or (several and len(devices) > count):
-        there = f"{len(devices)} ({devices[0].platform})"
         raise ValueError(
-            f"{asked}, but the {jax.process_count()} processes have {there}; take that many"
-            if several
-            else f"{asked}, but there are {there}; take at most that many, or set "
-            "JAX_PLATFORMS=cpu to simulate them"
+            f"{asked}, but {jax.process_count()} processes have {len(devices)} "
+            f"({devices[0].platform}); take as many, or set JAX_PLATFORMS=cpu to simulate them"
         )
     mesh = _mesh_of(sizes, names, types, devices[:count])
     # All collectives of a program have one channel, and their order keeps them apart. XLA for CPUs
@@ -249,10 +201,8 @@ def _mesh_of(
     # `jax.make_mesh` refuses them.
     first, *rest = sizes
     if first % slices:
-        raise ValueError(
-            f"the devices are those of {slices} TPU slices, among which the {first} places along "
-            f"{names[0]!r} do not divide; take a multiple of {slices}"
-        )
-    within, between = (first // slices, *rest), (slices, *[1] * len(rest))
-    rows = mesh_utils.create_hybrid_device_mesh(within, between, devices)
+        raise ValueError(f"{names[0]} = {first}: take a multiple of {slices}, the TPU slices")
+    rows = mesh_utils.create_hybrid_device_mesh(
+        (first // slices, *rest), (slices, *[1] * len(rest)), devices
+    )
     return Mesh(rows, names, axis_types=types)

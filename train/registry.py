@@ -1,7 +1,7 @@
 """Every optimizer by name, for programs, benchmarks and tests that cover all of them.
 
 To add an optimizer, write a file and an entry here, or call :func:`register`: no other module knows
-an optimizer's name.
+an optimizer's name. Dense ones come first, as in tables.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ from onebit_jax import (
     distributed_lion,
     ef_signsgd,
     local_steps,
+    mean_gradients,
     onebit_adam,
+    onebit_adam_published,
     onebit_lamb,
     onebit_muon,
     signum,
     zero_one_adam,
 )
-from onebit_jax.collectives.layout import BLOCK
 from onebit_jax.contrib import (
     Drive,
     LargestValues,
@@ -36,24 +37,17 @@ from onebit_jax.contrib import (
     onebit_lamb_published,
 )
 from onebit_jax.transforms.algorithm import Phase
-from onebit_jax.transforms.schedules import (
-    Warmup,
-    published_sync_steps,
-    published_variance_steps,
-)
+from onebit_jax.transforms.schedules import Warmup, published_sync_steps
 
 # Updates between two exchanges of an optimizer with local steps.
 LOCAL_STEPS = 16
 GEOMESH_STEPS = 50
 # Of all values, the share that is sent with a threshold.
 _LARGEST = 0.01
+_IN_ONE_ARGUMENT = {field.name for field in dataclasses.fields(ExchangeOptions)}
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
-_IN_ONE_ARGUMENT = tuple(field.name for field in dataclasses.fields(ExchangeOptions))
 # Of a model whose tensors are split between a worker's devices there is `scale_per` besides.
-EXCHANGE = (
-    *("bits", "warmup_bits", "variance_refreshes"),
-    *(name for name in _IN_ONE_ARGUMENT if name != "scale_per"),
-)
+EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", "scale", "residual_dtype", "form")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +110,6 @@ class Entry(NamedTuple):
       local_steps: whether the workers' parameters differ between exchanges; its state then has
         ``synced_parameters``.
       rate_of: for a variant, the optimizer whose best learning rate it uses.
-      bits: bits per parameter, each way, in a compressed update.
-      sends: bytes per parameter that each of ``n`` workers sends in an exchange, a function of
-        ``n``; None for those of ``bits`` in two stages.
-      benchmark: the kind of ``benchmarks.step`` that times it, if that has another name.
-      planned: whether ``benchmarks.step`` times it.
     """
 
     label: str
@@ -135,17 +124,12 @@ class Entry(NamedTuple):
     follows_steps: bool = False
     local_steps: bool = False
     rate_of: str | None = None
-    bits: int = 1
-    sends: Callable[[int], float] | None = None
-    benchmark: str | None = None
-    planned: bool = True
 
     @property
     def options(self) -> set[str]:
         """The names of its options of the exchange."""
         taken = inspect.signature(self.exchange).parameters if self.exchange else {}
-        of_exchange = _IN_ONE_ARGUMENT if self.feedback else ("bucket_bytes",)
-        in_one = set(of_exchange) if "exchange" in taken else set()
+        in_one = _IN_ONE_ARGUMENT if self.feedback and "exchange" in taken else set()
         own = {x for x in EXCHANGE if x in taken} | in_one
         return own - {"bits"} if self.compressor else own
 
@@ -165,7 +149,7 @@ def compressed(label: str, learning_rate: float, function: Callable[..., Any], *
     return made_by(label, learning_rate, function, **own)._replace(first_phase="compression")
 
 
-def zero_one(label: str, learning_rate: float, largest_gap: int = 16) -> Entry:
+def zero_one(label: str, learning_rate: float) -> Entry:
     """0/1 Adam; gaps between syncs double at the same share of a run as in the paper."""
 
     def make(setting: Setting) -> optax.GradientTransformation:
@@ -176,8 +160,8 @@ def zero_one(label: str, learning_rate: float, largest_gap: int = 16) -> Entry:
             zero_one_adam,
             variance_freeze=freeze,
             # Refreshed in every update until it freezes.
-            variance_steps=published_variance_steps(freeze),
-            sync_steps=published_sync_steps(freeze, doubling, largest_gap),
+            variance_steps=lambda count: count < freeze,
+            sync_steps=published_sync_steps(freeze, doubling, 16),
         )
 
     made = Entry(label, learning_rate, make, exchange=zero_one_adam)
@@ -201,7 +185,7 @@ def muon(label: str, bits: int, adam_bits: int) -> Entry:
         own |= {"adam_learning_rate": setting.learning_rate}
         return setting.call(onebit_muon, **own)
 
-    return Entry(label, 8e-3, make, "compression", onebit_muon, bits=bits)
+    return Entry(label, 8e-3, make, "compression", onebit_muon, rate_of="muon")
 
 
 def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
@@ -214,9 +198,8 @@ def local(label: str, bits: int, every: int = LOCAL_STEPS, **own: Any) -> Entry:
         optimizers = {"inner": setting.call(optax.adamw), "outer": optax.sgd(1.0)}
         return setting.call(local_steps, **optimizers, every=every, **{"bits": bits} | own)
 
-    made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, bits=bits)
-    made = made._replace(compressor="compressor" in own)
-    return made._replace(planned=False)
+    made = Entry(label, 2e-3, make, "local", local_steps, local_steps=True, rate_of="local_steps")
+    return made._replace(compressor="compressor" in own)
 
 
 def geomesh(setting: Setting) -> optax.GradientTransformation:
@@ -237,13 +220,22 @@ def thresholded_adam(setting: Setting) -> optax.GradientTransformation:
     return optax.chain(mean, setting.call(optax.adamw))
 
 
-def on_compressed_mean(label: str, learning_rate: float, make: Callable[[Setting], Any]) -> Entry:
-    """An optimizer of Optax, on gradients averaged at one bit per element."""
+def after(
+    mean: Callable[..., Any], label: str, learning_rate: float, make: Callable[[Setting], Any]
+) -> Entry:
+    """An optimizer of Optax, on gradients averaged at full precision or at one bit per element."""
 
     def chained(setting: Setting) -> optax.GradientTransformation:
-        return optax.chain(setting.call(compressed_mean), make(setting))
+        return optax.chain(setting.call(mean), make(setting))
 
-    return Entry(label, learning_rate, chained, "compression", compressed_mean, planned=False)
+    if mean is mean_gradients:
+        return Entry(label, learning_rate, chained)
+    return Entry(label, learning_rate, chained, "compression", mean)
+
+
+def adamw(setting: Setting) -> optax.GradientTransformation:
+    """As ``optax.adamw``."""
+    return setting.call(optax.adamw)
 
 
 def sgd(setting: Setting) -> optax.GradientTransformation:
@@ -256,92 +248,62 @@ def sgd(setting: Setting) -> optax.GradientTransformation:
 
 
 REGISTRY: dict[str, Entry] = {
+    "adam": after(mean_gradients, "Adam", 2e-3, adamw),
+    "lamb": after(mean_gradients, "LAMB", 1e-2, lambda setting: setting.call(optax.lamb)),
+    "sgd": after(mean_gradients, "SGD", 0.4, sgd),
+    # Its momentum averages over ten times as many steps as its vote, so it has its own b2.
+    "lion": after(mean_gradients, "Lion", 3e-4, lambda setting: setting.call(optax.lion, b2=0.99)),
+    "muon": muon("Muon", 32, 32)._replace(first_phase="warmup", rate_of=None),
     "onebit_adam": warming_up("1-bit Adam", 2e-3, onebit_adam),
+    "onebit_adam_frozen": warming_up(
+        "1-bit Adam, dense warm-up, frozen variance",
+        2e-3,
+        onebit_adam,
+        warmup_bits=32,
+        variance_refreshes=None,
+    ),
+    "onebit_adam_published": warming_up("1-bit Adam, as published", 2e-3, onebit_adam_published),
     "onebit_lamb": warming_up("1-bit LAMB", 1e-2, onebit_lamb),
-    "onebit_lamb_published": warming_up(
-        "1-bit LAMB, published", 1e-2, onebit_lamb_published
-    )._replace(planned=False),
+    "onebit_lamb_published": warming_up("1-bit LAMB, published", 1e-2, onebit_lamb_published),
     # Its variance begins at 0 without bias correction, so steps are larger than Adam's at the same
     # learning rate, and larger still with fewer refreshes.
-    "zero_one_adam": zero_one("0/1 Adam", 5e-4)._replace(benchmark="0/1 Adam, sync"),
+    "zero_one_adam": zero_one("0/1 Adam", 5e-4),
     # In the first update workers also share where they have gradients.
     "birder": made_by("Birder", 1.2e-3, birder, seed=0)._replace(feedback=False),
     "signum": compressed("Signum", 3e-4, signum)._replace(feedback=False),
-    # Its momentum averages over ten times as many steps as its vote, so it has its own b2.
     "distributed_lion": compressed("Distributed Lion", 3e-4, distributed_lion, b2=0.99)._replace(
         feedback=False
     ),
     "ef_signsgd": compressed("EF sign SGD", 0.4, ef_signsgd),
-    # Orthogonalization is not part of the exchange, so the exchange is timed before Adam.
-    "onebit_muon": muon("Muon, 4 bits", 4, 8)._replace(
-        rate_of="muon", benchmark="compressed_mean at 4 bits, Adam"
+    "onebit_muon": muon("Muon, 4 bits", 4, 8),
+    "onebit_muon_1": muon("1-bit Muon", 1, 2),
+    "local_steps": local("Local steps, float32", 32)._replace(rate_of=None),
+    "local_steps_4": local("Local steps, 4 bits", 4),
+    # In every update a group of tensors is exchanged, beside the gradients of the next one.
+    "local_steps_4_streaming": local(
+        "Local steps, 4 bits, streaming", 4, fragments=LOCAL_STEPS, delay=1
     ),
-    "local_steps": local("Local steps, float32", 32),
-    "geomesh": Entry(
-        "GeoMesh",
-        3e-4,
-        geomesh,
-        "local",
-        local_steps,
-        feedback=False,
-        compressor=True,
-        local_steps=True,
-        planned=False,
-    ),
-    "local_steps_drive": local("Local steps, DRIVE", 32, compressor=Drive())._replace(
-        bits=1, rate_of="local_steps", sends=lambda n: 2 * (n - 1) / n * (1 / 8 + 4 / BLOCK)
+    "local_steps_drive": local("Local steps, DRIVE", 32, compressor=Drive()),
+    "geomesh": Entry("GeoMesh", 3e-4, geomesh, "local", local_steps)._replace(
+        feedback=False, compressor=True, local_steps=True
     ),
     "thresholded_adam": Entry(
-        "Adam, largest 1 %",
-        2e-3,
-        thresholded_adam,
-        "compression",
-        compressed_mean,
-        feedback=False,
-        compressor=True,
-        follows_steps=True,
-        sends=lambda n: (n - 1) * _LARGEST * 8,
-        planned=False,
-    ),
-    # Tables of float32 are summed, with a number for every four parameters.
-    "fetch_sgd": compressed("FetchSGD", 0.1, fetch_sgd)._replace(
-        feedback=False, sends=lambda n: 2 * (n - 1) / n, planned=False
-    ),
+        "Adam, largest 1 %", 2e-3, thresholded_adam, "compression", compressed_mean
+    )._replace(feedback=False, compressor=True, follows_steps=True),
+    "fetch_sgd": compressed("FetchSGD", 0.1, fetch_sgd)._replace(feedback=False),
     # How many updates exchange, the run decides.
-    "cada_adam": Entry(
-        "CADA",
-        2e-3,
-        lambda setting: optax.chain(setting.call(cada), setting.call(optax.adamw)),
-        "sync",
-        cada,
-        feedback=False,
-        bits=32,
-        planned=False,
-    ),
-    "compressed_mean_sgd": on_compressed_mean("SGD, compressed mean", 0.4, sgd),
+    "cada_adam": after(cada, "CADA", 2e-3, adamw)._replace(first_phase="sync", feedback=False),
+    "compressed_mean_adam": after(compressed_mean, "Adam, compressed mean", 2e-3, adamw),
+    "compressed_mean_sgd": after(compressed_mean, "SGD, compressed mean", 0.4, sgd),
 }
 
 
 def register(name: str, entry: Entry) -> None:
     """Adds an optimizer to ``train.compare``, benchmarks and the tests of all optimizers.
 
-    Tests it on a small tree: makes the optimizer and traces an update with all its phases.
-
-    Args:
-      name: the name by which it is chosen.
-      entry: the optimizer.
-
     Raises:
-      ValueError: for a name that is taken, and for an algorithm that breaks the contract of
-        :mod:`onebit_jax.transforms.algorithm`.
+      ValueError: for a name that is taken.
     """
     if name in REGISTRY:
         raise ValueError(f"name={name!r} is taken by {REGISTRY[name].label}: choose another.")
-    params = {"matrix": jnp.ones((2, 3)), "vector": jnp.ones(2)}
-
-    def updated(params: Any) -> Any:
-        tx = optax.with_extra_args_support(entry.make(Setting(1e-3, "workers", warmup=1)))
-        return tx.update(params, tx.init(params), params)
-
-    jax.eval_shape(jax.vmap(updated, axis_name="workers", axis_size=1, in_axes=None), params)
     REGISTRY[name] = entry

@@ -1,9 +1,10 @@
 """Training with one optimizer, from its latest checkpoint to the held-out loss at its end."""
 
-import contextlib
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,19 +21,16 @@ from onebit_jax import wire
 from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.markers import is_per_worker
 from onebit_jax.programs.over_workers import mesh_of_arrays
-from onebit_jax.training.phase_choice import progress_of
+from onebit_jax.transforms.algorithm import Phase
 from onebit_jax.transforms.onebit_adam import WARMUP
-from onebit_jax.transforms.phases import Phase
-from train.registry import Setting
-from train import checkpoint, local_steps, record
+from train import checkpoint, record
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
+from train.launch import Stopped, StopRequest
 from train.metrics import MetricsLog, announced
 from train.models import decay_mask
-from train.optimizers import OPTIMIZERS
-from train.profiling import Profiler
-from train.stop import GaveUp, Stopped, StopRequest
-from train.stream import Arrays, Examples, first_batches, in_order, stream
+from train.registry import REGISTRY, Setting
+from train.stream import Arrays, Examples, in_order, stream
 
 # Devices, or as many simulated workers.
 AnyMesh = Mesh | AbstractMesh
@@ -80,8 +78,9 @@ class Task:
         """This process's shares of the held-out batches."""
         if self.judged_whole:
             return in_order(self.heldout, **self._shares())
-        seed, most = self.config.seed, self.config.eval_batches
-        return first_batches(self.heldout, **self._shares(), seed=seed, max_batches=most)
+        batches = stream(self.heldout, **self._shares(), seed=self.config.seed)
+        whole = self.heldout.count // self.config.batch_size
+        return itertools.islice(batches, min(self.config.eval_batches, whole))
 
     def _shares(self) -> dict[str, int]:
         return {
@@ -112,7 +111,7 @@ def make_optimizer(
         exchange=config.exchange(),
         **same,
     )
-    return OPTIMIZERS[name].make(setting)
+    return REGISTRY[name].make(setting)
 
 
 class Trainer:
@@ -144,25 +143,22 @@ class Trainer:
                 )
             )(peak=config.learning_rate)
         self._collectives: dict[Phase, list[wire.Collective]] = {}
-        self._compiling: list[Callable[[Phase | None], None]] = []
+        self._compiling: Callable[[], object] = lambda: None
         make_step = functools.partial(
             onebit_jax.train_step,
+            announced(task.loss_fn, lambda: self._compiling()),
+            tx=self.optimizer,
             **self._split,
             accumulation=config.accumulation,
             max_grad_norm=config.max_grad_norm,
             max_skipped=None if any_rate else config.max_skipped,
         )
-        announcing = announced(task.loss_fn, self.optimizer, self._announce)
-        self.step = self._counted = make_step(*announcing, mesh)
+        self.step = self._counted = make_step(mesh=mesh)
         self._counted_mesh = self._devices
         if isinstance(mesh, AbstractMesh):
             # Simulated workers send nothing: what they would is read from a program for CPUs.
             self._counted_mesh = _mesh_of_cpus(mesh)
-            self._counted = make_step(task.loss_fn, self.optimizer, self._counted_mesh)
-
-    def _announce(self, phase: Phase | None) -> None:
-        for told in self._compiling:
-            told(phase)
+            self._counted = make_step(mesh=self._counted_mesh)
 
     def start(self, task: Task, learning_rate: float) -> State:
         """The state before the first step."""
@@ -187,19 +183,18 @@ class Trainer:
         Raises:
             ReplicaDivergenceError: replicas have diverged; the last checkpoint is from before.
             Stopped: `stop` was requested; the run is saved.
-            GaveUp: too many steps in a row were skipped, or half of all of them at the end.
+            NonFiniteError: too many steps in a row were skipped, counted from this start.
             ValueError: the folder's checkpoint is of another model, or past the last step.
         """
         folder = config.folder / self._name
         asked = {"steps": config.steps, "eval_batches": config.eval_batches}
-        earlier = _read(folder / "result.json")
+        written = folder / "result.json"
+        earlier = json.loads(written.read_bytes()) if written.exists() else {}
         if asked.items() <= earlier.items():
             return earlier
 
         state, batches = self.start(task, config.learning_rate), task.batches()
         self._shapes = abstract((*state, next(self._placed(task.batches()))))
-
-        profiler = Profiler(folder / "profile" if config.profile else None)
         with Checkpoints(folder / "checkpoints", keep_last=checkpoint.KEPT) as checkpoints:
             progress, state = checkpoint.restore(checkpoints, state, batches, self.optimizer)
             if progress.step > config.steps:
@@ -207,57 +202,63 @@ class Trainer:
                     f"--steps {config.steps}: {folder} has made {progress.step} steps already; ask "
                     "for as many or more, or give another --out"
                 )
-            first = progress.step
-            outside = local_steps.differ_outside_state(state.opt_state)
-            saving = stopping = False
-            with profiler, MetricsLog(self._name, config, progress, self._bytes_sent) as log:
-                self._compiling = [log.bar.compiling, lambda phase: profiler.compiling()]
-                for step, batch in zip(
-                    range(first, config.steps), self._placed(batches), strict=False
-                ):
-                    done = step + 1
-                    last = done == config.steps
-                    phase = "sync" if last and self._takes_local_steps(config, step) else None
-                    with self._giving_up(first):
-                        *changed, metrics = self.step(
-                            *state[:2], batch, phase=phase, model_state=state.model_state
-                        )
-                    state = State(*changed)
-                    if outside:
-                        state = state._replace(params=local_steps.met(*state[:2]))
-                    log.dispatched(step, metrics)
-                    profiler.dispatched(done, state.params)
-                    stopping = stopping or stop.requested(step)
-                    saving = saving or stopping or last or done % config.checkpoint_every == 0
-                    # A checkpoint has one worker's parameters: it waits until workers have met.
-                    save = saving and (last or not outside or not local_steps.are_apart(state[1]))
-                    due = config.diagnose_every is not None and done % config.diagnose_every == 0
-                    if save or due:
-                        progress = log.land()
-                        others = {"axis_name": self._axis_name, "model_state": state.model_state}
-                        log.diagnosed(onebit_jax.diagnose(*state[:2], self._mesh, **others))
-                        log.flush()
-                    if save:
-                        if OPTIMIZERS[self._name].local_steps:
-                            state = state._replace(params=local_steps.synced(*state[:2]))
-                        where = {"batches": batches.get_state()}
-                        extra = {"progress": dataclasses.asdict(progress), **where}
-                        others = {"model_state": state.model_state}
-                        checkpoints.save(done, *state[:2], extra=extra, **others)
-                        saving = False
-                    if save and stopping:
-                        checkpoints.close()
-                        raise Stopped(self._name, done, stop.signal)
-        if not self._any_rate:
-            with self._giving_up(first):
-                most = min(config.max_skipped, -(-config.steps // 2))
-                self.step.skips.check(state.params, most)
+            with MetricsLog(self._name, config, progress, self._bytes_sent, self._dense) as log:
+                self._compiling = log.bar.compiling
+                progress, state = self._train(config, state, batches, checkpoints, log, stop)
+        state = state._replace(params=checkpoint.shared(*state[:2]))
         own = {"workers": config.worker_count, "made": record.context("flax")}
         result = asked | own | self._result(task, state, progress)
         if jax.process_index() == 0:
-            text = json.dumps(result, indent=2) + "\n"
-            (folder / "result.json").write_text(text, encoding="utf-8")
+            written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         return result
+
+    def _train(
+        self,
+        config: RunConfig,
+        state: State,
+        batches: grain.DatasetIterator[Arrays],
+        checkpoints: Checkpoints,
+        log: MetricsLog,
+        stop: StopRequest,
+    ) -> tuple[checkpoint.Progress, State]:
+        """Makes the steps that are left, and saves the run."""
+        outside = checkpoint.differ_outside_state(state.opt_state)
+        saving = stopping = False
+        left = range(log.progress.step, config.steps)
+        for step, batch in zip(left, self._placed(batches), strict=False):
+            done, last = step + 1, step + 1 == config.steps
+            phase = checkpoint.last_phase(state.opt_state) if last else None
+            *changed, metrics = self.step(
+                *state[:2], batch, phase=phase, model_state=state.model_state
+            )
+            state = State(*changed)
+            if outside:
+                state = state._replace(params=checkpoint.met(*state[:2]))
+            log.dispatched(step, metrics)
+            stopping = stopping or stop.requested(step)
+            saving = saving or stopping or last or done % config.checkpoint_every == 0
+            # A checkpoint has one worker's parameters: it waits until workers have met.
+            save = saving and (last or not outside or not checkpoint.are_apart(state.opt_state))
+            due = config.diagnose_every is not None and done % config.diagnose_every == 0
+            if save or due:
+                progress, others = log.land(), {"model_state": state.model_state}
+                found = onebit_jax.diagnose(
+                    *state[:2], self._mesh, axis_name=self._axis_name, **others
+                )
+                log.diagnosed(found)
+                log.flush()
+            if save:
+                where = {"batches": batches.get_state()}
+                extra = {"progress": dataclasses.asdict(progress), **where}
+                checkpoints.save(done, *state[:2], extra=extra, **others)
+                saving = False
+            if save and stopping:
+                checkpoints.close()
+                raise Stopped(self._name, done, stop.signal)
+        if not self._any_rate:
+            most = min(config.max_skipped, -(-config.steps // 2))
+            self.step.skips.check(state.params, most)
+        return log.progress, state
 
     def _result(self, task: Task, state: State, progress: checkpoint.Progress) -> dict[str, Any]:
         """What a finished training has come to."""
@@ -271,9 +272,9 @@ class Trainer:
             "frozen_at": progress.frozen_at,
             "seconds": progress.seconds,
             "bytes_sent": progress.bytes_sent,
+            "dense_bytes_a_step": self._dense,
             "steps_by_phase": progress.phases,
             "bytes_a_step": {phase: self._bytes_sent(phase) for phase in progress.phases},
-            "bytes_by_axis": {phase: self._bytes_by_axis(phase) for phase in progress.phases},
             "wire": wire.table({phase: self.collectives(phase) for phase in progress.phases}),
         }
 
@@ -281,13 +282,19 @@ class Trainer:
         """What a step of a phase sends, read from its program; once a run has begun."""
         if phase not in self._collectives:
             params, opt_state, model_state, batch = self._shapes
-            phased = phase if progress_of(opt_state) else None
             shapes = params, opt_state, batch, model_state
             if self._counted is not self.step:
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-            lowered = self._counted.lower(*shapes[:3], model_state=shapes[3], phase=phased)
+            lowered = self._counted.lower(*shapes[:3], model_state=shapes[3], phase=phase)
             self._collectives[phase] = wire.collectives(lowered.compile(), self._counted_mesh)
         return self._collectives[phase]
+
+    @property
+    def _dense(self) -> float:
+        """What a device sends in a step that averages gradients at full precision."""
+        workers = math.prod(self._mesh.shape[name] for name in self._slow_axes)
+        parameters = sum(x.size for x in jax.tree.leaves(self._shapes[0]))
+        return 8 * (workers - 1) * parameters / self._mesh.size
 
     def _bytes_sent(self, phase: Phase) -> int:
         """What a device sends to other workers in a step of a phase."""
@@ -305,29 +312,8 @@ class Trainer:
 
         return sum(held(node) for node in jax.tree.leaves(opt_state, is_leaf=is_per_worker))
 
-    def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
-        """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
-        found = self.collectives(phase)
-        axes = dict.fromkeys(x.axis for x in found)
-        return {axis: wire.bytes_sent(x for x in found if x.axis == axis) for axis in axes}
-
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
         return (to_mesh(batch, self._devices, self._batch_axes) for batch in batches)
-
-    @contextlib.contextmanager
-    def _giving_up(self, first: int) -> Iterator[None]:
-        """Makes a step's `NonFiniteError` the program's own, with steps counted from `first`."""
-        try:
-            yield
-        except onebit_jax.NonFiniteError as error:
-            step = first + error.step
-            again = type(error)(step, error.worker, error.tensor, error.in_a_row)
-            raise GaveUp(f"{self._name}: {again}") from error
-
-    def _takes_local_steps(self, config: RunConfig, step: int) -> bool:
-        """Whether step `step` may be local; at the end of a run workers must have met."""
-        warmup = config.warmup_steps
-        return OPTIMIZERS[self._name].local_steps and warmup != "auto" and step >= warmup
 
 
 def _mesh_of_cpus(mesh: AbstractMesh) -> Mesh:
@@ -345,15 +331,6 @@ def _mesh_of_cpus(mesh: AbstractMesh) -> Mesh:
     return jax.make_mesh(
         mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, devices=cpus[: mesh.size]
     )
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    """A `result.json`; where it is damaged or missing nothing, so that it is written anew."""
-    try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return result if isinstance(result, dict) else {}
 
 
 def to_mesh(

@@ -146,9 +146,11 @@ def _bound_size(axis_name: Any, name: str) -> int:
     try:
         return lax.axis_size(name)
     except NameError:
-        bound = jax.sharding.get_abstract_mesh().manual_axes
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        # Without axis_name jax.pmap binds one that begins so.
+        bound = [x for x in manual if not x.startswith("_")]
         raise ValueError(
-            f"axis_name={axis_name!r}: no axis {name!r} is bound here, but {tuple(bound)}. Call "
+            f"axis_name={axis_name!r}: no axis {name!r} is bound here; bound are {bound}. Call "
             f"init and update inside jax.shard_map over a mesh with such an axis, or inside "
             f"jax.pmap or jax.vmap with axis_name={name!r}; outside of them use onebit_jax.init "
             f"and onebit_jax.train_step. In a jitted step whose gradients XLA averages by itself "
@@ -169,14 +171,27 @@ def check_told_of_shards(axes: Axes, axis_name: Any, specs: Specs | None) -> Non
         )
 
 
-def check_own_gradients(updates: Any, axes: Axes) -> None:
-    """Raises ``ValueError`` for gradients that are the same on all workers already.
+# The identity of a worker's gradients, which checks of programs look for.
+own_p = Primitive("own_gradients")
+own_p.multiple_results = True
+own_p.def_impl(lambda *x, **_: list(x))
+own_p.def_abstract_eval(lambda *x, **_: list(x))
+mlir.register_lowering(own_p, lambda _, *x, **__: list(x))
+batching.primitive_batchers[own_p] = lambda x, dims, **names: (own_p.bind(*x, **names), dims)
+
+
+def own_gradients(updates: Any, axes: Axes) -> Any:
+    """Returns the gradients as they are, and tells checks of programs that each worker has its own.
 
     With ``check_vma=True`` types tell which arrays may differ between workers, and ``jax.grad``
     sums the gradients of parameters that may not.
+
+    Raises:
+      ValueError: for gradients whose types say that all workers have the same.
     """
+    leaves, structure = jax.tree.flatten(updates)
     if not varying_axes(jax.eval_shape(lambda: lax.axis_index(axes.node))):
-        return
+        return structure.unflatten(own_p.bind(*leaves, node=axes.node) if leaves else [])
     summed = [
         jax.tree_util.keystr(path)
         for path, x in jax.tree_util.tree_leaves_with_path(updates)
@@ -189,6 +204,7 @@ def check_own_gradients(updates: Any, axes: Axes) -> None:
             f"check_vma=True, the default of jax.shard_map, jax.grad summed them. Each worker must "
             f"pass its own: give jax.shard_map check_vma=False."
         )
+    return updates
 
 
 def varying_axes(x: Any) -> frozenset[str]:

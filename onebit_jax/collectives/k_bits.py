@@ -22,7 +22,7 @@ from onebit_jax import validation
 from onebit_jax.collectives import rounding
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, filled
-from onebit_jax.collectives.packing import pack, to_bytes, unpack
+from onebit_jax.collectives.packing import largest, pack, to_bytes, unpack
 from onebit_jax.markers import PerWorker
 
 
@@ -188,4 +188,4 @@ def _least(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _largest(scales: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.max(s) for s in scales]) if scales else jnp.zeros((0,), jnp.float32)
+    return jnp.stack([largest(s) for s in scales]) if scales else jnp.zeros((0,), jnp.float32)

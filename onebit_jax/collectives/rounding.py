@@ -32,6 +32,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from onebit_jax.collectives.layout import BLOCK
+from onebit_jax.collectives.packing import largest
 
 # 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
 LEAST = 2.0**-117
@@ -48,7 +49,7 @@ def block_scales(c: jax.Array) -> jax.Array:
     >>> block_scales(jnp.array([[-2.0, 0.0, 1.0]])).tolist()
     [2.0]
     """
-    return jnp.maximum(jnp.max(jnp.abs(c), -1), LEAST)
+    return jnp.maximum(largest(c, -1), LEAST)
 
 
 def quantize(c: jax.Array, scales: jax.Array, bits: int) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import pack_flags, unpack_flags
+from onebit_jax.collectives.packing import largest, pack_flags, unpack_flags
 
 
 def count_rows(rows: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Ar
 
 def sizes_of(layout: Layout, values: list[jax.Array]) -> jax.Array:
     """The largest magnitude of each tensor: a number that is not finite if one of them is not."""
-    return layout.in_order([jnp.max(jnp.abs(x.reshape(len(x), -1)), 1) for x in values])
+    return layout.in_order([largest(x.reshape(len(x), -1), 1) for x in values])
 
 
 @dataclasses.dataclass(frozen=True)

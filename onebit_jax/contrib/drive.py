@@ -43,7 +43,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
-from onebit_jax.collectives.packing import pack_flags, scaled_signs, to_bytes
+from onebit_jax.collectives.packing import largest, pack_flags, scaled_signs, to_bytes
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.
@@ -143,7 +143,7 @@ class Drive:
         keys = jnp.broadcast_to(self._key(layout, state, shot=0), (layout.chunks, 2))
         D = random_signs(keys, lax.iota(jnp.uint32, layout.chunks), layout.scale_shape[-1])
         flags, s = self._rounded(jnp.concatenate(z, -2) * D)
-        sizes = jnp.stack([jnp.max(x) for x in layout.by_piece(s)])
+        sizes = jnp.stack([largest(x) for x in layout.by_piece(s)])
         return self._sections(layout, flags, s, keys), state + 1, sizes
 
     def serve(

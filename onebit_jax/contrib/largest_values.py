@@ -40,7 +40,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
 from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import from_bytes, to_bytes
+from onebit_jax.collectives.packing import from_bytes, largest, to_bytes
 from onebit_jax.contrib.selection import kth_largest, places_of
 from onebit_jax.markers import PerWorker
 
@@ -126,7 +126,7 @@ class LargestValues:
         kept = Compensated(layout.held([left]), Threshold(tau[None], (age[None] + 1) % self.every))
         sections = [to_bytes(sent), lax.bitcast_convert_type(places, jnp.uint8).reshape(-1)]
         state = state._replace(worker=PerWorker(kept))
-        return [x[None] for x in sections], state, jnp.max(size)[None]
+        return [x[None] for x in sections], state, largest(size)[None]
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState

@@ -13,7 +13,14 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, least_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
-from onebit_jax.transforms.algorithm import Made, Progress, Update, chain, transformation
+from onebit_jax.transforms.algorithm import (
+    Made,
+    Progress,
+    Update,
+    chain,
+    notice_unmoved,
+    transformation,
+)
 from onebit_jax.transforms.frozen_variance import Momentum
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.onebit_lamb import (
@@ -130,7 +137,7 @@ class OnebitLambPublished(OnebitLamb):
         k_g = exchange.node_mean(times(k, update.grads))
         m_i = self.momentum_of(self.last(exchange, state.momentum), k_g)
         before = self._before(exchange, state.momentum)
-        momentum, F, unfit = self.compressed(exchange, state.momentum, m_i)
+        momentum, F, unfit = self.compressed(exchange, state, update.grads, m_i)
         k_g = jax.tree.map(lambda F, b: (F - b) / (1 - self.b1), F, before)
         fresh = jax.tree.map(
             lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.fresh_variance, times(1 / k, k_g)
@@ -192,7 +199,7 @@ def onebit_lamb_published(
     the variance never changes after the freeze, steps have no bound, and the exchange has two shots
     for any number of workers. On a language model it ended further from LAMB than
     :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and with more bytes
-    (docs/pretraining.md).
+    (docs/results.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:
@@ -315,4 +322,5 @@ def onebit_lamb_published(
         max_ratio=validation.number("max_ratio", max_ratio, "at least 1"),
         ratio_threshold=validation.number("ratio_threshold", ratio_threshold, "threshold"),
     )
-    return chain(transformation(scale), optax.scale_by_learning_rate(rate))
+    rate_tx = optax.scale_by_learning_rate(rate)
+    return chain(transformation(scale), rate_tx, notice_unmoved())

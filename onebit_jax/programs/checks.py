@@ -31,61 +31,29 @@ def check_replicas(
     look: Callable[[Program], None] | None = None,
     **static: Any,
 ) -> None:
-    """:func:`checked_program`, traced only once for the same optimizer and shapes.
-
-    Args:
-      tx: see there, as for all others.
-      params: see there.
-      opt_state: see there.
-      specs: see there.
-      mesh: see there.
-      extra_args: see there.
-      axes: see there.
-      look: a further check of the program.
-      **static: see there.
-    """
-    given = jax.eval_shape(lambda x: x, (params, opt_state, extra_args or {}))
-    leaves = tuple((x.shape, x.dtype) for x in jax.tree.leaves(given))
-    key = jax.tree.structure(given), leaves, tuple(jax.tree.leaves(specs)), mesh, repr(static)
-    passed = _passed.setdefault(tx.update, set())
-    if key not in passed:
-        program = checked_program(tx, params, opt_state, specs, mesh, extra_args, axes, **static)
-        # One that needs arguments which are not known yet is checked once they are.
-        if program is not None:
-            if look is not None:
-                look(program)
-            passed.add(key)
-
-
-def checked_program(
-    tx: optax.GradientTransformation,
-    params: Any,
-    opt_state: Any,
-    specs: Any,
-    mesh: Mesh | AbstractMesh,
-    extra_args: dict[str, Any] | None = None,
-    axes: tuple[str, ...] | None = None,
-    **static: Any,
-) -> Program | None:
-    """Checks an optimizer for parameters and a state in the mesh view, or for their shapes.
+    """Checks an optimizer, once for each set of shapes.
 
     Args:
       tx: the optimizer.
-      params: parameters, replicated.
-      opt_state: its state.
+      params: parameters, replicated, or their shapes.
+      opt_state: its state in the mesh view, or its shapes.
       specs: the partition specs of the state.
       mesh: the mesh.
       extra_args: of its update, if they are known.
       axes: the axes that workers lie along; all of the mesh by default.
+      look: a further check of the program.
       **static: arguments of its update that are no arrays.
-
-    Returns:
-      The program of an update; None if it needs arguments that are not known.
 
     Raises:
       ValueError: if updates, or parts of the state that are not marked by
         :class:`onebit_jax.PerWorker`, would differ between workers.
     """
+    given = jax.eval_shape(lambda x: x, (params, opt_state, extra_args or {}))
+    leaves = tuple((x.shape, x.dtype) for x in jax.tree.leaves(given))
+    key = jax.tree.structure(given), leaves, tuple(jax.tree.leaves(specs)), mesh, repr(static)
+    passed = _passed.setdefault(tx.update, set())
+    if key in passed:
+        return
     axes = mesh.axis_names if axes is None else axes
     # Parameters then differ between exchanges.
     local = bool(nodes_with("synced_parameters", opt_state))
@@ -112,16 +80,18 @@ def checked_program(
             if extra_args is not None:
                 raise
     else:
-        return None
+        # It needs arguments which are not known yet: it is checked once they are.
+        return
     program = traced.jaxpr.jaxpr
     varies = [over & frozenset(axes) for over in axes_of_results(program)]
     updates, state = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
-    if static.get("task", "update") != "update":
-        return program
-    _check_state(state, specs, axes)
-    if not local:
-        _check_updates(updates, axes)
-    return program
+    if static.get("task", "update") == "update":
+        _check_state(state, specs, axes)
+        if not local:
+            _check_updates(updates, axes)
+    if look is not None:
+        look(program)
+    passed.add(key)
 
 
 def _is_axes(x: Any) -> bool:

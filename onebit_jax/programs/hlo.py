@@ -53,14 +53,6 @@ class Instruction(NamedTuple):
         names = (found[1] or found[2]).split(",") if found else []
         return [name.strip().lstrip("%") for name in names]
 
-    def alternative(self) -> tuple[int, str] | None:
-        """Its number among several loops of which at most one runs, and the name of that choice.
-
-        By the scope that :func:`.collectives.xla_workarounds.overwrite_one` sets.
-        """
-        named = re.search(r'op_name="[^"]*\balternative_(\d+)_of_(\d+_\d+)', self.attributes)
-        return (int(named[1]), named[2]) if named else None
-
     def trip_count(self) -> int | None:
         """How often a loop's body runs, if the program states it."""
         stated = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
@@ -100,7 +92,7 @@ class Module:
         self.devices = math.prod(map(int, counts)) if counts else None
 
     def at_most_one_turn(self, loop: Instruction) -> bool:
-        """Whether the body always makes the condition false: a choice in the form of a loop."""
+        """Whether the body always makes the condition false, as in ``collectives.xla``."""
         [condition], [body] = loop.callees("condition"), loop.callees("body")
         tested, left = self._roots[condition], self._roots[body]
         place = re.match(r", index=(\d+)", tested.attributes)
@@ -185,10 +177,7 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
     text = attributes.partition("replica_groups=")[2] or "{}"
     if whole_replicas or text.startswith("{}"):
         if devices is None:
-            raise ValueError(
-                f"mesh is None and the program does not say how many devices its {op} runs on; "
-                "give the mesh"
-            )
+            raise ValueError(f"the program does not say how many devices its {op} runs on; give mesh")
         return [list(range(devices))]
     if text.startswith("{{"):
         return _lists(text)

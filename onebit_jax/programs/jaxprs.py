@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from onebit_jax.collectives.axes import equal_p
+from onebit_jax.collectives.axes import equal_p, own_p
 
 Axes = frozenset[str]
 Program = Jaxpr | ClosedJaxpr
@@ -42,7 +42,8 @@ def axes_of_results(program: Program, given: Sequence[Axes] | None = None) -> li
     """The axes that a program's results may vary over, given those of its arguments.
 
     Raises:
-      ValueError: for a collective under a condition that workers need not share, which would hang.
+      ValueError: for a collective under a condition that workers need not share, which would hang,
+        and for gradients that were averaged before an optimizer is given them.
     """
     given = [Axes()] * len(program.invars) if given is None else given
     varies: dict[Any, Axes] = dict(zip(program.invars, given, strict=True))
@@ -79,6 +80,15 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         return given
     if eqn.primitive is equal_p:
         return [Axes()]
+    if eqn.primitive is own_p:
+        if not any(params["node"] in x for x in given):
+            raise ValueError(
+                f"the gradients that an optimizer is given are the same on all workers along "
+                f"{params['node']!r}: they were averaged before, which sends them at full "
+                f"precision. Leave jax.lax.pmean and jax.lax.psum of gradients out, and of "
+                f"Flax's DynamicScale axis_name: the optimizer averages, at one bit."
+            )
+        return given
     if "axes_of_results" in params:  # an update that stands for those of all workers
         return list(params["axes_of_results"])
     everything = Axes().union(*given)

@@ -4,7 +4,8 @@ A mesh without devices, :class:`jax.sharding.AbstractMesh`, says how many worker
 are simulated by ``jax.vmap`` on JAX's first device, which holds the rows of all of them.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 Axes = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@contextlib.contextmanager
+def on_one_worker() -> Iterator[None]:
+    """Adds to the errors of a user's function that it computes for one worker."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "onebit_jax calls this function for one worker and its share of the batch, so that the "
+            "axes that workers lie along split nothing in it: leave them out of sharding "
+            "constraints, jax.reshard and out_sharding. Collectives over them work."
+        )
+        raise
 
 
 def abstract_mesh(axes: Axes) -> AbstractMesh:

@@ -21,7 +21,7 @@ from onebit_jax.programs import hlo
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
-_CHOICE = "once or never"
+_ONCE_OR_NEVER = "once or never"
 
 
 class Collective(NamedTuple):
@@ -36,9 +36,8 @@ class Collective(NamedTuple):
         axis: the mesh axis they lie along, several joined by ","; "?" if no mesh was given or no
             set of its axes makes these groups.
         where: "" if every step executes it once, else the path to it, such as "loop 1" or
-            "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one. Loops of
-            at most one iteration, in which this library's updates write in place, are "once or
-            never"; several of which at most one runs are the branches of a "choice 1".
+            "conditional 1 branch 0 / loop 2". In a `lax.cond`, branch 0 is the false one. A loop of
+            at most one iteration, in which this library writes in place, is "once or never".
         executions: how often a step executes it (inside a branch or such a loop: if it is taken);
             None inside a loop whose trip count the program does not state.
         bytes_sent: what a worker sends in a step, all executions together; if their number is not
@@ -103,7 +102,7 @@ def collectives(
 
 
 def bytes_sent(collectives: Iterable[Collective]) -> int:
-    """Bytes that a worker sends in a step: the sum, with of each choice the costliest branch.
+    """Bytes that a worker sends in a step: the sum, with the costliest branch of conditionals.
 
     What is executed once or never counts once: of a training step that was lowered without its
     phase, what all phases send.
@@ -152,9 +151,9 @@ def table(collectives: Sequence[Collective] | Mapping[str, Sequence[Collective]]
     lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
     everything = list(itertools.chain.from_iterable(phases.values()))
     if any(" branch " in c.where for c in everything):
-        lines.append("total: of each conditional or choice, the branch that sends most")
-    if any(_CHOICE in c.where for c in everything):
-        lines.append(f"{_CHOICE}: in a zero- or one-iteration loop; counted once")
+        lines.append("total: of each conditional, the branch that sends most")
+    if any(_ONCE_OR_NEVER in c.where for c in everything):
+        lines.append(f"{_ONCE_OR_NEVER}: in a zero- or one-iteration loop; counted once")
     if any(c.executions is None for c in everything):
         lines.append("times ?: in a loop whose trip count the program does not state; counted once")
     return "\n".join(lines)
@@ -183,23 +182,9 @@ def by_phase(
         phases: the optimizer's phases; 1-bit Adam's by default.
         **named: what `step` takes by keyword: `rng`, `model_state`, an optimizer's extra arguments.
 
-    Raises:
-        ValueError: `step` takes no phase, such as one of `onebit_jax.worker_step`.
     """
-
-    def lowered(phase: str) -> jax.stages.Lowered:
-        try:
-            return step.lower(*args, phase=phase, **named)
-        except TypeError as error:
-            if "'phase'" not in str(error):
-                raise
-            raise ValueError(
-                "step takes no phase, as onebit_jax.train_step's does: of another one read the "
-                "program in which all phases are, by onebit_jax.wire.collectives("
-                "jax.jit(step).lower(...).compile(), mesh)."
-            ) from error
-
-    return {phase: collectives(lowered(phase).compile(), mesh) for phase in phases}
+    lowered = {phase: step.lower(*args, phase=phase, **named) for phase in phases}
+    return {phase: collectives(program.compile(), mesh) for phase, program in lowered.items()}
 
 
 def _most(collectives: Iterable[Collective]) -> int:
@@ -232,9 +217,6 @@ class _Walk:
         self._mesh = mesh
         self._devices = module.devices or (mesh.size if mesh is not None else None)
         self._loops = self._conditionals = 0
-        # How often each alternative was met, and the number of each choice.
-        self._met: collections.Counter[tuple[int, str]] = collections.Counter()
-        self._choices: dict[tuple[str, int], int] = {}
 
     def walk(self, computation: str, executions: int | None) -> Iterator[Collective]:
         for instruction in self._module.computations[computation].values():
@@ -243,7 +225,7 @@ class _Walk:
                 yield from self._collectives(computation, instruction, executions)
             elif op == "while" and self._module.at_most_one_turn(instruction):
                 [body] = instruction.callees("body")
-                yield from _within(self._choice(instruction), self.walk(body, executions))
+                yield from _within(_ONCE_OR_NEVER, self.walk(body, executions))
             elif op == "while":
                 turns = instruction.trip_count()
                 inside: list[Collective] = []
@@ -269,17 +251,6 @@ class _Walk:
             elif not op.endswith(("-done", "-update")):
                 for callee in instruction.callees("(?:calls|to_apply|called_computations)"):
                     yield from self.walk(callee, executions)
-
-    def _choice(self, loop: hlo.Instruction) -> str:
-        """The name in ``where`` of a zero- or one-iteration loop."""
-        alternative = loop.alternative()
-        if alternative is None:
-            return _CHOICE
-        which, of_what = alternative
-        self._met[alternative] += 1
-        choice = of_what, self._met[alternative]
-        number = self._choices.setdefault(choice, len(self._choices) + 1)
-        return f"choice {number} branch {which}"
 
     def _collectives(
         self, computation: str, instruction: hlo.Instruction, executions: int | None
@@ -317,9 +288,5 @@ def _axis(op: str, groups: list[list[int]], mesh: Mesh | None) -> str:
 
 def _within(frame: str, inside: Iterable[Collective]) -> Iterator[Collective]:
     for collective in inside:
-        # A choice within a choice is one.
-        if frame == _CHOICE and collective.where.startswith(_CHOICE):
-            yield collective
-            continue
         where = f"{frame} / {collective.where}" if collective.where else frame
         yield collective._replace(where=where)

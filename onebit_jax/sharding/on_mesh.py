@@ -44,7 +44,6 @@ class _OnMesh:
 
     def init(self, params: optax.Params) -> Any:
         """One worker's state, with which every worker begins."""
-        _check_unbound(self._axes, "init")
         # Optax takes Python's numbers for parameters too.
         params = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, params)
         specs, placed = self._workers.specs(params), self._workers.placed(params)
@@ -81,10 +80,9 @@ class _OnMesh:
     ) -> tuple[optax.Updates, Any]:
         """The worker-view update of every device's shards, where vmap binds the workers."""
         axes = self._axes
-        _check_unbound(axes, "update")
         specs = parameter_specs(axes, self._workers.param_specs, updates)
         given, state = state, without_shardings(state, updates)
-        placed = layout.place_given(axes, state, updates, specs)
+        placed = layout.place_leaves(axes, state, updates, specs, of_shards=False)
         traced, static = _with_and_without_arrays(extra_args)
         of_params = None if params is None else specs
         of_state = layout.map_placed(lambda p: p.spec, placed)
@@ -137,18 +135,6 @@ class _OnMesh:
         return lax.pmean(x, self._axes.slow_names) if is_own else x
 
 
-def _check_unbound(axes: MeshAxes, function: str) -> None:
-    """Raises ``ValueError`` where a program of one device calls an optimizer for whole arrays."""
-    bound = [x for x in jax.sharding.get_abstract_mesh().manual_axes if x in axes.mesh.shape]
-    if bound:
-        raise ValueError(
-            f"{function} of an optimizer from on_mesh was called where the axes {bound} are bound, "
-            f"as jax.shard_map, onebit_jax.init, train_step and resize do it. These need the "
-            f"optimizer itself, not wrapped, with axis_name={axes.slow!r} and param_specs=...; "
-            f"else call init on whole arrays, and the step by onebit_jax.sharding.worker_step."
-        )
-
-
 def _check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
     """Raises ``ValueError`` for a vmap over something other than the workers' own gradients.
 
@@ -170,16 +156,6 @@ def _check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
             f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
             f"the update: the optimizer does that itself, at one bit."
         )
-    for (name, g), is_batched in zip(named_leaves(grads), jax.tree.leaves(batched), strict=True):
-        stated = spec_in_type(g) if is_batched else None
-        if axes.spmd_axis_name is None and stated is not None and stated[0] != axes.slow:
-            raise ValueError(
-                f"the gradient of {name} has the type "
-                f"{jax.typeof(g).str_short(short_dtypes=True)}, whose first axis, of workers, is "
-                f"not split over {axes.slow!r}: it was averaged or gathered already. Split the "
-                f"batch and the parameters over {axes.slow!r}, and average nothing before the "
-                f"update."
-            )
 
 
 def on_mesh(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
+from onebit_jax.programs.over_workers import on_one_worker
 from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
 from onebit_jax.sharding.worker_step_check import check_replicas_of_step
 
@@ -30,19 +31,20 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
       axis_name: the slow axis, or the pair of slow axes, that workers lie along.
 
     Returns:
-      A step of the same form, to be jitted. Its state comes from :func:`worker_copies`, and every
+      A step of the same form, to be jitted. In ``train_step`` one slow axis is bound, so that a loss
+      may have collectives over it. Its state comes from :func:`worker_copies`, and every
       leaf has a first axis of workers. Each worker gets its share of the batch's first axis; float
       metrics are means over the workers, others the first worker's.
 
     Raises:
-      ValueError: for an axis that the mesh lacks. From the step: for a batch that does not divide;
-        for a state without an axis of workers; and where a wrapper around the optimizer, such as
+      ValueError: for an axis that the mesh lacks. From the step: for a state without an axis of
+        workers; and where a wrapper around the optimizer, such as
         ``optax.apply_if_finite`` or ``optax.masked``, would make parameters differ between workers.
 
     See :func:`onebit_jax.sharding.on_mesh` for an example.
     """
     validation.check_mesh(mesh)
-    axes = MeshAxes(mesh, axis_name)
+    axes, one_workers = MeshAxes(mesh, axis_name), on_one_worker()(train_step)
 
     def of_first(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
@@ -59,29 +61,23 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
                     f"the last step returned; onebit_jax.resize takes an optimizer's from another "
                     f"number of workers."
                 )
-        shares = jax.tree_util.tree_map_with_path(
-            lambda path, x: worker_shares(axes, path, x), batch
-        )
+        shares = jax.tree.map(lambda x: worker_shares(axes, x), batch)
 
         def of_worker(state: State, share: Any) -> tuple[State, Any]:
-            check_replicas_of_step(train_step, axes.slow_names, state, share)
-            return train_step(state, share)
+            check_replicas_of_step(one_workers, axes, state, share)
+            return one_workers(state, share)
 
-        mapped = jax.vmap(of_worker, spmd_axis_name=axes.spmd_axis_name)
+        # vmap binds one axis.
+        name: Any = axes.slow if isinstance(axes.slow, str) else None
+        mapped = jax.vmap(of_worker, axis_name=name, spmd_axis_name=axes.spmd_axis_name)
         state, metrics = mapped(state, shares)
         return state, jax.tree.map(of_first, metrics)
 
     return step
 
 
-def worker_shares(axes: MeshAxes, path: Any, x: jax.Array) -> jax.Array:
+def worker_shares(axes: MeshAxes, x: jax.Array) -> jax.Array:
     """The workers' shares of a part of the batch, ``[workers, ...]``."""
-    if not jnp.ndim(x) or x.shape[0] % axes.workers or not x.shape[0]:
-        raise ValueError(
-            f"batch{jax.tree_util.keystr(path)} has shape {jnp.shape(x)}, but its first axis must "
-            f"be a multiple of the {axes.workers} workers along {axes.slow!r}. Change the batch "
-            f"size, or put what all workers have in common, such as a random key, into the state."
-        )
     shape = (axes.workers, x.shape[0] // axes.workers, *x.shape[1:])
     stated = spec_in_type(jnp.asarray(x))
     if axes.spmd_axis_name is None and stated is None:
@@ -123,7 +119,6 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
     """
     validation.check_mesh(mesh)
     axes = MeshAxes(mesh, axis_name)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
 
     def copies(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (axes.workers, *x.shape))
@@ -141,11 +136,6 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
             )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
-    if traced:
-        raise ValueError(
-            "worker_copies was called under jax.jit, where the sharding of arrays is not known: "
-            "call it on the state itself, before the first step."
-        )
     state = jax.tree.map(jnp.asarray, state)
     shardings = jax.tree_util.tree_map_with_path(sharding, state)
 

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 from onebit_jax.markers import is_masked, nodes_with
 from onebit_jax.programs.jaxprs import Axes, Program, axes_of_results, programs_in
 from onebit_jax.states.placed import is_placed_node
+from onebit_jax.states.specs import MeshAxes
 
 _NO_VMAP = (
     "onebit_jax.sharding.on_mesh: update was called without jax.vmap over the workers, so that all of them "
@@ -109,7 +110,7 @@ def update_of_one_worker(
     return structure.unflatten(_missing_vmap.bind(*arguments, given=given, axes_of_results=axes))
 
 
-def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, batch: Any) -> None:
+def check_replicas_of_step(train_step: Any, mesh_axes: MeshAxes, state: Any, batch: Any) -> None:
     """Raises ``ValueError`` for a step that gives workers different parameters or shared state.
 
     Checked are parameters and states that the step passes to an optimizer from ``on_mesh``, and the
@@ -118,11 +119,14 @@ def check_replicas_of_step(train_step: Any, slow: tuple[str, ...], state: Any, b
 
     Args:
       train_step: the step of one worker.
-      slow: the axes that workers lie along.
+      mesh_axes: with the axes that workers lie along.
       state: one worker's state, as the step takes it; arrays or their types.
       batch: its share of the batch.
     """
-    traced, (results, _) = jax.make_jaxpr(train_step, return_shape=True)(state, batch)
+    slow, sizes = mesh_axes.slow_names, mesh_axes.mesh.shape
+    bound = [(name, sizes[name]) for name in slow] if isinstance(mesh_axes.slow, str) else None
+    trace = jax.make_jaxpr(train_step, axis_env=bound, return_shape=True)
+    traced, (results, _) = trace(state, batch)
     if jax.tree.structure(results) != jax.tree.structure(state):
         return
     program, paths = traced.jaxpr, [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]

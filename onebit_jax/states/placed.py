@@ -61,68 +61,40 @@ def map_placed(f: Callable[..., Any], placed: Any, *states: Any) -> Any:
     return jax.tree.map(f, placed, *states, is_leaf=is_placed_node)
 
 
-def place_leaves(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
+def place_leaves(
+    axes: MeshAxes, state: Any, params: Any, specs: Any, *, of_shards: bool = True
+) -> Any:
     """How each leaf of a state lies.
 
     Args:
       axes: the axes of the mesh.
       state: the state in the worker view, of one device's shards; or its shapes.
-      params: the parameters, whole.
+      params: the parameters, whole, or gradients like them.
       specs: their partition specs.
+      of_shards: False for one worker's whole state without an axis of workers, laid out before.
 
     Returns:
       A tree like ``state``, of :class:`Placed`.
     """
     parameters = {
-        path: (x.shape, spec, axes.shape_of_shard(x.shape, spec))
+        path: (axes.shape_of_shard(x.shape, spec) if of_shards else x.shape, x.shape, spec)
         for (path, x), spec in zip(
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs), strict=True
         )
     }
     lengths = sorted({len(path) for path in parameters}, reverse=True)
+    devices = math.prod(axes.mesh.shape[name] for name in axes.fast_names)
 
     def of_leaf(path: Any, x: Any, own: bool) -> Placed:
-        shape = x.shape[1:] if own else x.shape
+        shape = x.shape[1:] if own and of_shards else x.shape
         for length in lengths:
-            whole, spec, of_shard = parameters.get(path[len(path) - length :], ((), P(), None))
-            if len(path) >= length and of_shard == shape:
+            held, whole, spec = parameters.get(path[len(path) - length :], (None, (), P()))
+            if len(path) >= length and held == shape:
                 return Placed(whole, x.dtype, spec, False, own)
-        if not axes.fast_names or not (shape or own):
-            return Placed(shape, x.dtype, P(*[None] * len(shape)), False, own)
-        devices = math.prod(axes.mesh.shape[name] for name in axes.fast_names)
-        spec = P(axes.fast_names, *[None] * len(shape))
-        return Placed((devices, *shape), x.dtype, spec, True, own)
-
-    placed = [of_leaf(*leaf) for leaf in _leaves(state)]
-    return jax.tree.structure(state).unflatten(placed)
-
-
-def place_given(axes: MeshAxes, state: Any, params: Any, specs: Any) -> Any:
-    """How each leaf of one worker's state lies that :func:`place_leaves` has laid out before.
-
-    Args:
-      axes: the axes of the mesh.
-      state: one worker's state, without an axis of workers.
-      params: the parameters, or gradients like them.
-      specs: their partition specs.
-    """
-    parameters = {
-        path: (x.shape, spec)
-        for (path, x), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(specs), strict=True
-        )
-    }
-    lengths = sorted({len(path) for path in parameters}, reverse=True)
-
-    def of_leaf(path: Any, x: Any, own: bool) -> Placed:
-        for length in lengths:
-            whole, spec = parameters.get(path[len(path) - length :], (None, P()))
-            if len(path) >= length and whole == x.shape:
-                return Placed(whole, x.dtype, spec, False, own)
-        leading = bool(axes.fast_names) and bool(x.shape)
-        first = (axes.fast_names,) if leading else ()
-        spec = P(*first, *[None] * (x.ndim - leading))
-        return Placed(x.shape, x.dtype, spec, leading, own)
+        leading = bool(axes.fast_names) and bool(shape or (own and of_shards))
+        shape = (devices, *shape) if leading and of_shards else shape
+        entries = [axes.fast_names if leading and i == 0 else None for i in range(len(shape))]
+        return Placed(shape, x.dtype, P(*entries), leading, own)
 
     placed = [of_leaf(*leaf) for leaf in _leaves(state)]
     return jax.tree.structure(state).unflatten(placed)

@@ -375,39 +375,21 @@ def check_plans(
 
 def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
     """Raises ``ValueError`` for a state of another optimizer, tree or number of workers."""
-    got, wanted = (dict(named_leaves(x, "opt_state")) for x in (opt_state, expected))
-    alike = jax.tree.structure(opt_state) == jax.tree.structure(expected)
-    if not alike:
-        differing = [x for x in wanted if x not in got] + [x for x in got if x not in wanted]
+
+    def shapes(tree: Any) -> dict[str, Any]:
+        return {x: (jnp.shape(y), jnp.result_type(y)) for x, y in named_leaves(tree, "opt_state")}
+
+    got, needed = shapes(opt_state), shapes(expected)
+    differing = [name for name in needed | got if got.get(name) != needed.get(name)]
+    if differing or jax.tree.structure(opt_state) != jax.tree.structure(expected):
+        name = differing[0] if differing else "one of its nodes"
         raise ValueError(
-            f"opt_state is not a state of this optimizer for these parameters: "
-            f"{differing[0] if differing else 'its nodes'} differ. {_lost_marks(opt_state, expected)}"
-            f"Call onebit_jax.init again for another optimizer or other parameters; restore a "
-            f"checkpoint into what onebit_jax.init returns, as its target."
+            f"opt_state is not a state of this optimizer for these parameters and {workers} "
+            f"workers: {name} is {got.get(name)}, expected {needed.get(name)}. onebit_jax.resize "
+            f"takes a state to another number of workers or other options of the exchange; restore "
+            f"a checkpoint into what onebit_jax.init returns, since without its PerWorker nodes "
+            f"replicas would diverge; else begin anew with onebit_jax.init."
         )
-    for name, needed in wanted.items():
-        shape, dtype = jnp.shape(got[name]), jnp.result_type(got[name])
-        if (shape, dtype) != (needed.shape, needed.dtype):
-            raise ValueError(
-                f"{name} has shape {shape} and dtype {dtype}, but for these parameters and "
-                f"{workers} workers {needed.shape} and {needed.dtype} is needed: a state belongs "
-                f"to its number of workers, to the optimizer's options and to the parameters' "
-                f"shapes. onebit_jax.resize takes it to another number of workers or other "
-                f"options; else call onebit_jax.init again, which begins with a new warm-up."
-            )
-
-
-def _lost_marks(opt_state: Any, expected: Any) -> str:
-    has, needs = (
-        sum(map(is_per_worker, jax.tree.leaves(x, is_leaf=is_per_worker)))
-        for x in (opt_state, expected)
-    )
-    if has >= needs:
-        return ""
-    return (
-        "It has lost its PerWorker nodes, which say what belongs to one worker alone: without them "
-        "replicas silently diverge. "
-    )
 
 
 # What makes one number of many of an array's: sums, products of matrices, orders; what makes one

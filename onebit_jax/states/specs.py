@@ -25,25 +25,18 @@ class MeshAxes:
       explicit: the names of the Explicit axes, of which types say how arrays are split over them.
 
     Raises:
-      ValueError: for an axis that the mesh lacks, and for no name.
+      ValueError: for an axis that the mesh lacks.
     """
 
     def __init__(self, mesh: Mesh | AbstractMesh, axis_name: str | tuple[str, ...]):
-        names = (axis_name,) if isinstance(axis_name, str) else axis_name
-        if not isinstance(names, Sequence) or not all(isinstance(x, str) for x in names):
-            raise ValueError(
-                f"axis_name={axis_name!r} must be the name of the axis that workers lie along, or "
-                f"a pair of them; the mesh has the axes {mesh.axis_names}."
-            )
         self.mesh, self.slow = mesh, axis_name
-        self.slow_names = tuple(names)
-        for name in self.slow_names:
-            if name not in mesh.shape:
-                raise ValueError(
-                    f"axis_name={axis_name!r} names {name!r}, but the mesh has the axes "
-                    f"{mesh.axis_names}. Give the axis that workers lie along: the slow one, over "
-                    f"which parameters are replicated."
-                )
+        self.slow_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        if not set(self.slow_names) <= set(mesh.axis_names):
+            raise ValueError(
+                f"axis_name={axis_name!r}, but the mesh has the axes {mesh.axis_names}. Give the "
+                f"axis that workers lie along, or a pair of them: the slow one, over which "
+                f"parameters are replicated."
+            )
         others = [name for name in mesh.axis_names if name not in self.slow_names]
         self.fast_names = tuple(name for name in others if mesh.shape[name] > 1)
         self.workers = math.prod(mesh.shape[name] for name in self.slow_names)
@@ -144,13 +137,5 @@ def _of_leaf(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
                 f"parameter {name} has the spec {spec}, which names {axis!r}: parameters may be "
                 f"split over the fast axes of the mesh, {axes.fast_names}, while along "
                 f"axis_name={axes.slow!r} lie the workers, each of which must have all of it."
-            )
-    for size, entry in zip(leaf.shape, spec, strict=True):
-        parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
-        if size % parts:
-            raise ValueError(
-                f"parameter {name} has shape {leaf.shape}, but its spec {spec} splits an axis of "
-                f"{size} into {parts} parts. Give the parameter a shape that divides, or leave "
-                f"that axis of it whole."
             )
     return spec

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 
 from onebit_jax.markers import is_key
+from onebit_jax.programs.over_workers import on_one_worker
 
 LossFn = Callable[..., Any]
 Metrics = dict[str, jax.Array]
@@ -83,7 +84,9 @@ def loss_and_gradients(
         # created in the same trace, and Equinox allows one use of a State.
         copied = jax.tree.map(lambda x: x, model_state)
         options |= {} if model_state is None else {"model_state": copied}
-        loss, *aux = _parts(loss_fn(params, batch, **options), model_state)
+        with on_one_worker():
+            result = loss_fn(params, batch, **options)
+        loss, *aux = _parts(result, model_state)
         return loss, tuple(aux)
 
     gradients = jax.value_and_grad(with_aux, has_aux=True)

@@ -98,7 +98,7 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
 
     of_rows = jax.tree.map(lambda spec: P(axes.slow, *spec), specs)
     own = over_workers(row, axes.mesh, (specs, of_state), of_rows)(given.params, given.opt_state)
-    shares = jax.tree_util.tree_map_with_path(lambda path, x: worker_shares(axes, path, x), given.batch)
+    shares = jax.tree.map(lambda x: worker_shares(axes, x), given.batch)
     index = jnp.arange(axes.workers)
     if axes.spmd_axis_name is None:
         index = jax.reshard(index, NamedSharding(axes.mesh, P(axes.slow)))

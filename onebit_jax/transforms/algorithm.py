@@ -27,13 +27,13 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import (
     Specs,
     bound_axes,
-    check_own_gradients,
     check_told_of_shards,
     equal_on_all_workers,
+    own_gradients,
 )
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla import overwrite_if, restore_unless
-from onebit_jax.markers import PerWorker, outermost
+from onebit_jax.markers import PerWorker, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
@@ -285,6 +285,13 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             return updates, algorithm.resume(*state, Update(updates, params, {}, param_specs))
         if task == "pass":
             return algorithm.foreign(state, Update(updates, params, extra_args))
+        if not has_progress(state):
+            raise ValueError(
+                f"update was given a state of type {type(state).__name__}, not what init returned. "
+                f"A checkpoint that was read without its target gives lists and dicts: restore it "
+                f"into a state that init made."
+            )
+        own(state.progress.unfit)  # checks that the state is in the worker view
         if algorithm.needs_params and params is None:
             raise ValueError(
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
@@ -292,8 +299,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         axes = bound_axes(algorithm.exchange.axis_name)
         check_told_of_shards(axes, algorithm.exchange.axis_name, param_specs)
         validation.check_gradients(updates)
-        check_own_gradients(updates, axes)
-        update = Update(updates, params, extra_args, param_specs)
+        update = Update(own_gradients(updates, axes), params, extra_args, param_specs)
         if len(steps) == 1:
             [phase] = steps
         elif phase is not None and phase not in steps:
@@ -339,14 +345,52 @@ def chain(
     return optax.GradientTransformationExtraArgs(chained.init, update_fn)
 
 
+class Unmoved(NamedTuple):
+    """State of :func:`notice_unmoved`.
+
+    Attributes:
+      shares: by tensor, the share of its last updates that rounded to nothing; float32 ``[1]``, a
+        tree like the parameters without those of float32.
+    """
+
+    shares: PerWorker
+
+
+def notice_unmoved() -> optax.GradientTransformationExtraArgs:
+    """Notices parameters, in bfloat16 say, that their updates are too small to change."""
+
+    def shares(f: Callable[..., jax.Array], params: Any, *trees: Any) -> Unmoved:
+        def of_tensor(p: Any, *others: Any) -> Any:
+            return f(p, *others)[None] if jnp.result_type(p).itemsize < 4 else None
+
+        return Unmoved(PerWorker(jax.tree.map(of_tensor, params, *trees)))
+
+    def share(p: jax.Array, new: jax.Array, u: jax.Array) -> jax.Array:
+        lost = jnp.sum((u != 0) & (new == p), dtype=jnp.float32)
+        return lost / jnp.maximum(jnp.sum(u != 0, dtype=jnp.float32), 1)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, task: Task = "update", **_: Any
+    ) -> Any:
+        if params is None or task != "update":
+            return updates, state
+        return updates, shares(share, params, optax.apply_updates(params, updates), updates)
+
+    def init_fn(params: Any) -> Unmoved:
+        return shares(lambda _: jnp.float32(0), params)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def decay_and_rate(
     learning_rate: optax.ScalarOrSchedule, weight_decay: optax.ScalarOrSchedule, mask: Any
-) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+) -> tuple[optax.GradientTransformation, ...]:
     """Weight decay, then the learning rate, as in :func:`optax.adamw`; checks all three."""
     learning_rate = validation.rate("learning_rate", learning_rate)
     weight_decay = validation.rate("weight_decay", weight_decay, "not negative")
     decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
-    return keeping_dtypes(decay), keeping_dtypes(optax.scale_by_learning_rate(learning_rate))
+    rate = optax.scale_by_learning_rate(learning_rate)
+    return keeping_dtypes(decay), keeping_dtypes(rate), notice_unmoved()
 
 
 def at_count(value: Any, count: jax.Array) -> jax.Array:

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
-from onebit_jax.markers import PerWorker
+from onebit_jax.markers import PerWorker, as_own, named_leaves, own
 from onebit_jax.transforms.algorithm import Algorithm
 
 
@@ -30,23 +31,58 @@ class Momentum(NamedTuple):
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
         form ``[L, N, bytes]``; equal on all workers.
       exchange: the rest of the exchange's state.
+      ignored: from :func:`ignored`.
     """
 
     m_then_compensated: PerWorker
     received: jax.Array
     exchange: ExchangeState
+    ignored: PerWorker
 
     def lent(self, axes: Axes) -> ExchangeState:
         """The exchange's state with this device's shard of ``c_i``."""
         values, worker = self.m_then_compensated.value, self.exchange.worker.value
         if axes.local is not None and not axes.single_node:
             index = lax.axis_index(axes.local)
-            values = jax.tree.map(lambda x: x[:, index], values)
+            values = jax.tree.map(lambda x: x[:, index] if x.size else x, values)
         return self.exchange._replace(worker=PerWorker(worker._replace(values=values)))
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """Those of the exchange."""
-        return self.lent(axes).diagnostics(axes)
+        """Those of the exchange, and the shares of gradients that were ignored."""
+        return self.lent(axes).diagnostics(axes) | ignored_shares(self.ignored)
+
+
+def none_ignored(params: Any) -> PerWorker:
+    """No gradients ignored yet: 0 for each tensor."""
+    return as_own(jax.tree.map(lambda _: jnp.float32(0), params))
+
+
+def ignored(before: PerWorker, grads: Any, inverse_root: Any, active: Any) -> PerWorker:
+    """The largest share of each tensor that had gradients in one update and was inactive.
+
+    Args:
+      before: this, after the update before.
+      grads: the worker's own gradients.
+      inverse_root: 0 for inactive elements.
+      active: of the exchange.
+    """
+
+    def shares() -> Any:
+        def share(g: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.sum((g != 0) & (y == 0), dtype=jnp.float32) / max(g.size, 1)
+
+        return jax.tree.map(share, grads, inverse_root)
+
+    # A model without inactive elements needs no pass over its gradients. Sums wrap alike.
+    size = sum(x.size for x in jax.tree.leaves(inverse_root)) % 2**32
+    some = jnp.sum(active.counts.astype(jnp.uint32)) != np.uint32(size)
+    now = lax.cond(some, shares, lambda: jax.tree.map(lambda _: jnp.float32(0), grads))
+    return as_own(jax.tree.map(jnp.maximum, own(before), now))
+
+
+def ignored_shares(shares: PerWorker) -> dict[str, jax.Array]:
+    """The figures of :func:`ignored`, by tensor."""
+    return {f"ignored_share of {name}": x[0] for name, x in named_leaves(shares.value)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +112,8 @@ class FrozenVariance(Algorithm):
         empty = PerWorker(state.worker.value._replace(values=()))
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         m = self.stored(exchange, zeros)
-        return Momentum(m, exchange.nothing_received(), state._replace(worker=empty))
+        state = state._replace(worker=empty)
+        return Momentum(m, exchange.nothing_received(), state, none_ignored(params))
 
     def stored(self, exchange: BoundExchange, m: Any) -> PerWorker:
         """A dense momentum, a tree, in the dtype of residuals."""
@@ -109,13 +146,15 @@ class FrozenVariance(Algorithm):
         c = jax.tree.map(
             lambda x: (decay * x.astype(jnp.float32)).astype(x.dtype), momentum.m_then_compensated
         )
-        return Momentum(c, momentum.received, self._without_values(lent))
+        return momentum._replace(m_then_compensated=c, exchange=self._without_values(lent))
 
     def compressed(
-        self, exchange: BoundExchange, momentum: Momentum, m_i: list[jax.Array]
+        self, exchange: BoundExchange, state: Any, grads: Any, m_i: list[jax.Array]
     ) -> tuple[Momentum, Any, jax.Array]:
         """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and the id of an unfit tensor."""
-        layout = exchange.layout
+        layout, momentum = exchange.layout, state.momentum
+        noticed = momentum.ignored, grads, state.v_then_inverse_root, momentum.exchange.active
+        momentum = momentum._replace(ignored=ignored(*noticed))
         if not exchange.compresses:
             m = layout.scatter(m_i)
             kept = self.stored(exchange, m)
@@ -129,6 +168,7 @@ class FrozenVariance(Algorithm):
         if not exchange.compresses:
             return momentum
         state = exchange.activate(momentum.lent(exchange.axes), active)
+        momentum = momentum._replace(ignored=none_ignored(active))
         return self._take_back(exchange, momentum, momentum.received, state)
 
     def _take_back(
@@ -138,8 +178,9 @@ class FrozenVariance(Algorithm):
         if exchange.layout.shards > 1:
             index = lax.axis_index(exchange.axes.local)
             held = momentum.m_then_compensated.value
-            values = jax.tree.map(lambda x, y: x.at[:, index].set(y), held, values)
-        return Momentum(PerWorker(values), received, self._without_values(state))
+            values = jax.tree.map(lambda x, y: x.at[:, index].set(y) if x.size else x, held, values)
+        kept = self._without_values(state)
+        return Momentum(PerWorker(values), received, kept, momentum.ignored)
 
     @staticmethod
     def _without_values(state: ExchangeState) -> ExchangeState:

@@ -17,7 +17,7 @@ from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step,
 from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
-# The best measured (docs/pretraining.md): with refreshes it matters little when the warm-up ends,
+# The best measured (docs/results.md): with refreshes it matters little when the warm-up ends,
 # as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
 _REFRESHES = schedules.published_variance_steps(16)
@@ -223,7 +223,7 @@ class OnebitAdam(FrozenVariance):
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
         m_i = self.momentum_of(m, exchange.node_mean(update.grads))
-        momentum, m, unfit = self.compressed(exchange, state.momentum, m_i)
+        momentum, m, unfit = self.compressed(exchange, state, update.grads, m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
         if not self.bias_correction:
@@ -397,7 +397,7 @@ def onebit_adam(
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, not averaged. :func:`onebit_jax.train_step`
-    does this on a mesh; docs/your-own-loop.md shows other ways.
+    does this on a mesh; docs/your-loop.md shows other ways.
 
     ``variance_refreshes`` updates the variance at intervals after the freeze: a *refresh* is a
     compressed update that also averages the gradients, as in warm-up. If v last changed ``k``
@@ -409,6 +409,8 @@ def onebit_adam(
 
     as if all ``k`` updates had had this gradient, so v averages over as many updates as Adam's. An
     inactive element with a gradient becomes active: :math:`v = g^2`, and its momentum starts at 0.
+    It waits for the next refresh, by default at most 1/16 of the number of updates made; without
+    refreshes its gradients are ignored for good, and :func:`onebit_jax.diagnose` warns of it.
 
     The extra argument ``phase`` of ``update``, ``"warmup"``, ``"compression"`` or ``"refresh"``,
     compiles that phase alone. A phase from the other side of the freeze is refused: updates are 0,
@@ -472,7 +474,7 @@ def onebit_adam(
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
       in one step (DeepSpeed's users mask them by hand). Others move by at most three learning rates, weight decay
       aside: without a bound rare tokens may drift until the loss is not finite
-      (docs/pretraining.md). By
+      (docs/results.md). By
       default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel
       at 4 bits, and up to two workers exchange in one shot; :func:`onebit_adam_published` has the
       paper's form.

@@ -12,7 +12,15 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms.algorithm import Made, Progress, Update, at_count, chain, transformation
+from onebit_jax.transforms.algorithm import (
+    Made,
+    Progress,
+    Update,
+    at_count,
+    chain,
+    notice_unmoved,
+    transformation,
+)
 from onebit_jax.transforms.frozen_variance import Momentum
 from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup
@@ -205,7 +213,7 @@ def onebit_lamb(
         p \leftarrow p - \alpha_t \, \tilde c \, u
 
     Fresh coefficients would need no exchange, but of a compressed momentum :math:`\|u\|` is too
-    large, and steps too small: a loss 3 % higher (docs/pretraining.md).
+    large, and steps too small: a loss 3 % higher (docs/results.md).
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
@@ -281,4 +289,4 @@ def onebit_lamb(
         exchange=exchange,
     )
     rate = validation.rate("learning_rate", learning_rate)
-    return chain(scale, optax.scale_by_learning_rate(rate))
+    return chain(scale, optax.scale_by_learning_rate(rate), notice_unmoved())

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Specs, bound_axes, own_shards, whole_tensors
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms.algorithm import Task, in_float32, usual_promotion
+from onebit_jax.transforms.algorithm import Task, in_float32, notice_unmoved, usual_promotion
 from onebit_jax.transforms.compressed_mean import compressed_mean
 
 # Residuals are stale gradients, which orthogonalization makes as large as fresh ones.
@@ -129,7 +129,7 @@ def onebit_muon(
     and orthogonalization makes them as large as the rest, so by default they are halved in every
     update. At four bits, the default, the loss is that of dense Muon. At one bit, with halved
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
-    larger ones, where one bit can lose Muon's gain over Adam (``docs/lm.md``).
+    larger ones, where one bit can lose Muon's gain over Adam (``docs/results.md``).
 
     **On a sharded mesh** (:func:`onebit_jax.sharding.on_mesh`) the momentum stays split as the matrices are.
     What is orthogonalized is gathered over the fast axes, and every device computes all of it.
@@ -225,7 +225,8 @@ def onebit_muon(
             optax.scale_by_adam(b1, b2, nesterov=nesterov),
             optax.scale_by_learning_rate(adam_learning_rate or 0.0),
         )
-        return optax.partition({"muon": in_float32(muon), "adam": in_float32(adam)}, labels)
+        parts = {"muon": in_float32(muon), "adam": in_float32(adam)}
+        return optax.chain(optax.partition(parts, labels), notice_unmoved())
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tx = made(updates if params is None else params)

@@ -16,7 +16,12 @@ from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfi
 from onebit_jax.markers import PerWorker, as_own, in_place_of, own
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
-from onebit_jax.transforms.frozen_variance import FrozenVariance
+from onebit_jax.transforms.frozen_variance import (
+    FrozenVariance,
+    ignored,
+    ignored_shares,
+    none_ignored,
+)
 from onebit_jax.transforms.onebit_adam import bounded, for_uncorrected, zero_share
 from onebit_jax.transforms.schedules import StepSet
 
@@ -40,6 +45,8 @@ class ZeroOneAdamState(NamedTuple):
         float32, a tree like the parameters, ``[1, *shape]``. Stale, and read as 0, if
         ``local_steps`` is 0.
       exchange: the state of the exchange, of gradients until v freezes, then of ``B_i``.
+      ignored: the largest share of each tensor that had gradients in one update and was inactive,
+        since v froze; float32 ``[1]``, a tree like the parameters.
     """
 
     exchanging_phase = "sync"
@@ -52,6 +59,7 @@ class ZeroOneAdamState(NamedTuple):
     v_then_y: Any
     accumulated: PerWorker
     exchange: ExchangeState
+    ignored: PerWorker
 
     def synced_parameters(self, params: optax.Params) -> optax.Params:
         """The parameters that all workers share: evaluate and publish these.
@@ -71,9 +79,10 @@ class ZeroOneAdamState(NamedTuple):
         return self.progress.metrics()
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """``inactive_share``, a scalar."""
+        """``inactive_share``, and the shares of gradients that were ignored."""
         del axes
-        return {"inactive_share": zero_share(self.inverse_root)}
+        shares = ignored_shares(self.ignored)
+        return {"inactive_share": zero_share(self.inverse_root)} | shares
 
     def own_parameters(self) -> Any:
         """Which parameters may differ between workers, a tree of booleans: all once v is frozen."""
@@ -114,6 +123,7 @@ class ZeroOneAdam(FrozenVariance):
             v_then_y=jax.tree.map(jnp.zeros_like, zeros),
             accumulated=as_own(zeros),
             exchange=self.exchange.over(params).init(),
+            ignored=none_ignored(params),
         )
 
     def steps(self) -> Mapping[Phase, Step]:
@@ -216,6 +226,9 @@ class ZeroOneAdam(FrozenVariance):
         G = jnp.where(begun, state.learning_rate_sum, 0.0) + rate
         return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
+    def _ignored(self, state: State, update: Update) -> PerWorker:
+        return ignored(state.ignored, update.grads, state.inverse_root, state.exchange.active)
+
     def local_step(self, state: State, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         self.bound(state, update)
@@ -233,6 +246,7 @@ class ZeroOneAdam(FrozenVariance):
             m=as_own(m),
             v_then_y=y,
             accumulated=as_own(B),
+            ignored=self._ignored(state, update),
         )
         return Made(state, moved, unfit_of(update.grads))
 
@@ -256,6 +270,7 @@ class ZeroOneAdam(FrozenVariance):
             m=as_own(jax.tree.map(lambda b: b * per_rate, B)),
             v_then_y=y,
             exchange=exchanged,
+            ignored=self._ignored(state, update),
         )
         return Made(state, moved, unfit)
 

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.markers import nodes, nodes_with
+from onebit_jax.markers import named_leaves, nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states.flax_variables import without_variables
 from onebit_jax.states.placement import computing_on, state_specs
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
 from onebit_jax.training.step import metrics_of, of_optimizers, workers_axes
-from onebit_jax.transforms.algorithm import states_of
+from onebit_jax.transforms.algorithm import Unmoved, states_of
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import (
     ReplicaDivergenceError,
@@ -57,6 +57,7 @@ def diagnose(
     *,
     axis_name: str | tuple[str, str] | None = None,
     model_state: Any = None,
+    step: int | None = None,
 ) -> Diagnosis:
     """Checks that replicas are equal, bit for bit, and that the optimizer's state is healthy.
 
@@ -72,7 +73,7 @@ def diagnose(
     compared, since it is stored where residuals will be: if a copy of it is wrong, so are the
     parameters after the next step.
 
-    docs/watching.md has the figures, their healthy ranges, and where these come from.
+    docs/checkpoints.md has the figures, their healthy ranges, and where these come from.
 
     Args:
       params: the parameters, as the last step returned them; also with an axis of workers, as a
@@ -84,6 +85,8 @@ def diagnose(
         model is split. Devices that hold the same shard are compared, whichever axis they differ
         in; how arrays are split is read from their shardings.
       model_state: what the model changes without gradients, if there is such.
+      step: the number of updates that the run has made, as the loop counts them. If the optimizer
+        has made far fewer, it began anew beside restored parameters.
 
     Returns:
       The figures, and warnings in words, none if all is well.
@@ -120,7 +123,7 @@ def diagnose(
     with computing_on(mesh_of_arrays(mesh)):
         tree, places = jax.tree.structure(state), tuple(shared.values())
         program = _program(mesh, axes.slow, view, tree, tuple(specs), tuple(own), places)
-        checksums, figures, sent = jax.device_get(program(arrays))
+        checksums, figures, sent, count = jax.device_get(program(arrays))
     held = {
         name: [
             (devices, checksums[devices, i])
@@ -132,6 +135,10 @@ def diagnose(
         kind = "device" if axes.fast_names else "worker"
         raise ReplicaDivergenceError(divergences, held, mesh, kind)
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
+    # Of tensors there are many, and nothing to say of most.
+    values = {name: value for name, value in values.items() if value or " of " not in name}
+    if step is not None and count.size:
+        values["missing_updates"] = 1 - float(np.max(count)) / max(step, 1)
     if sent and mesh.shape[axes.slow_names[0]] > 1:
         values["workers_alike"] = float(any(_are_alike(x, y, mesh, axes) for x, y in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))
@@ -149,7 +156,9 @@ def _view(axes: MeshAxes, state: dict[str, Any]) -> str:
                 f"workers, as from jax.pmap or onebit_jax.sharding.worker_copies: give all of what "
                 f"the step returned."
             )
-    return "stacked" if jnp.ndim(found[0].unfit.value) > 1 else "copies"
+    # Beside a split model a copy has an axis of shards, which pmap cannot have.
+    stacked = not axes.fast_names and jnp.ndim(found[0].unfit.value) > 1
+    return "stacked" if stacked else "copies"
 
 
 def _on_fast(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
@@ -228,7 +237,7 @@ def _program(
         rows = is_own or view != "mesh"
         x = x[0] if rows else x
         first = names_in(spec[int(rows)]) if len(spec) > rows else ()
-        if first == axes.fast_names and x.shape[:1] == (1,):
+        if axes.fast_names and first == axes.fast_names and x.shape[:1] == (1,):
             x = x[0]
         return x[None] if is_own and view != "stacked" else x
 
@@ -255,6 +264,11 @@ def _program(
         # Beside a threshold there is its age, a number that is the same on all workers.
         scales = [x for x in scales if jnp.issubdtype(x.dtype, jnp.floating)]
         sent = [(jnp.max(x), checksum(x)) for x in scales]
-        return lax.all_gather((row, figures, sent), mesh.axis_names)
+        for _, node in nodes(opt_state):
+            if isinstance(node, Unmoved):
+                for name, x in named_leaves(node.shares.value):
+                    figures[f"unmoved_share of {name}"] = x[0]
+        count = jnp.array([x.progress.count for x in states_of(opt_state)], jnp.float32)
+        return lax.all_gather((row, figures, sent, count), mesh.axis_names)
 
     return jax.jit(over_workers(on_device, mesh, (list(specs),), P()))

@@ -1,6 +1,6 @@
 """The ranges that a healthy run's figures stay in, and what to do about one that does not.
 
-docs/watching.md says where each range comes from.
+docs/checkpoints.md says where each range comes from.
 """
 
 import collections
@@ -60,8 +60,10 @@ RANGES = (
         "all workers have sent the same numbers: their gradients were averaged before the "
         "optimizer was given them, so that averaging them again at few bits only adds errors, or "
         "all workers have the same batch. Give it each worker's own gradients, which "
-        "onebit_jax.train_step does, and onebit_jax.worker_step where a model is sharded; and "
-        "each worker batches of its own.",
+        "onebit_jax.train_step does, and onebit_jax.sharding.worker_step where a model is sharded; "
+        "and each worker batches of its own. Right after a restore it means that all workers were "
+        "given one worker's state, as jax_utils.replicate(jax_utils.unreplicate(state)) does, and "
+        "the residuals of the others are lost: save and restore the state with its axis of workers.",
     ),
     Range(
         "scale_spread",
@@ -78,6 +80,29 @@ RANGES = (
         "yet, make the warm-up longer, let the variance follow with variance_refreshes, or leave "
         "them dense by optax.partition.",
         _is_frozen,
+    ),
+    Range(
+        "ignored_share",
+        lambda share, workers: share <= 0.01,
+        "so much of this tensor had no gradient before the variance froze, and has one now: it is "
+        "ignored, so that these elements do not move, but by weight decay, as layers that are "
+        "unfrozen later, and experts or tokens that come late. Let the variance follow with "
+        "variance_refreshes, make the warm-up longer, or train the tensor by another optimizer, "
+        "with optax.partition.",
+        _froze_for_good,
+    ),
+    Range(
+        "unmoved_share",
+        lambda share, workers: share <= 0.9,
+        "so many updates of this tensor are too small to change a number of its dtype, and round "
+        "to nothing. Hold it in float32 (and compute in bfloat16), or raise the learning rate.",
+    ),
+    Range(
+        "missing_updates",
+        lambda share, workers: share <= 0.1,
+        "the optimizer has made fewer updates than the run by this share of them: its state began "
+        "anew beside restored parameters, with a new warm-up. Restore both, and use the state that "
+        "a restore returns: state.replace(...) makes a new one.",
     ),
     Range(
         "variance_growth",
@@ -132,13 +157,14 @@ def warnings_of(figures: Figures, workers: int) -> tuple[str, ...]:
     ]
     parts = collections.defaultdict[str, dict[str, float]](dict)
     for name, value in figures.items():
-        label, slash, figure = name.rpartition("/")
-        parts[label + slash][figure] = value
+        figure, of, tensor = name.partition(" of ")
+        label, slash, figure = figure.rpartition("/")
+        parts[label + slash][figure + of + tensor] = value
     for label, part in parts.items():
         for name, is_healthy, words, applies in RANGES:
-            value = part.get(name)
-            if value is None or not math.isfinite(value) or not applies(part):
-                continue
-            if not is_healthy(value, workers):
-                found.append(f"{label}{name}={value:.4g}: {words}")
+            for figure, value in part.items():
+                if figure.partition(" of ")[0] != name or not math.isfinite(value):
+                    continue
+                if applies(part) and not is_healthy(value, workers):
+                    found.append(f"{label}{figure}={value:.4g}: {words}")
     return tuple(found)

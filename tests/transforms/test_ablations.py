@@ -1,4 +1,4 @@
-"""What 1-bit Adam's parts are for: every naive form must stay worse, what replaces it as good.
+"""Ablations of 1-bit Adam: every naive form must stay worse, and its replacement as good.
 
 Eight simulated workers learn to classify short texts of a toy language. Words follow Zipf's law, so
 that most rows of the embedding seldom have a gradient and Adam's variance matters; each worker sees
@@ -19,8 +19,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
-from onebit_jax import ExchangeOptions
-from onebit_jax.transforms import momentum as moments
+from onebit_jax.markers import PerWorker
 from tests.optimizers import FROZEN
 from tests.workers import AXIS, replicate
 
@@ -90,14 +89,17 @@ def without_error_feedback(learning_rate):
         updates, state = tx.update(updates, state, params, phase=phase)
         onebit, *rest = cast(tuple, state)
         if phase == "compression":
-            # What is active from now on only has no residuals.
-            momentum, exchange = onebit.momentum, ExchangeOptions().one_bit(AXIS).over(params)
-            kept = momentum.exchange
-            none = kept._replace(active=optax.tree.zeros_like(kept.active))
-            forgotten = moments.reactivate(
-                exchange, momentum._replace(exchange=none), onebit.v_then_inverse_root
+            momentum, how = onebit.momentum, onebit_jax.ExchangeOptions().at_bits(AXIS, 1)
+            exchange, active = how.over(params), onebit.v_then_inverse_root
+            # Newly active elements begin without residuals.
+            none = exchange.init()
+            kept = exchange.activate(none, active)
+            own = kept.worker.value
+            momentum = momentum._replace(
+                m_then_compensated=PerWorker(own.values),
+                exchange=kept._replace(worker=PerWorker(own._replace(values=()))),
             )
-            onebit = onebit._replace(momentum=forgotten)
+            onebit = onebit._replace(momentum=momentum)
         return updates, (onebit, *rest)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -194,7 +196,7 @@ def test_naive_form_is_worse_than_adam(form, times):
 
 
 def deterministic(learning_rate, b=0.95):
-    """Birder whose signs are not drawn: sgn of m_i, and of what the workers agree on."""
+    """Birder whose signs are not drawn: sgn of m_i, and of the mean of these."""
 
     def sgn(z):
         return jnp.where(z >= 0, 1.0, -1.0)

@@ -1,4 +1,4 @@
-"""Pre-trains BERT with optimizers of `train.optimizers`, and compares them.
+"""Pre-trains BERT with optimizers of `train.registry`, and compares them.
 
     python -m train.bert.pretrain                              # the main job, in runs/bert-tiny
     python -m train.bert.pretrain --size mini --corpus TEXTS --vocab-size 8192 --steps 2000
@@ -9,23 +9,49 @@ The same command again goes on where it stopped. Of several processes, each runs
 `--coordinator`, `--processes` and its own `--process-id`.
 """
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from train import digest
 from train.bert import data
-from train.bert.config import Config
-from train.bert.model import BertConfig, init_params, pretraining_loss
+from train.bert.model import MAX_POSITIONS, BertConfig, init_params, pretraining_loss
 from train.bert.tokenizer import load_tokenizer, train_tokenizer
+from train.config import Count, TextConfig
 from train.corpus import read_texts
 from train.models import Batch, Loss
 from train.program import Program
 from train.report import Metric, Wording, loss_metric
 from train.training import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(TextConfig):
+    """Pre-trains BERT with each of several optimizers, from one seed and the same batches.
+
+    The same command again goes on where it stopped. At the end `report.md` and `loss.png` in the
+    output folder compare the optimizers.
+
+    Attributes:
+        vocab: WordPiece vocab.txt; without it, one is trained on the corpus.
+        vocab_size: Size of the vocabulary, where one is trained.
+    """
+
+    MODEL: ClassVar[str] = "bert"
+
+    size: Literal["tiny", "mini", "small", "base", "large"] = "tiny"
+    vocab: str | None = None
+    vocab_size: Count = 4096
+
+    def requirements(self) -> Iterator[tuple[str, bool, str]]:
+        """As those of all runs, and BERT's own."""
+        yield from super().requirements()
+        fits = self.sequence_length <= MAX_POSITIONS
+        yield "sequence_length", fits, f"at most {MAX_POSITIONS}, the model's positions"
 
 
 def make_task(config: Config) -> Task:

@@ -1,28 +1,29 @@
-"""BERT's weights in Hugging Face's layout: config.json, model.safetensors and a vocabulary.
+"""BERT's weights in Hugging Face's layout: config.json, model.safetensors and a vocabulary."""
 
-pretrained = load("bert-base-uncased")        # a folder
-hidden = encode(pretrained.config, pretrained.params, batch)
-save("mine", pretrained)
-"""
-
+import json
 import os
 import pathlib
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+from flax import traverse_util
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
-from train import hugging_face
 from train.bert import model
 from train.bert.model import BertConfig
 from train.bert.tokenizer import WordPieceTokenizer, load_tokenizer
-from train.hugging_face import Place
+from train.corpus import read_utf8
 from train.models import Params
 
+# A path in a tree of parameters.
+Place = tuple[str | int, ...]
+CONFIG, TENSORS = "config.json", "model.safetensors"
 # Parts that a checkpoint has or has not, as wholes; it always has the others.
 OPTIONAL = ("pooler", "mlm_head", "nsp_head")
 _TOKENIZER = "tokenizer.json"
-_HEADS = ("mlm_head", "nsp_head")
 # A buffer that some versions saved, and the tied output matrix, which is the token embedding.
 _BUFFER = "embeddings.position_ids"
 _TIED = {
@@ -97,7 +98,7 @@ def _places(config: BertConfig) -> dict[str, Place]:
 
 
 def load(folder: str | os.PathLike[str]) -> Pretrained:
-    """Reads a checkpoint folder of any BERT.
+    """Reads a checkpoint folder of any BERT. No code of it runs: it is numbers, JSON and text.
 
     Args:
         folder: has `config.json`, `model.safetensors`, and `vocab.txt` or `tokenizer.json`.
@@ -107,31 +108,40 @@ def load(folder: str | os.PathLike[str]) -> Pretrained:
             over or of another shape; all of these are listed in one message.
     """
     root = pathlib.Path(folder)
-    hugging_face.check_files(root, ("vocab.txt", "tokenizer.json"))
-    config = _read_config(root / hugging_face.CONFIG)
+    config = _read_config(root / CONFIG)
     tokenizer = _read_vocabulary(root)
     if tokenizer.vocab_size != config.vocab_size:
         raise ValueError(
             f"{root}: the vocabulary has {tokenizer.vocab_size} tokens, but config.json says "
             f"vocab_size {config.vocab_size}: they belong to different checkpoints"
         )
-    path = root / hugging_face.TENSORS
+    path = root / TENSORS
     return Pretrained(config, _fit(config, _read_tensors(path), path), tokenizer)
 
 
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(read_utf8(path)))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
 def _read_config(path: pathlib.Path) -> BertConfig:
-    values = hugging_face.read_config(path)
-    hugging_face.check_architecture(path, _FIXED | values, _FIXED, " than BERT's")
-    shape = hugging_face.sizes_of(values, _SHAPE, path)
-    dropout = values.get("hidden_dropout_prob", 0.1)
-    if not (type(dropout) in (int, float) and 0 <= dropout < 1):
-        raise ValueError(f"{path}: hidden_dropout_prob is {dropout!r:.60}, not from 0 to below 1")
-    return BertConfig(**shape, dropout=dropout)
+    values = _FIXED | _read_json(path)
+    wrong = [f"{x} is {values[x]!r}, not {y!r}" for x, y in _FIXED.items() if values[x] != y]
+    if wrong:
+        raise ValueError(f"{path} is of another architecture than BERT's: {'; '.join(wrong)}")
+    if missing := [name for name in _SHAPE.values() if not isinstance(values.get(name), int)]:
+        raise ValueError(f"{path} gives no whole numbers as {', '.join(missing)}")
+    shape: Any = {ours: values[theirs] for ours, theirs in _SHAPE.items()}
+    return BertConfig(**shape, dropout=values.get("hidden_dropout_prob", 0.1))
 
 
 def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
-    _check_uncased(root)
-    tokenizer = _of_vocabulary(root)
+    if (root / "vocab.txt").is_file():
+        tokenizer = load_tokenizer(root / "vocab.txt")
+    else:
+        tokenizer = _of_json(root / _TOKENIZER)
     words = [token for token in tokenizer.vocabulary if not token.startswith("[")]
     if 100 * sum(token != token.lower() for token in words) > len(words):
         raise ValueError(
@@ -141,40 +151,14 @@ def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
     return tokenizer
 
 
-def _of_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
-    if (root / "vocab.txt").is_file():
-        return load_tokenizer(root / "vocab.txt")
-    path = root / _TOKENIZER
-    found = hugging_face.read_config(path).get("model")
-    read = found if isinstance(found, dict) else {}
+def _of_json(path: pathlib.Path) -> WordPieceTokenizer:
+    read = _read_json(path).get("model") or {}
     if read.get("type") != "WordPiece":
         raise ValueError(f"{path} is a {read.get('type')} tokenizer, but BERT's is WordPiece")
-    ids = read.get("vocab")
-    if not isinstance(ids, dict) or not all(type(x) is int for x in ids.values()):
-        raise ValueError(f"{path}: its vocab must give each token its id, a whole number")
-    for expected, (own, token) in enumerate(sorted((own, token) for token, own in ids.items())):
-        if own != expected:
-            raise ValueError(
-                f"{path}: token {token!r} has the id {own} where {expected} is next: ids must be "
-                f"0 to {len(ids) - 1}, each once, as the rows of the embedding are"
-            )
+    ids = read["vocab"]
+    if sorted(ids.values()) != list(range(len(ids))):
+        raise ValueError(f"{path}: ids must be 0 to {len(ids) - 1}, each once, as embeddings' rows")
     return WordPieceTokenizer(sorted(ids, key=ids.__getitem__))
-
-
-def _check_uncased(root: pathlib.Path) -> None:
-    """Raises `ValueError` for a tokenizer that keeps capitals or accents, which ours does not."""
-    settings = {}
-    for name in (hugging_face.CONFIG, _TOKENIZER, "tokenizer_config.json"):
-        if (root / name).is_file():
-            read = hugging_face.read_config(root / name)
-            normalizer = read.get("normalizer")
-            settings |= read | (normalizer if isinstance(normalizer, dict) else {})
-    for name in ("do_lower_case", "lowercase", "strip_accents"):
-        if settings.get(name) is False:
-            raise ValueError(
-                f"{root} says {name} false: its BERT is cased, but the tokenizer here lowers case "
-                f"and strips accents, and most words would be [UNK]. Give an uncased BERT"
-            )
 
 
 def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -183,35 +167,38 @@ def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
         key = key.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
         return key.replace("LayerNorm.beta", "LayerNorm.bias")
 
-    tensors = hugging_face.read_tensors(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
     return {name(key): np.asarray(value, np.float32) for key, value in tensors.items()}
 
 
 def _fit(config: BertConfig, tensors: dict[str, np.ndarray], path: pathlib.Path) -> Params:
-    """The tensors as a tree of ours; a `ValueError` lists all that does not fit."""
-    hugging_face.check_layers(config.layers, tensors, "encoder.layer.", path)
+    """The tensors as a tree of ours; a `ValueError` lists all that does not fit.
+
+    A `kernel` is transposed in the file.
+    """
     tensors.pop(_BUFFER, None)
     for name, same in _TIED.items():
         if name in tensors and np.array_equal(tensors[name], tensors.get(same, ())):
             del tensors[name]
+    places = _places(config)
     shapes = jax.eval_shape(lambda: model.init_params(config, 0))
-    return hugging_face.to_params(tensors, _places(config), shapes, path, OPTIONAL)
-
-
-def save(folder: str | os.PathLike[str], pretrained: Pretrained) -> None:
-    """Writes a folder that `load`, and Hugging Face's `transformers`, reads; it is made."""
-    root, (config, params, tokenizer) = pathlib.Path(folder), pretrained
-    heads = any(part in params for part in _HEADS)
-    tensors = {
-        name if name.startswith("cls.") or not heads else f"bert.{name}": value
-        for name, value in hugging_face.to_tensors(params, _places(config)).items()
-    }
-    values = {
-        "architectures": ["BertForPreTraining" if heads else "BertModel"],
-        **_FIXED,
-        **{theirs: getattr(config, ours) for ours, theirs in _SHAPE.items()},
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout,
-    }
-    hugging_face.write(root, values, tensors)
-    tokenizer.save_vocab(root)
+    of_place = cast(Mapping[Any, Any], traverse_util.flatten_dict(shapes))
+    present = {places[name][0] for name in tensors if name in places}
+    flat: dict[Place, np.ndarray] = {}
+    faults = [f"{name} is not a part of this model" for name in tensors if name not in places]
+    for name, place in places.items():
+        step = -1 if place[-1] == "kernel" else 1
+        expected = of_place[place].shape[::step]
+        if name in tensors:
+            if tensors[name].shape != expected:
+                faults.append(f"{name} has shape {tensors[name].shape}, not {expected}")
+            flat[place] = tensors[name].T if step < 0 else tensors[name]
+        elif place[0] not in OPTIONAL or place[0] in present:
+            faults.append(f"{name} is missing")
+    if faults:
+        listed = "\n  ".join(faults)
+        raise ValueError(f"{path} does not hold the model of its {CONFIG}:\n  {listed}")
+    return traverse_util.unflatten_dict(flat)

@@ -1,1 +1,0 @@
-"""Training a DCGAN on CIFAR-10."""

@@ -1,1 +1,0 @@
-"""Answering the questions of SQuAD 1.1."""
