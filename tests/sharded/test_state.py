@@ -126,8 +126,8 @@ def test_optax_contract_of_types(name):
     abstract = tx.init(jax.ShapeDtypeStruct(shape=(2, 4, 8), dtype=jnp.float32))
     assert abstract is not None
     with jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, P(None, "x"))
-        params = jnp.zeros((2, 8, 4), dtype=jnp.float16, out_sharding=sharding)
+        split = NamedSharding(mesh, P(None, "x"))
+        params = jnp.zeros((2, 8, 4), dtype=jnp.float16, out_sharding=split)
         state = tx.init(params)
         assert types(state) == types(jax.jit(tx.init)(params))
         params, state = sharding.worker_copies((params, state), mesh, axis_name=SLOW)
