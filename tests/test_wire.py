@@ -112,8 +112,8 @@ def test_groups_that_follow_no_axis_are_unknown(mesh):
 
     flat = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     lowered = lower(halves, flat, FLOATS)
-    for given in (flat, None):
-        [found] = wire.collectives(lowered, given)
+    for known in (flat, None):
+        [found] = wire.collectives(lowered, known)
         assert (found.axis, found.group_size) == ("?", 4)
 
 

@@ -129,7 +129,10 @@ def test_no_worker_reads_parameters_of_another():
         return jnp.mean((logits - jnp.eye(32)[tokens]) ** 2)
 
     tx = onebit_jax.onebit_adam(1e-2, warmup=2, axis_name=SLOW)
-    mesh, spec = make_mesh((2, 2, 2), (SLOW, "fsdp", "tensor"), AxisType.Auto), P(("fsdp", "tensor"))
+    mesh, spec = (
+        make_mesh((2, 2, 2), (SLOW, "fsdp", "tensor"), AxisType.Auto),
+        P(("fsdp", "tensor")),
+    )
     options: Any = {"axis_name": SLOW, "param_specs": spec}
     drawn = np.random.default_rng(0).standard_normal((32, 16), np.float32)
     params: Any = {"embedding": jax.device_put(drawn, NamedSharding(mesh, spec))}
@@ -172,7 +175,9 @@ def test_a_state_of_another_mesh_or_of_other_specs_is_refused():
     of_four = onebit_jax.init(
         tx, elsewhere.params(), elsewhere.mesh, axis_name=SLOW, param_specs=elsewhere.specs
     )
-    with pytest.raises(ValueError, match=r"for these parameters and 2 workers: opt_state.*expected"):
+    with pytest.raises(
+        ValueError, match=r"for these parameters and 2 workers: opt_state.*expected"
+    ):
         step(params, of_four, task.batch(0))
 
 

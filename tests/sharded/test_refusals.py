@@ -159,7 +159,10 @@ def test_copies_of_what_lies_on_one_device(auto):
 
 
 def test_another_axis_of_devices_is_still_refused():
-    mesh, params = make_mesh((2, 2), (SLOW, "model"), AxisType.Auto), {"w": np.zeros((2, 2), np.float32)}
+    mesh, params = (
+        make_mesh((2, 2), (SLOW, "model"), AxisType.Auto),
+        {"w": np.zeros((2, 2), np.float32)},
+    )
     with refused("wrap the optimizer by onebit_jax.sharding.on_mesh"):
         onebit_jax.init(onebit_jax.compressed_mean(SLOW), params, mesh)
 
