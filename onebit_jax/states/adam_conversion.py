@@ -1,10 +1,8 @@
 """From a run of Adam into compression, and back."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding

@@ -1,7 +1,7 @@
 """Optimizer states taken from one number of workers to another."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
