@@ -49,7 +49,9 @@ def nonzero(tree):
         ((2, 2), "shard_map", OneBit(), "auto"),
         ((3, 2), "vmap", OneBit("mean_abs"), "auto"),
         pytest.param(4, "vmap", OneBit(), "one-shot", marks=pytest.mark.slow),
-        pytest.param((3, 2), "vmap", OneBit("mean_abs", fused=True), "auto", marks=pytest.mark.slow),
+        pytest.param(
+            (3, 2), "vmap", OneBit("mean_abs", fused=True), "auto", marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
