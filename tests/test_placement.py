@@ -25,6 +25,7 @@ from tests.small_task import (
     NODES_MESH,
     WARMUP,
     WORKERS,
+    abstract,
     assert_close,
     assert_equal,
     dense,
@@ -60,7 +61,7 @@ def test_state_is_sharded_or_replicated_as_its_marker_says(nodes):
     devices = mesh.devices.reshape(-1).tolist()
 
     def check(leaf, spec):
-        assert leaf.sharding == NamedSharding(mesh, spec)
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
         for shard in leaf.addressable_shards:
             row = devices.index(shard.device)
             expected = jax.device_get(leaf)[row : row + 1] if spec else leaf
@@ -117,7 +118,8 @@ def test_the_own_loop_of_the_docs(monkeypatch, capsys):
     more |= {"rows": replicate(make_params(), 2)}
     more |= {"coordinator_address": None, "num_processes": 1, "process_id": 0}
     for block in blocks[1:] + of_clusters[1:]:
-        exec(block, names | more | {"nodes": 2, "devices_per_node": 2})
+        if "distributed.initialize" not in block:
+            exec(block, names | more | {"nodes": 2, "devices_per_node": 2})
 
 
 def test_parameters_and_state_are_donated_and_the_batch_is_not():
@@ -191,14 +193,13 @@ def saved(tmp_path_factory):
 
 def restored_onto(mesh, folder) -> Any:
     params = replicated(make_params(), mesh)
-    target = params, onebit_jax.init(onebit(), params, mesh)
-    return ocp.load(folder, jax.eval_shape(lambda x: x, target))
+    return ocp.load(folder, abstract((params, onebit_jax.init(onebit(), params, mesh))))
 
 
 def test_restored_without_a_target(saved):
     """Orbax then gives dicts and lists for named tuples, and the marks are lost."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sharding info not provided")
+        warnings.simplefilter("ignore")
         _, opt_state = ocp.load(saved[0])
     words = r"^opt_state is not a state of this optimizer.*lost its PerWorker nodes.*as its target"
     refused(MESH, opt_state, words)

@@ -116,7 +116,7 @@ def _first(upcoming: Any) -> int:
 
 
 class TrainStep:
-    """A compiled training step; :func:`train_step` makes and documents it."""
+    """A compiled training step; :func:`onebit_jax.train_step` makes and documents it."""
 
     def __init__(self, setup: Setup):
         self._setup, self._run = setup, Run()

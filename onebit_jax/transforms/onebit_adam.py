@@ -426,7 +426,7 @@ def onebit_adam(
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
         a node, and a node sends no more than one worker does in the flat form
-        (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
+        (:mod:`onebit_jax.collectives.exchange`). On a single node nothing is compressed.
       warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
         100, at update 160 at the earliest; or a number of updates, at least 1, as DeepSpeed's
         ``freeze_step`` (one less). Give ``min_steps``

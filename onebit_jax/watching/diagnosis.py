@@ -36,7 +36,7 @@ _NOTHING_SENT = 1e-30
 
 
 class Diagnosis(NamedTuple):
-    """What :func:`diagnose` found.
+    """The findings of :func:`onebit_jax.diagnose`.
 
     Attributes:
       figures: by name, each the largest over the workers, or of a split model over all devices. The
