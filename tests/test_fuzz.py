@@ -63,7 +63,7 @@ PARAMS = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
 
 
 def makes_what_it_should_or_says_why(function, arguments):
-    """What is made of arguments that it takes can be used; all else is refused in words."""
+    """The result for arguments that it takes can be used; all else is refused in words."""
     try:
         made = function(**arguments)
     except (ValueError, TypeError, AttributeError) as error:
