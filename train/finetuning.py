@@ -58,7 +58,7 @@ class FineTuneConfig(SequenceConfig):
             dropout.
         epochs: Passes through the training examples; of SQuAD through its questions, of which one
             with several windows counts once.
-        learning_rate: Peak learning rate, of all optimizers; docs/finetuning.md has what others
+        learning_rate: Peak learning rate, of all optimizers; docs/results.md has what others
             were given.
     """
 
