@@ -14,7 +14,15 @@ from onebit_jax import contrib, sharding
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import checksum, find_divergences
 from tests.optimizers import FROZEN, OPTIMIZERS
-from tests.small_task import MESH, NODES_MESH, loss_fn, make_batches, make_params, onebit, replicated
+from tests.small_task import (
+    MESH,
+    NODES_MESH,
+    loss_fn,
+    make_batches,
+    make_params,
+    onebit,
+    replicated,
+)
 from tests.workers import PAIR, flipped, replicate
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

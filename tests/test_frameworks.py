@@ -113,7 +113,11 @@ def test_a_train_state_goes_through_a_shard_map():
     assert len(marks(specs)) == len(marks(state)) > 0
     stepped = jax.jit(
         jax.shard_map(
-            step, mesh=mesh, in_specs=(specs, P("data"), P()), out_specs=(specs, P()), check_vma=False
+            step,
+            mesh=mesh,
+            in_specs=(specs, P("data"), P()),
+            out_specs=(specs, P()),
+            check_vma=False,
         )
     )
 

@@ -118,9 +118,9 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
             of_rows,
         )
         rows = NamedSharding(axes.mesh, P(axes.slow))
-        computed = jax.tree.map(lambda x: jax.reshard(x, rows), computed._replace(grads=()))._replace(
-            grads=jax.tree.map(jax.reshard, computed.grads, stated)
-        )
+        computed = jax.tree.map(
+            lambda x: jax.reshard(x, rows), computed._replace(grads=())
+        )._replace(grads=jax.tree.map(jax.reshard, computed.grads, stated))
     told = {"param_specs": workers.specs_by_path(specs)}
 
     def of_shards(params: Any, opt_state: Any, computed: Any, same: Any) -> Results:
