@@ -66,7 +66,7 @@ def makes_what_it_should_or_says_why(function, arguments):
     """What is made of arguments that it takes can be used; all else is refused in words."""
     try:
         made = function(**arguments)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return assert_says_why(error)
     kind = RETURNS.get(function, optax.GradientTransformation)
     assert isinstance(made, kind), made

@@ -14,7 +14,6 @@ from orbax.checkpoint import v1 as ocp
 import onebit_jax
 from tests import small_task
 from tests.small_task import MESH, WARMUP, assert_equal, assert_replicas_agree, make_batches
-from train.checkpoint import abstract
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -29,7 +28,7 @@ REFUSED = {
     "optax.chain(optax.trace(0.9), bits, rate)": LATER,
     "optax.chain(optax.ema(0.9), onebit)": LATER,
     "optax.chain(optax.apply_every(2), onebit)": LATER,
-    "optax.MultiSteps(onebit, 2)": r"would keep each worker's own sum.*accumulation=k",
+    "optax.MultiSteps(onebit, 2)": r"acc_grads.*would differ.*accumulation=k",
     "optax.contrib.mechanize(onebit)": LATER,
     'optax.partition({"matrices": onebit, "vectors": adamw}, labels)': r"differ between workers",
     "optax.masked(onebit, matrices)": (
@@ -41,17 +40,13 @@ REFUSED = {
     "optax.conditionally_transform(onebit, lambda step: step % 2 == 0)": (
         r"the updates of 2 parameters.*differ between workers"
     ),
-    "optax.lookahead(onebit, 5, 0.5)": r"optax.lookahead.*params\.fast",
-    "optax.contrib.sam(onebit, optax.sgd(0.05))": (
-        r"does not take 'phase'.*optax.GradientTransformation\(tx.init, tx.update\)"
-    ),
+    "optax.lookahead(onebit, 5, 0.5)": r"tree changed since init.*fast",
+    "optax.contrib.sam(onebit, optax.sgd(0.05))": "unexpected keyword argument 'phase'",
     "optax.GradientTransformation(*optax.contrib.sam(onebit, optax.sgd(0.05)))": (
         r"differ between workers"
     ),
     'optax.chain(optax.snapshot("norm", optax.tree.norm), onebit)': LATER,
-    'optax.chain(onebit, optax.monitor({"norm": optax.tree.norm}))': (
-        r"another structure than init: they differ in \[1\].measurements\['norm'\].*snapshot"
-    ),
+    'optax.chain(onebit, optax.monitor({"norm": optax.tree.norm}))': "structure.*measurements",
     "adamw": r"would differ between workers.*onebit_jax.mean_gradients\('data'\) before it",
     "optax.sgd(1e-2)": r"the updates of 2 parameters.*nothing averages",
     "onebit_jax.per_worker(onebit)": (
@@ -112,7 +107,7 @@ def test_works(code, tmp_path):
     go_on = functools.partial(trained, step, takes_value="reduce_on_plateau" in code)
     params = small_task.replicated(params)
     start = params, onebit_jax.init(tx, params, MESH)
-    target = abstract(start)
+    target = small_task.abstract(start)
     batches = make_batches(1) * STEPS
     middle, before = go_on(start, batches[:SAVED_AFTER])
     ocp.save(tmp_path / "checkpoint", middle)
@@ -127,9 +122,13 @@ def test_works(code, tmp_path):
 
 @pytest.mark.parametrize("code", REFUSED)
 def test_refused(code):
-    params, _ = task(code)
-    with pytest.raises(ValueError, match=re.compile(REFUSED[code], re.DOTALL)):
-        onebit_jax.init(made(code), params, MESH)
+    """By `init`, or before the first step is compiled, by Python where it says enough."""
+    tx, (params, loss) = made(code), task(code)
+    words = re.compile(REFUSED[code], re.DOTALL)
+    with pytest.raises((ValueError, TypeError), match=words) as error:
+        state = onebit_jax.init(tx, params, MESH)
+        onebit_jax.train_step(loss, tx, MESH).lower(params, state, *make_batches(1))
+    assert error.type is ValueError or "sam(" in code
 
 
 def test_the_page_has_what_is_refused():

@@ -95,16 +95,15 @@ def test_geomesh_follows_numpy(weights, binding):
     def update(g: Any, state: Any, params: Any, weight: Any) -> Any:
         extra = {} if weights is None else {"vote_weight": weight}
         updates, state = tx.update(g, state, params, **extra)
-        [shared] = [x.shared for x in jax.tree.leaves(state, is_leaf=_has_shared) if _has_shared(x)]
-        return optax.apply_updates(params, updates), state, shared
+        return optax.apply_updates(params, updates), state
 
     given = np.ones(WORKERS) if weights is None else np.asarray(weights)
     state, params = on_workers(tx.init, WORKERS)(zeros(WORKERS)), zeros(WORKERS)
     made, seen = on_workers(update, WORKERS, binding), []
     for t in range(UPDATES):
         own = jax.tree.map(lambda g, t=t: g[t], gradients)
-        params, state, shared = made(own, state, params, given)
-        seen.append(jax.device_get(shared))
+        params, state = made(own, state, params, given)
+        seen.append(jax.device_get(state.shared))
     assert_workers_agree(seen)
 
     def by_hand(*tensors: Any) -> list[np.ndarray]:
@@ -125,10 +124,6 @@ def test_geomesh_follows_numpy(weights, binding):
         at = jax.tree.map(lambda h, t=t: h[t], expected, is_leaf=lambda x: isinstance(x, list) and len(x) == UPDATES)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x[0], y, atol=2e-6), shared, at)
     assert np.any(seen[-1]["large"])
-
-
-def _has_shared(node: Any) -> bool:
-    return hasattr(node, "shared")
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])

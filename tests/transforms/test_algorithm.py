@@ -17,7 +17,6 @@ from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.algorithm import PHASES, Algorithm, Made, Progress, transformation
 from tests.optimizers import OPTIMIZERS
-from tests.small_task import assert_equal
 from tests.workers import AXIS, draw, on_workers, replicate
 
 WORKERS = 2
@@ -153,14 +152,3 @@ def test_optax_finds_arrays_like_the_parameters(name):
     [state] = algorithm.states_of(on_workers(doubled, WORKERS)(replicate(PARAMS, WORKERS)))
     assert {float(np.max(x)) for x in jax.tree.leaves(state)} == {1.0, 2.0}
     assert all(np.all(x == 1) for x in jax.tree.leaves(state.progress))
-
-
-def test_init_takes_shapes_in_place_of_parameters():
-    params = draw(0, WORKERS, shapes={"matrix": (9, 5), "vector": (5,)})
-    shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    made = [x.make(AXIS) for x in OPTIMIZERS.values() if not x.is_local]
-
-    def both(params):
-        return [tx.init(shapes) for tx in made], [tx.init(params) for tx in made]
-
-    assert_equal(*on_workers(both, WORKERS)(params))

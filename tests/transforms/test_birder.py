@@ -184,21 +184,6 @@ def test_rows_without_gradient_never_move_and_all_others_by_the_learning_rate():
     np.testing.assert_array_equal(progress.count, np.arange(1, 101))
 
 
-@pytest.mark.parametrize(("phase", "moves"), [("compression", (1, 3)), ("warmup", (0, 2))])
-def test_a_phase_out_of_turn_is_not_refused(phase, moves):
-    """First gradients on one worker only, in the first update and the third."""
-    gradients = np.zeros((3, 4, 40), np.float32)
-    gradients[1, :, :20] = 1
-    gradients[1, 2, 20:30] = 1
-    updates, states = trajectory(scale_by_birder(), jnp.zeros(40), gradients, phase)
-    u = np.asarray(updates[0])
-    for coordinates, at in zip([slice(20), slice(20, 30)], moves, strict=True):
-        assert not np.any(u[:at, coordinates])
-        assert np.all(np.abs(u[at:, coordinates]) == 1)
-    assert not np.any(u[:, 30:])
-    assert np.all(np.asarray(states.progress.phase) == PHASES.index(phase))
-
-
 def test_a_gradient_of_long_ago_leaves_a_fair_coin():
     """a cannot decay to nothing: only m can, and then the worker votes at random."""
     gradients = np.zeros((2, 1500, 64), np.float32)

@@ -247,14 +247,6 @@ def test_a_state_saved_between_exchanges_belongs_to_its_plan(every, fragments, f
         other(params, jax.device_get(opt_state), make_batches(1)[0])
 
 
-def test_right_after_an_exchange_another_every_may_be_given():
-    params, state = begun(2, 1)
-    other = make_tx(axis_name="data", every=3)
-    with pytest.raises(ValueError, match=r"every=2, .* saved 1 updates .* has every=3,"):
-        placement.check_plans(other, params, state, MESH)
-    placement.check_plans(other, params, state._replace(since_sync=jnp.int32(0)), MESH)
-
-
 @pytest.mark.parametrize("others", ["dense", "local"])
 def test_one_of_several_optimizers_keeps_its_workers_parameters(others):
     """A run that was saved between two exchanges goes on as one that was not."""

@@ -191,7 +191,7 @@ def assert_same_residuals(case, state, params, adams):
 
 def test_warmup_is_adamw_argument_by_argument():
     schedule = optax.linear_schedule(0.1, 0.0, 6)
-    positional = schedule, 0.8, 0.95, 1e-6, 1e-3
+    positional = schedule, 0.8, 0.95, 1e-6
     decay: Any = {"weight_decay": 0.1, "mask": {"matrix": True, "nested": False}}
     params, gradients = draw(0, shapes=SHAPES), draw(1, 3, 5, shapes=SHAPES)
     ours = train(onebit_adam(*positional, **decay, warmup=9), 3, params, gradients, {"warmup": 5})

@@ -57,7 +57,7 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
         {"adam_b2": DECAYS, "adam_learning_rate": (NAN,), "adam_bits": (1,)},
     ),
     onebit_jax.compressed_mean: ({"axis_name": AXIS}, {}),
-    onebit_jax.local_steps: (LOCAL, {"every": (0, 2.5), "fragments": (0, 4), "delay": (-1, 2)}),
+    onebit_jax.local_steps: (LOCAL, {"every": (0, 2.5), "fragments": (0,), "delay": (-1, 2)}),
     onebit_jax.clip_by_common_norm: ({"max_norm": 1.0, "axis_name": AXIS}, {"max_norm": (0, NAN)}),
     onebit_jax.variance_stable: ({}, {"threshold": (0, 1, NAN), "min_steps": (-1, 1.5)}),
     ExchangeOptions: (
@@ -149,7 +149,8 @@ def test_hyperparameters_injected_in_half_precision_are_refused():
     """In bfloat16 0.999 is 1, which no update survives."""
 
     def begin(**options):
-        inject = optax.inject_hyperparams(onebit_jax.onebit_adam, **options)
+        make, static = onebit_jax.onebit_adam, "warmup_bits"
+        inject = optax.inject_hyperparams(make, static_args=static, **options)
         tx = inject(0.1, axis_name=AXIS)
         jax.eval_shape(jax.vmap(tx.init, axis_name=AXIS), jnp.ones((2, 3), jnp.bfloat16))
 
@@ -197,10 +198,9 @@ def test_masks_are_checked_by_every_optimizer(make, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [onebit_jax.onebit_adam, onebit_jax.birder])
-@pytest.mark.parametrize("shape", [(2**16, 2**15), (2**16, 2**16)])
-def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(make, shape):
+def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(make):
     tx = make(1e-2, axis_name="data", **({"seed": 0} if make is onebit_jax.birder else {}))
-    params: Any = {"w": jax.ShapeDtypeStruct(shape, "f4")}
+    params: Any = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "f4")}
     state = placement.state_shapes(tx, params, MESH)
     step = onebit_jax.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, MESH)
     assert step.lower(params, state, jax.ShapeDtypeStruct((8,), "f4")).as_text()
