@@ -31,10 +31,10 @@ from tests.small_task import (
     make_params,
     onebit,
     onebit_start,
-    start,
     train,
     with_fault,
 )
+from tests.small_task import start as typed_start
 from tests.workers import PAIR, make_mesh, mesh_view, on_workers, replicate
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -43,6 +43,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 BAD = BATCH | {"x": BATCH["x"] * np.nan}
 OPTIMIZERS = {"dense": dense, "onebit": onebit}
 of_both = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def start(*args: Any, **options: Any) -> Any:
+    """As the small task's; a step is called here as its types forbid."""
+    return typed_start(*args, **options)
 
 
 def shares(batch):

@@ -157,7 +157,9 @@ class Workers:
     def _shards(self, params: Any, specs: Any) -> Any:
         """The shapes of one device's shards of the parameters."""
         return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), x.dtype),
+            lambda x, spec: jax.ShapeDtypeStruct(
+                self.axes.shape_of_shard(x.shape, spec), jnp.result_type(x)
+            ),
             params,
             specs,
         )
