@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +140,7 @@ class TrainStep:
         given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
         setup = self._setup
         # In a jitted loop of steps the host cannot read a state's phase.
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             with computing_on(setup.workers.devices):
                 plan = self._plan(given)
                 placed = place(given, plan.shardings)
@@ -236,7 +237,7 @@ class TrainStep:
                 f"a multiple of {parts} = {axes.workers} workers x accumulation "
                 f"{self._setup.accumulation}. Change the batch size or the accumulation."
             )
-        known = getattr(getattr(x, "sharding", None), "spec", None)
+        known: Any = getattr(getattr(x, "sharding", None), "spec", None)
         # What workers share out alone lies in one way, and is one program.
         split = self._setup.workers.split and known
         first = names_in(known[0])[: len(axes.slow_names)] if split else ()

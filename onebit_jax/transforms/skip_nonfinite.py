@@ -260,7 +260,9 @@ def skip_nonfinite(
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
         state = cast(SkipNonfiniteState, state)
         if task != "update":
-            updates, kept = inner.update(updates, state.inner_state, params, task=task, **extra_args)
+            updates, kept = inner.update(
+                updates, state.inner_state, params, task=task, **extra_args
+            )
             return updates, SkipNonfiniteState(state.skips, kept)
         made = guarded_update(
             inner, updates, state.inner_state, params, bound_axes(axis_name), **extra_args
