@@ -48,8 +48,8 @@ class Arguments(NamedTuple):
     opt_state: Any
     model_state: Any
     batch: Any
-    rng: Any = None
-    extra_args: Any = {}
+    rng: Any
+    extra_args: Any
     skips: Skips = no_skips()
 
 

@@ -335,7 +335,8 @@ def train_step(
         over tokens that are not padding, it returns in place of the scalar
         ``onebit_jax.WeightedLoss(total, weight)``, a sum and its weight, such as the number of
         tokens: then all tokens of the batch weigh the same, however they lie on workers and
-        microbatches, some of which may have none. If the step is called with a random key or a model's state,
+        microbatches, some of which may have none. If the step is called with a random key or a
+        model's state,
         ``loss_fn`` takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns
         ``loss, metrics, model_state``.
       tx: the optimizer. It must average over the mesh itself, as this library's optimizers do; put
@@ -387,7 +388,8 @@ def train_step(
       ``metrics`` are scalars on all workers:
 
       - ``loss`` and the metrics that ``loss_fn`` returned: means over the workers;
-      - ``grad_norm``, if gradients are clipped: the root of the workers' mean squared gradient norm,
+      - ``grad_norm``, if gradients are clipped: the root of the workers' mean squared gradient
+        norm,
         before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
         "refresh"; -1 if it was refused, or skipped before any was made; 0 for an optimizer without
@@ -404,9 +406,9 @@ def train_step(
       one. Optimizers that are in different phases use a program that contains all phases.
 
       A call with the state that the last call returned continues its run; any other state begins a
-      run. After an error for skipped steps the same state may be passed again, with good batches. No call
-      checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last call waits
-      for that call and raises if the last ``max_skipped`` steps were skipped.
+      run. After an error for skipped steps the same state may be passed again, with good batches.
+      No call checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last
+      call waits for that call and raises if the last ``max_skipped`` steps were skipped.
 
       Inside ``jax.jit``, as in a ``lax.scan`` of the step, no account passes from one step to the
       next: ``skipped`` and ``skipped_in_a_row`` are 0 or 1, and no step raises. Count there with
@@ -429,16 +431,16 @@ def train_step(
     Raises:
       NonFiniteError: from the step, after ``max_skipped`` skipped steps in a row, the last of them
         two calls ago or earlier.
-      ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
-        step, before anything is compiled: for a batch that does not divide into workers and
-        microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
+      ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range,
+        and a ``tx`` or ``mesh`` of the wrong type. From the step, before anything is compiled: for
+        a batch that does not divide into workers and microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
         :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` with
-        another schedule; parameters that are split between devices; a ``loss_fn`` whose results have a wrong type or shape; updates that would differ
-        between workers, with the parameter's name; a collective under a condition that may differ
-        between workers, which would then wait for each other for ever; processes with different
-        steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from this
-        library's optimizers, for an axis that is not in the mesh, or a mesh axis that they would
-        not average over.
+        another schedule; parameters that are split between devices; a ``loss_fn`` that returns
+        another number of values; updates that would differ between workers, with the parameter's
+        name; a collective under a condition that may differ between workers, which would then wait
+        for each other for ever; processes with different steps; ``jax_disable_jit``. For a wrong
+        ``phase`` in an earlier call; and from this library's optimizers, for an axis that is not in
+        the mesh, or a mesh axis that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
