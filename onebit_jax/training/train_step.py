@@ -433,14 +433,15 @@ def train_step(
         two calls ago or earlier.
       ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range,
         and a ``tx`` or ``mesh`` of the wrong type. From the step, before anything is compiled: for
-        a batch that does not divide into workers and microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
-        :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` with
-        another schedule; parameters that are split between devices; a ``loss_fn`` that returns
-        another number of values; updates that would differ between workers, with the parameter's
-        name; a collective under a condition that may differ between workers, which would then wait
-        for each other for ever; processes with different steps; ``jax_disable_jit``. For a wrong
-        ``phase`` in an earlier call; and from this library's optimizers, for an axis that is not in
-        the mesh, or a mesh axis that they would not average over.
+        a batch that does not divide into workers and microbatches; a state that does not fit the
+        optimizer, these parameters and this mesh, lacks :class:`~onebit_jax.PerWorker` nodes, or
+        was saved by a :func:`onebit_jax.local_steps` with another schedule; parameters that are
+        split between devices; a ``loss_fn`` that returns another number of values; updates that
+        would differ between workers, with the parameter's name; a collective under a condition that
+        may differ between workers, which would then wait for each other for ever; processes with
+        different steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from
+        this library's optimizers, for an axis that is not in the mesh, or a mesh axis that they
+        would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax
