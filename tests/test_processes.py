@@ -94,9 +94,9 @@ CASES = {
     "precision": "JAX's settings",
     "prng": "JAX's settings",
     "flags": "XLA_FLAGS",
-    "seed": "params['w']",
-    "checkpoint": "opt_state[0].progress.count",
-    "later checkpoint": "opt_state[0].progress.count",
+    "seed": "['params']['w']",
+    "checkpoint": "['opt_state'][0].progress.count",
+    "later checkpoint": "['opt_state'][0].progress.count",
     "nothing": "",
 }
 
