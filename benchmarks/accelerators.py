@@ -38,7 +38,7 @@ from benchmarks.kernels import launches
 from benchmarks.kinds import AXIS, for_compilers, onebit_adam
 from benchmarks.loops import Run, peak
 from onebit_jax import wire
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.algorithm import Phase
 from train import record
 
 Target = Literal["h100", "v5e"]

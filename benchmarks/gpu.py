@@ -28,8 +28,8 @@ import tyro
 from jax import lax
 
 from benchmarks import tasks
-from onebit_jax.collectives import one_bit
-from onebit_jax.collectives.packing import pack, signed, unpack_flags
+from onebit_jax.collectives.one_bit import per_tensor, residual
+from onebit_jax.collectives.packing import pack_flags, scaled_signs, unpack_flags
 from train import record
 
 
@@ -82,25 +82,26 @@ def encode(
     Args:
       value: what the worker sends.
       compensated: the last call's `c`, `[1, *shape]`.
-      scale: the last call's scale.
+      scale: the last call's scale, `[1]`.
       active: which elements take part, packed; uint8 `[1, shape[0] / 8, ...]`.
 
     Returns:
       The new compensated value, its scale and its packed signs.
     """
-    takes_part = unpack_flags(active, axis=1).reshape(value.shape)
-    always = jnp.bool(True)
-    made = one_bit.compensate(value, compensated, scale, takes_part, 1.0, always)
+    takes_part = unpack_flags(active, axis=1).reshape(compensated.shape)
+    made = jnp.where(takes_part, value + residual(compensated, scale), 0.0)
+    squares = jnp.sum(made * made).reshape(1)
     c = lax.optimization_barrier(made)
-    [scale] = one_bit.scale(one_bit.power_sum(made, "rms"), jnp.float32(value.size), "rms")
-    return c, scale, pack(c.reshape(1, 8, *active.shape[1:]) >= 0, 1, axis=1)
+    packed = pack_flags(c.reshape(1, 8, *active.shape[1:]) >= 0, axis=1)
+    return c, jnp.sqrt(squares / value.size), packed
 
 
 def decode(
     params: jax.Array, packed: jax.Array, scales: jax.Array, inverse_root: jax.Array
 ) -> jax.Array:
     """Applies received bits to the parameters, over a frozen variance."""
-    return params - 1e-4 * signed(packed, scales).reshape(params.shape) * inverse_root
+    signs = scaled_signs(packed, per_tensor(scales, packed)[:, None], axis=1)
+    return params - 1e-4 * signs.reshape(params.shape) * inverse_root
 
 
 def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
@@ -130,7 +131,7 @@ def timed_programs(shape: tuple[int, ...]) -> dict[str, Timed]:
         # Changes its values, lest XLA leave it out or have the copy engine do it; and in place, as
         # the others are, lest new pages be what is timed.
         "copy": Timed(lambda x, _: (-x, ()), full(0.5), ()),
-        "encode": Timed(encode_again, (full(0.0)[None], jnp.float32(0)), (full(1e-3), packed)),
+        "encode": Timed(encode_again, (full(0.0)[None], jnp.zeros(1)), (full(1e-3), packed)),
         "decode": Timed(apply_again, full(0.5), (packed, scales, full(1.0))),
         "Adam": Timed(adam_again, (full(0.5), adam.init(full(0.5))), full(1e-3)),
     }

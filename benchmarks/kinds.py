@@ -9,7 +9,7 @@ import optax.contrib
 
 import onebit_jax
 from onebit_jax import ExchangeOptions
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.transforms.algorithm import Phase
 from train.registry import REGISTRY, Setting
 
 AXIS = "workers"
@@ -103,18 +103,18 @@ def _zero_one_adam(phase: Phase) -> Kind:
     )
 
 
-def _birder(**options: Any) -> Kind:
+def _birder() -> Kind:
     # Its first update counts as warm-up: inactive elements are found then.
-    return Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS, **options), _COMPRESSING)
+    return Kind(lambda: onebit_jax.birder(1e-4, seed=0, axis_name=AXIS), _COMPRESSING)
 
 
 def _registered() -> dict[str, Kind]:
-    """Every planned optimizer of the registry, by its label."""
+    """Optimizers of the registry that exchange in every update, by their labels."""
     setting = Setting(1e-4, AXIS, warmup=1)
+    names = "onebit_adam", "onebit_lamb", "birder", "signum", "distributed_lion", "ef_signsgd"
     return {
-        entry.label: Kind(functools.partial(entry.make, setting), _COMPRESSING)
-        for entry in REGISTRY.values()
-        if entry.planned and entry.benchmark is None
+        REGISTRY[name].label: Kind(functools.partial(REGISTRY[name].make, setting), _COMPRESSING)
+        for name in names
     }
 
 
@@ -170,8 +170,8 @@ def kinds() -> dict[str, Kind]:
         "1-bit Adam, warm-up, bare optimizer": dense_warmup.alone(told=True),
         "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
         "Adam, no exchange": Kind(lambda: adam, loop="own", exchanges=False),
-        "1-bit Adam, one stage": onebit_adam(exchange=ExchangeOptions(form="one-stage")),
-        "1-bit Adam, two stages": onebit_adam(exchange=ExchangeOptions(form="two-stage")),
+        "1-bit Adam, one stage": onebit_adam(exchange=ExchangeOptions(form="one-shot")),
+        "1-bit Adam, two stages": onebit_adam(exchange=ExchangeOptions(form="two-shot")),
         "1-bit Adam, bfloat16 residuals": onebit_adam(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),
@@ -182,7 +182,6 @@ def kinds() -> dict[str, Kind]:
         "0/1 Adam, sync": _zero_one_adam("sync"),
         "0/1 Adam, local": _zero_one_adam("local"),
         **{label: kind for label, kind in _registered().items() if label not in _OWN_ROWS},
-        "Birder, votes": _birder(transport="votes"),
         "compressed_mean, Adam": Kind(
             lambda: optax.chain(onebit_jax.compressed_mean(AXIS), adam),
         ),

@@ -17,7 +17,7 @@ import onebit_jax
 from benchmarks import tasks
 from benchmarks.kinds import AXIS, Kind
 from benchmarks.tasks import Task
-from onebit_jax.transforms.phases import PHASES, Phase
+from onebit_jax.transforms.algorithm import PHASES, Phase
 
 Gradients = Callable[[Any, Any], tuple[Any, optax.Updates]]
 

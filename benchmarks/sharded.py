@@ -36,8 +36,8 @@ import onebit_jax
 from benchmarks import accelerators, tasks
 from onebit_jax import wire
 from onebit_jax.programs import hlo
-from onebit_jax.states.sharded_model import ShardedModel
-from onebit_jax.transforms.phases import Phase
+from onebit_jax.states.placement import Workers
+from onebit_jax.transforms.algorithm import Phase
 from train import record
 from train.lm.model import LMConfig, init_params, next_token_loss
 from train.lm.sharding import FAST_AXES, FSDP, gathered, param_specs
@@ -154,7 +154,7 @@ def compiled(target: Machine, size: str, config: pathlib.Path) -> dict[str, Any]
         ("1-bit Adam", onebit(), ("warmup", "compression")),
     ]
     for name, tx, phases in kinds:
-        state = ShardedModel(tx, mesh, SLOW, specs).state_shapes(params)
+        state = Workers(tx, mesh, SLOW, specs).state_shapes(params)
         step = onebit_jax.train_step(loss_fn, tx, mesh, axis_name=SLOW, param_specs=specs)
         for phase in phases:
             program = step.lower(params, state, batch, phase=phase).compile()

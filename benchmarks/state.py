@@ -25,9 +25,9 @@ import onebit_jax
 from benchmarks import tasks
 from benchmarks.kinds import AXIS
 from benchmarks.loops import make_mesh
-from onebit_jax import ExchangeOptions, validation
-from train.registry import REGISTRY, Setting, muon
+from onebit_jax import ExchangeOptions
 from train import record
+from train.registry import REGISTRY, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,10 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
     return {
         "Adam with pmean": adam,
         **registered,
-        "1-bit Adam, two stages": onebit(exchange=ExchangeOptions(form="two-stage")),
+        "1-bit Adam, two stages": onebit(exchange=ExchangeOptions(form="two-shot")),
         "1-bit Adam, bfloat16 residuals": onebit(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),
-        "1-bit Adam, published": onebit_jax.onebit_adam_published(
-            1e-3, warmup=1000, axis_name=AXIS
-        ),
-        "Muon, 4 bits, delay 1": muon("", 4, 8, delay=1).make(setting),
         "compressed_mean at 8 bits, Adam": optax.chain(
             onebit_jax.compressed_mean(AXIS, 8), optax.adamw(1e-3)
         ),

@@ -26,9 +26,8 @@ import tyro
 
 from train import record, training
 from train.config import AXIS
-from train.lm.config import Config
 from train.lm.model import NORM_EPSILON, ROTARY_BASE, LMConfig
-from train.lm.pretrain import make_task
+from train.lm.pretrain import Config, make_task
 
 torch: Any = importlib.import_module("torch")
 nn: Any = torch.nn

@@ -1,4 +1,4 @@
-"""Trains a small network on all devices of one host or of many; docs/start.md has the launch lines.
+"""Trains a small network on all devices of one host or of many; docs/clusters.md has the launch lines.
 
 python examples/hosts.py                                  # all GPUs or TPU chips of this host
 srun python examples/hosts.py --nodes 2                   # Slurm; Open MPI 4 in the same way
@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax.transforms.algorithm import PHASES
 
 ROWS_A_DEVICE, STEPS = 64, 1000
 
@@ -80,7 +81,7 @@ def train(mesh: jax.sharding.Mesh) -> None:
     for i in range(STEPS):
         params, opt_state, metrics = step(params, opt_state, batch)
         if i % 200 == 199:
-            report(f"{i + 1} loss {metrics['loss']:.4f} phase {metrics['phase']}")
+            report(f"{i + 1} loss {metrics['loss']:.4f} {PHASES[metrics['phase']]}")
     sent = onebit_jax.wire.by_phase(step, params, opt_state, batch, mesh=mesh)
     report(onebit_jax.wire.table(sent))
 
@@ -92,13 +93,13 @@ def main() -> None:
         "--nodes", type=int, default=1, help="hosts, or TPU slices, between which bits travel"
     )
     parser.add_argument("--coordinator", help="HOST:PORT of process 0, which all hosts reach")
-    parser.add_argument("--processes", type=int, help="of all hosts together")
-    parser.add_argument("--process-id", type=int, help="this one's number, from 0")
+    parser.add_argument("--processes", type=int, help="total number of processes")
+    parser.add_argument("--process-id", type=int, help="index of this process, from 0")
     parser.add_argument(
         "--timeout", type=int, default=60, help="seconds to wait for the others, 3 or more"
     )
     parser.add_argument(
-        "--cpu-devices", type=int, help="simulate so many on the CPU of each process"
+        "--cpu-devices", type=int, help="simulate this number of CPU devices per process"
     )
     options = parser.parse_args()
     if options.nodes < 1:
@@ -116,9 +117,10 @@ def main() -> None:
             shutdown_timeout_seconds=options.timeout,
         )
     mesh = make_mesh(options.nodes, bool(options.cpu_devices))
-    kind = jax.devices()[0].device_kind
-    count = f"{jax.process_count()} processes, {jax.device_count()} devices ({kind})"
-    report(f"{count}, {dict(mesh.shape)}")
+    processes = jax.process_count()
+    count = f"{processes} {'process' if processes == 1 else 'processes'}, {jax.device_count()}"
+    sizes = " ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    report(f"{count} {jax.devices()[0].device_kind} devices, mesh {sizes}")
     train(mesh)
 
 

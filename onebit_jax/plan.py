@@ -159,8 +159,6 @@ OPTIMIZERS = (
     Optimizer("Distributed Lion", 1, 0, lambda N, L: 4 / L),
     Optimizer("EF sign SGD", 1, 13, _feedback(4.125)),
     Optimizer("Muon, 4 bits", 4, _encoding(4), _feedback(4)),
-    # The next step hides its exchange, whose correction reads and writes another 8 bytes.
-    Optimizer("1-bit Muon, one step late", 1, _encoding(1) + 8, _feedback(8.125), hidden=1.0),
     Optimizer("Adam on a mean at 8 bits", 8, _encoding(8), _feedback(8)),
     Optimizer("Adam on a mean at 4 bits", 4, _encoding(4), _feedback(8)),
 )

@@ -17,6 +17,7 @@ RATE = optax.linear_schedule(LEARNING_RATE, 0.0, 50)
 # Of 1-bit Adam: a warm-up that is Adam's to the last bits, after which the variance stays.
 FROZEN: dict[str, Any] = {"warmup_bits": 32, "variance_refreshes": None}
 
+
 class Optimizer(NamedTuple):
     """How tests make an optimizer, such that a few steps show all that it does.
 
@@ -38,8 +39,10 @@ class Optimizer(NamedTuple):
     has_float16: bool = True
     needs_params: bool = True
 
+
 def _dense(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     return optax.chain(onebit_jax.mean_gradients(axis_name), optax.adamw(rate, eps=EPS))
+
 
 def _compressed_sgd(**how: Any) -> Callable[..., optax.GradientTransformation]:
     return lambda axis_name, rate=RATE: optax.chain(
@@ -48,14 +51,17 @@ def _compressed_sgd(**how: Any) -> Callable[..., optax.GradientTransformation]:
         optax.scale_by_learning_rate(rate),
     )
 
+
 def _local_adam(**how: Any) -> Callable[..., optax.GradientTransformation]:
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     return lambda axis_name, rate=RATE: onebit_jax.local_steps(
         optax.adam(rate, eps=EPS), outer, axis_name=axis_name, bits=4, fragments=2, **how
     )
 
+
 def _cada_adam(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     return optax.chain(contrib.cada(axis_name, delay=3), optax.adam(rate, eps=EPS))
+
 
 def _geomesh(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     outer = optax.sgd(0.3, momentum=0.9, nesterov=True)
@@ -64,19 +70,23 @@ def _geomesh(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
         optax.lion(rate), outer, every=4, axis_name=axis_name, compressor=vote
     )
 
+
 def _made_by(
     constructor: Callable[..., optax.GradientTransformation], **options: Any
 ) -> Callable[..., optax.GradientTransformation]:
     return lambda axis_name, rate=RATE: constructor(rate, axis_name=axis_name, **options)
 
+
 def matrices(params: Any) -> Any:
     """What Muon takes; Optax's divides by the size of a matrix."""
     return jax.tree.map(lambda p: p.ndim == 2 and p.size > 0, params)
+
 
 def _muon(axis_name: Any, rate: Any = RATE) -> optax.GradientTransformation:
     return onebit_jax.onebit_muon(
         rate, axis_name=axis_name, matrices=matrices, adam_learning_rate=rate
     )
+
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "mean_gradients": Optimizer(_dense, has_residuals=False),

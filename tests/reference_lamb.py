@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.reference import Hierarchy, OnebitAdam, bounded, ec1, scale, zero_residuals
+from tests.reference import Hierarchy, OnebitAdam, ec1, scale, zero_residuals
 
 
 class OnebitLamb(OnebitAdam):
@@ -107,7 +107,7 @@ class OnebitLambPublished:
             self.m[i] = m
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
             root = np.sqrt(self.v[i]) + self.eps
-            q = bounded(np.where(self.live[i], m / root, 0), 3, self.warmup, self.b2)
+            q = np.where(self.live[i], m / root, 0)
             u = q + self.weight_decays[i] * self.p[i]
             f = 1.0
             if self.live[i].any():

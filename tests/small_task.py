@@ -95,6 +95,13 @@ def replicated(tree, mesh=MESH):
     return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
+def abstract(tree):
+    """The target by which Orbax restores arrays like these."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
+    )
+
+
 def assert_replicas_agree(tree):
     """All devices of a mesh hold the same bits, but for what is marked as each worker's own."""
     shared = jax.tree.map(

@@ -11,8 +11,8 @@ import pytest
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
-from onebit_jax.training import phase_choice
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.algorithm import PHASES
+from onebit_jax.transforms.zero_one_adam import ZeroOneAdamState
 from tests import small_task
 from tests.optimizers import LEARNING_RATE, OPTIMIZERS, WARMUP, WITH_NODES
 from tests.small_task import ROWS, WORKERS, assert_equal, assert_replicas_agree, make_mesh
@@ -166,13 +166,6 @@ def test_a_faulty_step_where_gradients_are_clipped():
     hold_faulty_steps(Case("onebit_adam", max_grad_norm=0.1, accumulation=2))
 
 
-@pytest.mark.slow
-def test_a_faulty_step_where_what_was_made_is_selected(monkeypatch):
-    """As on accelerators; CPUs run an optimizer that does not take `when` in a loop."""
-    monkeypatch.setattr(phase_choice, "_selects", lambda *_: False)
-    hold_faulty_steps(Case("mean_gradients"))
-
-
 def hold_faulty_steps(case):
     """Bit for bit as if they had not been, and there is an account of them."""
     states, metrics = case.trained
@@ -229,7 +222,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(case, tmp_path, caplog):
 def with_shared_params(state: Any) -> Any:
     """What is saved of 0/1 Adam's parameters must be what all workers share."""
     params, opt_state = state
-    if isinstance(opt_state, onebit_jax.ZeroOneAdamState):
+    if isinstance(opt_state, ZeroOneAdamState):
         params = opt_state.synced_parameters(params)
     return params, opt_state
 

@@ -1,4 +1,4 @@
-"""docs/flax.md with Flax Linen and NNX, Equinox and Haiku: its code, executed, and what it says."""
+"""docs/frameworks.md with Flax Linen and NNX, Equinox and Haiku: its code, executed."""
 
 import functools
 import pathlib
@@ -22,7 +22,7 @@ from onebit_jax.markers import is_per_worker
 from tests.small_task import MESH, WORKERS, assert_close, assert_replicas_agree, make_batches
 from tests.small_task import onebit as onebit_adam
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "flax.md"
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "frameworks.md"
 FRAMEWORKS = "Flax Linen", "Flax NNX", "Equinox", "Haiku"
 ALLOWED = 0.02  # of accuracy, on 400 digits
 
@@ -54,9 +54,13 @@ def execute(code, names, kind=AxisType.Explicit):
 def trained(framework, sign, kind=AxisType.Explicit) -> dict[str, Any]:
     """The names that a framework's code leaves, of either side of its diff."""
     names: dict[str, Any] = {"__name__": __name__}
-    [(_, data)] = blocks("Flax, Equinox, Haiku, MaxText")
+    [(_, data)] = blocks("Frameworks")
     execute(data, names)
-    for language, code in blocks(framework):
+    *before, last = blocks(framework)
+    if framework in ("Equinox", "Haiku"):
+        # The page has the loop once, with Linen.
+        before.append(blocks("Flax Linen")[2])
+    for language, code in (*before, last):
         execute(side(code, sign) if language == "diff" else code, names, kind)
     return names
 
@@ -87,15 +91,6 @@ def test_one_bit_ends_at_the_accuracy_of_the_plain_loop(framework, kind):
     assert abs(plain["accuracy"] - onebit["accuracy"]) < ALLOWED
     for leaf in jax.tree.leaves((onebit["params"], onebit["model_state"])):
         assert leaf.sharding.is_fully_replicated
-
-
-def test_the_lines_that_differ_are_counted():
-    rows = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [name for name, _, _ in rows] == list(FRAMEWORKS)
-    for framework, *counts in rows:
-        [diff] = [code for language, code in blocks(framework) if language == "diff"]
-        found = [len(re.findall(rf"^\{sign}.", diff, re.MULTILINE)) for sign in "-+"]
-        assert found == [int(count) for count in counts], framework
 
 
 # The containers of Flax in a loop of one's own

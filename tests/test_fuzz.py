@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onebit_jax
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax import contrib
+from onebit_jax.training.train_step import TrainStep
+from onebit_jax.transforms.schedules import VarianceStable
 from tests.nonsense import VALUES, arguments, assert_says_why
 from tests.small_task import MESH
 
@@ -24,8 +26,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.scale_by_onebit_adam: WARMUP,
     onebit_jax.onebit_lamb: RATE | WARMUP,
     onebit_jax.scale_by_onebit_lamb: WARMUP,
-    onebit_jax.onebit_lamb_published: RATE | WARMUP,
-    onebit_jax.scale_by_onebit_lamb_published: WARMUP,
+    contrib.onebit_lamb_published: RATE | WARMUP,
     onebit_jax.zero_one_adam: RATE | AXIS | {"variance_freeze": 10},
     onebit_jax.birder: RATE | SEED,
     onebit_jax.scale_by_birder: SEED,
@@ -34,8 +35,8 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.scale_by_distributed_lion: AXIS,
     onebit_jax.ef_signsgd: RATE | AXIS,
     onebit_jax.onebit_muon: RATE | AXIS,
-    onebit_jax.cada: AXIS,
-    onebit_jax.fetch_sgd: RATE | AXIS,
+    contrib.cada: AXIS,
+    contrib.fetch_sgd: RATE | AXIS,
     onebit_jax.compressed_mean: AXIS,
     onebit_jax.mean_gradients: AXIS,
     onebit_jax.clip_by_common_norm: AXIS | {"max_norm": 1.0},
@@ -43,7 +44,6 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     onebit_jax.per_worker: {"inner": optax.trace(0.9)},
     onebit_jax.skip_nonfinite: AXIS | {"inner": optax.sgd(1.0)},
     onebit_jax.variance_stable: {},
-    onebit_jax.zero_one_adam_phase: {"count": 3, "variance_freeze": 10},
     onebit_jax.train_step: {
         "loss_fn": lambda params, batch: 0.0,
         "tx": optax.sgd(1.0),
@@ -52,11 +52,10 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
 }
 
 
-# What others return than an optimizer.
+# Results that are no optimizer.
 RETURNS: dict[Any, Any] = {
-    onebit_jax.train_step: onebit_jax.TrainStep,
-    onebit_jax.variance_stable: onebit_jax.VarianceStable,
-    onebit_jax.zero_one_adam_phase: str,
+    onebit_jax.train_step: TrainStep,
+    onebit_jax.variance_stable: VarianceStable,
 }
 # Options of 1-bit Muon that it hands to Optax as they are.
 UNCHECKED = {"matrices", "consistent_rms", "adam_learning_rate", "adam_b1", "adam_b2"}
@@ -67,13 +66,11 @@ def makes_what_it_should_or_says_why(function, arguments):
     """What is made of arguments that it takes can be used; all else is refused in words."""
     try:
         made = function(**arguments)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         return assert_says_why(error)
     kind = RETURNS.get(function, optax.GradientTransformation)
     assert isinstance(made, kind), made
-    if kind is str:
-        assert made in PHASES
-    elif kind is optax.GradientTransformation and not UNCHECKED & arguments.keys():
+    if kind is optax.GradientTransformation and not UNCHECKED & arguments.keys():
         assert_makes_updates_or_says_why(made)
 
 
@@ -92,26 +89,18 @@ def assert_makes_updates_or_says_why(tx):
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), PARAMS)
 
 
-def hold_constructors_to(examples):
-    @settings(max_examples=examples, deadline=None)
-    @given(
-        st.sampled_from(list(CONSTRUCTORS)).flatmap(
-            lambda f: st.tuples(st.just(f), arguments(f, CONSTRUCTORS[f]))
-        )
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(list(CONSTRUCTORS)).flatmap(
+        lambda f: st.tuples(st.just(f), arguments(f, CONSTRUCTORS[f]))
     )
-    def check(call):
-        makes_what_it_should_or_says_why(*call)
-
-    check()
-
-
-def test_constructors_take_nonsense_or_say_what_is_wrong():
-    hold_constructors_to(300)
+)
+def test_constructors_take_nonsense_or_say_what_is_wrong(call):
+    makes_what_it_should_or_says_why(*call)
 
 
 @pytest.mark.slow
-def test_constructors_take_much_nonsense_or_say_what_is_wrong():
-    hold_constructors_to(2_000)
+def test_constructors_take_any_one_nonsense_or_say_what_is_wrong():
     for function, usual in CONSTRUCTORS.items():
         for name in inspect.signature(function).parameters:
             for value in VALUES:
@@ -119,9 +108,8 @@ def test_constructors_take_much_nonsense_or_say_what_is_wrong():
 
 
 def test_every_public_function_that_takes_options_is_among_them():
-    others = {"PerWorker", "binsgdm", "diagnose", "init", "state_specs", "plan", "wire"}
-    others |= {"from_adam", "resize", "step_sets", "to_adam"}
-    # tests/sharded/test_refusals.py has bad arguments of these.
-    others |= {"on_mesh", "worker_copies", "worker_copy", "worker_step"}
-    public = {x for x in onebit_jax.__all__ if x[0].islower()} - others
-    assert public <= {function.__name__ for function in CONSTRUCTORS}
+    # tests/sharded/test_refusals.py and others have bad arguments of these.
+    others = {"binsgdm", "diagnose", "from_adam", "init", "plan", "resize", "state_specs"}
+    others |= {"to_adam", "wire"}
+    public = {x for x in onebit_jax.__all__ if x[0].islower()}
+    assert public - others == {f.__name__ for f in CONSTRUCTORS} - set(contrib.__all__)

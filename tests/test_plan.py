@@ -14,7 +14,6 @@ from onebit_jax import plan, wire
 from onebit_jax.plan import BFLOAT16, FLAT, FLOAT32, HIERARCHICAL, Setting, local_steps, predict
 
 ROWS = {x.name: x for x in (*plan.OPTIMIZERS, local_steps(30, 32), local_steps(30, 4))}
-LATE = ROWS["1-bit Muon, one step late"]
 SETTING = Setting(
     parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
 )
@@ -134,7 +133,6 @@ MAKE = {
     "Distributed Lion": functools.partial(onebit_jax.distributed_lion, 1e-3),
     "EF sign SGD": functools.partial(onebit_jax.ef_signsgd, 1e-3),
     "Muon, 4 bits": functools.partial(onebit_jax.onebit_muon, 1e-3),
-    LATE.name: functools.partial(onebit_jax.onebit_muon, 1e-3, bits=1, delay=1),
     "Adam on a mean at 8 bits": functools.partial(on_mean, bits=8),
     "Adam on a mean at 4 bits": functools.partial(on_mean, bits=4),
     "DiLoCo, every 30": functools.partial(local, bits=32),
@@ -161,7 +159,7 @@ def test_state_is_what_init_makes(name, nodes):
     [
         (FLAT.name, {"warmup": 4, "compression": 1}),
         ("0/1 Adam", {"warmup": 32, "sync": 1}),
-        (LATE.name, {"compression": 1}),
+        ("EF sign SGD", {"compression": 1}),
         ("local steps, 4 bits, every 30", {"sync": 4}),
     ],
 )
@@ -193,13 +191,6 @@ def test_what_computing_hides_is_not_waited_for(row):
     # A warm-up and refreshes are waited for all the same.
     compressed = 1000 * (1 - SETTING.warmup if row.warmup_bits else 1)
     assert alone.run - whole.run == pytest.approx(compressed * hidden)
-
-
-def test_all_of_a_step_hides_an_exchange_that_is_one_step_late():
-    fast, slow = (predict(LATE, SETTING._replace(bandwidth=x)) for x in (1e9, 1e7))
-    assert 0 < fast.exchange < SETTING.step_time < slow.exchange
-    assert fast.step == pytest.approx(SETTING.step_time + 40.5e-6)
-    assert slow.step == pytest.approx(slow.exchange + 40.5e-6)
 
 
 def test_within_one_node_nothing_crosses_the_network_and_the_verdict_is_not_to_use_it():

@@ -58,9 +58,7 @@ def on_workers(
         return jax.tree.map(lambda x: x[None], result)
 
     mesh = make_mesh(sizes, axes, jax.sharding.AxisType.Auto)
-    mapped = jax.shard_map(
-        own_row, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False
-    )
+    mapped = jax.shard_map(own_row, mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False)
     return jax.jit(mapped)
 
 

@@ -14,25 +14,27 @@ import functools
 import math
 import pathlib
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import jax
+import numpy as np
 
 from train import record
 from train.bert import model as bert_model
 from train.bert import pretrain as bert
-from train.comparison import Curve, draw, or_infinite, or_none, sweep, table
 from train.config import Count, Fraction, Hidden, OptimizerNames, Range, TextConfig
+from train.launch import StopRequest
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
-from train.lm.tokenizer import BYTES
-from train.registry import REGISTRY
+from train.lm.data import BYTES
+from train.pictures import LossCurve, draw_losses, smoothed, window
 from train.program import Program, Runs
-from train.report import Run, read_run, sequences
-from train.stop import StopRequest
+from train.registry import REGISTRY
+from train.report import Run, markdown, read_run, sequences
 from train.training import AnyMesh, Task, Trainer
 
 _TASKS: dict[str, Any] = {"bert": bert, "lm": lm}
@@ -54,7 +56,6 @@ class Config(TextConfig):
         learning_rates: Peak learning rates to try with every optimizer; without them, a sweep about
             its own.
         sweep: How many learning rates a sweep tries, each twice the one before.
-        widen: How many more it may try, one at a time, while the best is the first or the last.
         sweep_steps: Steps of a sweep's trainings, their warm-ups shortened alike; without it, as
             many as all.
         seeds: Seeds of parameters, batches and dropout: with each of them every optimizer is
@@ -64,7 +65,7 @@ class Config(TextConfig):
     MODEL: ClassVar[str] = "compare"
     FREE: ClassVar[tuple[str, ...]] = (
         *(option for option in TextConfig.FREE if option not in ("workers", "eval_batches")),
-        *("learning_rates", "sweep", "widen", "sweep_steps", "seeds"),
+        *("learning_rates", "sweep", "sweep_steps", "seeds"),
     )
 
     optimizers: OptimizerNames = ("adam", "onebit_adam", "zero_one_adam", "birder", "signum")
@@ -77,7 +78,6 @@ class Config(TextConfig):
         ),
     ] = ()
     sweep: Count = 3
-    widen: Annotated[int, Range("0 or more, below 2**31", lambda x: 0 <= x < 2**31)] = 0
     sweep_steps: int | None = None
     vocab_size: Count = 2048
     tokenizer: Literal["bytes", "bpe"] = "bytes"
@@ -96,12 +96,7 @@ class Config(TextConfig):
         """As for every run, and the trainings of the sweep."""
         super().check()
         if self.sweep_steps is not None:
-            try:
-                dataclasses.replace(self.of_sweep(), sweep_steps=None).check()
-            except ValueError as error:
-                raise ValueError(
-                    f"--sweep-steps {self.sweep_steps}, in whose runs {error}"
-                ) from None
+            dataclasses.replace(self.of_sweep(), sweep_steps=None).check()
 
     def requirements(self) -> Iterator[tuple[str, bool, str]]:
         """As for every run, and the comparison's."""
@@ -154,6 +149,127 @@ def make_task(config: Config) -> Task:
     return _TASKS[config.task].make_task(config.model)
 
 
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What became of one optimizer at its best learning rate.
+
+    Attributes:
+        label: its name.
+        tried: held-out losses by learning rate, in rising order; infinite where it diverged.
+        learning_rate: the best of them.
+        heldout: the held-out loss there, by seed.
+        losses: the training loss before every step, with the first seed; None where it was not
+            finite.
+        sent: bytes that a worker has sent by the end of every step.
+        rounds: the number of steps with any exchange.
+        state_bytes: bytes of optimizer state a parameter, on each worker.
+        seconds: median seconds per step, by phase; a phase of one step has none.
+        bytes_a_step: bytes that a worker sends in a step, by phase.
+    """
+
+    label: str
+    tried: dict[float, float]
+    learning_rate: float
+    heldout: dict[int, float]
+    losses: list[float | None]
+    sent: list[int]
+    rounds: int
+    state_bytes: float
+    seconds: Mapping[str, float]
+    bytes_a_step: Mapping[str, int]
+
+
+def _floats(curve: Curve) -> np.ndarray:
+    return np.array(curve.losses, dtype=np.float64)
+
+
+def bytes_to(curve: Curve, loss: float) -> int | None:
+    """Bytes that a worker has sent when the smoothed training loss first is as low as ``loss``.
+
+    None where it never is.
+    """
+    losses = smoothed(_floats(curve))
+    reached = np.flatnonzero(losses <= loss)
+    return curve.sent[-len(losses) :][reached[0]] if len(reached) else None
+
+
+def table(curves: list[Curve]) -> str:
+    """A Markdown table; percentages and factors are to the first curve."""
+    first = curves[0]
+    last = window(len(first.losses))
+    final = smoothed(_floats(first))[-1]
+    rows = [
+        {
+            "": curve.label,
+            "held-out loss": _heldout(curve, first),
+            f"training loss, last {last} steps": f"{smoothed(_floats(curve))[-1]:.4f}",
+            "best learning rate (held-out loss at each tried)": _sweep(curve),
+            "MB sent": _sent(curve.sent[-1], first),
+            f"MB sent to {first.label}'s final training loss": _sent(bytes_to(curve, final), first),
+            "rounds": f"{curve.rounds:,}",
+            "state, bytes per parameter": f"{curve.state_bytes:.2f}",
+            "ms per step": ", ".join(f"{1e3 * s:.0f} {x}" for x, s in curve.seconds.items()) or "-",
+        }
+        for curve in curves
+    ]
+    return "\n".join(markdown([rows[0], *(row.values() for row in rows)]))
+
+
+def _heldout(curve: Curve, first: Curve) -> str:
+    """The median over the seeds, its change from the first curve's, seed by seed, and the range."""
+    values = list(curve.heldout.values())
+    cell = f"{statistics.median(values):.4f}"
+    changes = [
+        loss / first.heldout[seed] - 1
+        for seed, loss in curve.heldout.items()
+        if math.isfinite(loss) and math.isfinite(first.heldout.get(seed, math.inf))
+    ]
+    if changes and curve is not first:
+        cell = f"{cell} ({statistics.median(changes):+.2%})"
+    if len(values) > 1:
+        cell = f"{cell}, {min(values):.4f} to {max(values):.4f} with {len(values)} seeds"
+    return cell
+
+
+def _sent(count: int | None, first: Curve) -> str:
+    if count is None:
+        return "not reached"
+    cell = f"{count / 1e6:,.1f}"
+    # A single worker sends nothing.
+    factor = first.sent[-1] / count if count else 1.0
+    return cell if round(factor, 1) == 1 else f"{cell} ({factor:.1f}x fewer)"
+
+
+def _sweep(curve: Curve) -> str:
+    losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in curve.tried.items())
+    swept, ends = len(curve.tried) > 1, (min(curve.tried), max(curve.tried))
+    at_end = ", an end of the sweep" if swept and curve.learning_rate in ends else ""
+    return f"{curve.learning_rate:g}{at_end} ({losses})"
+
+
+def draw(curves: list[Curve], title: str, path: pathlib.Path) -> None:
+    """Draws the training losses, smoothed, against steps and against bytes sent."""
+    draw_losses(
+        [
+            LossCurve(
+                curve.label,
+                statistics.median(curve.heldout.values()),
+                np.arange(1, len(curve.losses) + 1),
+                _floats(curve),
+                np.array(curve.sent),
+            )
+            for curve in curves
+        ],
+        title,
+        path,
+    )
+
+
+def or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
 class Comparison:
     """The trainings of a comparison; those that its folder has are not made again.
 
@@ -181,11 +297,12 @@ class Comparison:
         config, seeds = self._config, self._config.seeds
         swept, shorter = REGISTRY[name].rate_of or name, config.of_sweep()
         rates = config.first_rates(swept)
-        tried = {}
-        # A single one that is not to be widened is the best without a sweep.
-        if len(rates) > 1 or config.widen:
-            trained = functools.partial(self._training, swept, shorter, seed=seeds[0])
-            tried = sweep(rates, config.widen, lambda rate: trained(rate)[0])
+        # A single one is the best without a sweep.
+        tried = {
+            rate: self._training(swept, shorter, rate, seeds[0])[0]
+            for rate in sorted(rates)
+            if len(rates) > 1
+        }
         best = min(tried, key=tried.__getitem__, default=rates[0])
         made = {seed: self._training(name, config, best, seed) for seed in seeds}
         heldout = {seed: loss for seed, (loss, _) in made.items()}
@@ -204,7 +321,8 @@ class Comparison:
         folder = one.folder / name
         new, start = not (folder / "result.json").exists(), time.perf_counter()
         result = self._trainer(name, config).run(one, self._tasks[seed], self._stop)
-        loss = or_infinite(result[self._judged_by])
+        loss = result[self._judged_by]
+        loss = math.inf if loss is None or math.isnan(loss) else loss
         if new and jax.process_index() == 0:
             # Many trainings are made, of which none goes on.
             shutil.rmtree(folder / "checkpoints")
@@ -213,12 +331,6 @@ class Comparison:
             made = f"{name}, {config.steps} steps, learning rate {rate:g}, seed {seed}"
             print(f"{made}: {found} in {took:.0f} s", flush=True)
         return loss, folder
-
-
-def _run_of(folder: pathlib.Path) -> Run:
-    run = read_run(folder)
-    assert run is not None
-    return run
 
 
 def _curve(found: dict[str, Any], run: Run) -> Curve:
@@ -250,7 +362,7 @@ def train(config: Config, runs: Runs[Config], mesh: AnyMesh, stop: StopRequest) 
     trained = [comparison.train(name) for name in config.optimizers]
     if not first:
         return
-    finished = [_run_of(folder) for _, folder in trained]
+    finished = [cast(Run, read_run(folder)) for _, folder in trained]
     curves = [_curve(found, run) for (found, _), run in zip(trained, finished, strict=True)]
     figures = [
         dataclasses.asdict(curve)

@@ -217,7 +217,7 @@ class RunConfig:
         steps, workers, warmup = self.steps, self.worker_count, self.warmup_steps
         alone = self.coordinator in (None, "auto")
         yield "processes", self.processes == 1 or not alone, "1 without a --coordinator HOST:PORT"
-        rises = 0 <= self.schedule_warmup and self.schedule_warmup_steps < steps
+        rises = self.schedule_warmup >= 0 and self.schedule_warmup_steps < steps
         yield "schedule_warmup", rises, f"0 or more, and fewer than --steps {steps}"
         expected = "the path of a folder; no URL, but a disk may be mounted at a path"
         yield "out", "://" not in (self.out or ""), expected

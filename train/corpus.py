@@ -29,15 +29,13 @@ def read_corpus(folder: str | os.PathLike[str] | None) -> list[list[str]]:
     if folder is None:
         return _embedded_corpus()
     root = pathlib.Path(folder)
-    expected = "give a folder of UTF-8 .txt files, a paragraph a line"
-    if not root.is_dir():
-        raise ValueError(f"corpus folder {root} does not exist or is no folder: {expected}")
     paths = sorted(root.glob("*.txt"))
-    if not paths:
-        raise ValueError(f"corpus folder {root} has no .txt files: {expected}")
     documents = [document for path in paths for document in _documents(read_utf8(path))]
     if not documents:
-        raise ValueError(f"corpus folder {root}: all {len(paths)} .txt files are empty: {expected}")
+        raise ValueError(
+            f"corpus folder {root} has no text in {len(paths)} .txt files: give a folder of UTF-8 "
+            ".txt files, a paragraph a line"
+        )
     return documents
 
 

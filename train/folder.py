@@ -65,8 +65,9 @@ def check_folder(
     for name, value in (kept | dict(identity)).items():
         if earlier.get(name) != value:
             raise ValueError(
-                f"--out {config.folder}: holds a run with {option_name(name)} "
-                f"{earlier.get(name)}, this one has {value}; give the same, or another --out"
+                f"--out {config.folder}: holds a run with "
+                f"{option_name(name) if hasattr(config, name) else name} {earlier.get(name)}, "
+                f"this one has {value}; give the same, or another --out"
             )
 
 
@@ -120,15 +121,11 @@ def _are_within(config: RunConfig, runs: Sequence[RunConfig]) -> bool:
 def _read(path: pathlib.Path) -> dict[str, Any]:
     """The options in a `config.json`; a `ValueError` where it is damaged."""
     try:
-        earlier = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        earlier = None
-    if not isinstance(earlier, dict):
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged: what decides the run cannot be read from it. Put back a copy, or "
-            "give another --out"
-        )
-    return earlier
+            f"{path} is damaged: {error}. Put back a copy, or give another --out"
+        ) from error
 
 
 def write_config(config: RunConfig, identity: Mapping[str, str] = _NOTHING) -> None:

@@ -21,11 +21,17 @@ from scipy import stats
 from sklearn import metrics
 
 from train.bert import weights
-from train.bert.heads import FineTuned, SequenceClassifier, classification_loss
 from train.bert.tokenizer import WordPieceTokenizer, join, shorten
 from train.config import names_of
 from train.corpus import read_utf8
-from train.finetuning import FineTuneConfig, identity, wording
+from train.finetuning import (
+    FineTuneConfig,
+    FineTuned,
+    SequenceClassifier,
+    classification_loss,
+    identity,
+    wording,
+)
 from train.program import Program
 from train.stream import Arrays, Examples, of_examples, sequences
 from train.training import Task
@@ -40,14 +46,11 @@ def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float:
 
 def f1(labels: np.ndarray, predictions: np.ndarray) -> float:
     """F1 of class 1; 0 where there is neither such a label nor such a prediction."""
-    ones = np.sum(labels == 1) + np.sum(predictions == 1)
-    return float(metrics.f1_score(labels, predictions)) if ones else 0.0
+    return float(metrics.f1_score(labels, predictions, zero_division=0.0))
 
 
 def matthews(labels: np.ndarray, predictions: np.ndarray) -> float:
     """Matthews' correlation; 0 where all labels or all predictions are one class."""
-    if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
-        return 0.0
     return float(metrics.matthews_corrcoef(labels, predictions))
 
 
@@ -137,8 +140,6 @@ def read_examples(task: GlueTask, path: pathlib.Path) -> tuple[list[tuple[str, .
         ValueError: there is no such file, a column is missing from its header, a row has too few
             columns, or a label is none of the task's; the file and its line are named.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not there: give the folder of {task.name}'s official files")
     # As text, Python would end a line at a carriage return within a sentence, too.
     lines = read_utf8(path).removeprefix("\ufeff").split("\n")
     rows = [(number, line.rstrip("\r").split("\t")) for number, line in enumerate(lines, 1) if line]

@@ -51,8 +51,6 @@ def read_images(path: pathlib.Path) -> Images:
         ValueError: there is no such file, it is no Parquet file, or has other columns; an image
             is unreadable or of another size, or a label is none of 0 to 9: the row is named.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not there: --data must have CIFAR-10's {TRAIN} and {TEST}")
     try:
         table = parquet.read_table(path)
     except pyarrow.ArrowException as error:

@@ -1,11 +1,14 @@
-"""The processes of a run: they start JAX together, and compare what must be alike."""
+"""Starting and stopping a run: its processes, what must be alike in them, and signals."""
 
 import json
 import pathlib
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
+from types import FrameType
 
 import jax
 import numpy as np
@@ -25,13 +28,12 @@ def join(config: RunConfig) -> int:
     """
     if config.coordinator is None:
         return 1
-    found = config.coordinator == "auto"
+    found, timeout = config.coordinator == "auto", config.process_timeout
     place = {
         "coordinator_address": config.coordinator,
         "num_processes": config.processes,
         "process_id": config.process_id,
     }
-    timeout = config.process_timeout
     # Where one does not come, JAX says neither that nor where it waited.
     where = "the address that JAX finds" if found else config.coordinator
     print(f"waiting for all processes at {where}, for {timeout} s", file=sys.stderr, flush=True)
@@ -85,3 +87,51 @@ def check_shared(folder: pathlib.Path) -> None:
     agree({name: seen})
     if first:
         mark.unlink()
+
+
+class Stopped(Exception):  # noqa: N818 - it is no error
+    """A run was stopped and saved.
+
+    Attributes:
+        signal: which one asked for it.
+    """
+
+    def __init__(self, optimizer: str, step: int, number: signal.Signals):
+        super().__init__(f"{optimizer} stopped after step {step}")
+        self.signal = number
+
+
+class StopRequest:
+    """Notes SIGTERM and Ctrl-C while it is entered; a second one interrupts at once.
+
+    With several processes JAX's own service notes SIGTERM, and lets all agree on the step. In
+    another thread than the main one, which alone may handle signals, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.signal = signal.SIGTERM
+        self._noted = False
+
+    def __enter__(self) -> "StopRequest":
+        is_main = threading.current_thread() is threading.main_thread()
+        own = is_main and jax.process_count() == 1
+        signals = (signal.SIGTERM, signal.SIGINT) if own else ()
+        self._before = {number: signal.signal(number, self._note) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after step `step`; the same on all processes."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._noted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._noted:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        self._noted = True

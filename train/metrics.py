@@ -1,8 +1,10 @@
-"""What a run reports while it trains: bar, `metrics.jsonl`, `diagnosis.jsonl`, TensorBoard."""
+"""What a run reports while it trains: bar, `metrics.jsonl` and `diagnosis.jsonl`."""
 
+import functools
 import json
 import math
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -10,10 +12,6 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-import optax
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2
 from tqdm import tqdm
 
 from onebit_jax.transforms.algorithm import PHASES, Phase
@@ -22,7 +20,8 @@ from train.checkpoint import Progress
 from train.config import RunConfig
 from train.registry import REGISTRY
 
-_messages: Any = event_pb2
+# A whole line of a file of JSON lines.
+_STEP = re.compile(r'\{"step": (\d+),.*\}\n')
 
 
 class StepBar(tqdm):
@@ -40,52 +39,20 @@ class StepBar(tqdm):
             desc=name, total=steps, initial=done, unit=" steps", dynamic_ncols=True, **options
         )
 
-    def compiling(self, phase: Phase | None) -> None:
-        """Says so at once: the step of a large model compiles for a minute."""
-        self.set_postfix_str(f"compiling the step{f' of phase {phase}' if phase else ''}")
+    def compiling(self) -> None:
+        """Says so at once: the step of a large model compiles for a minute, in each phase."""
+        self.set_postfix_str("compiling a step")
 
 
-def announced(
-    tx: optax.GradientTransformation, announce: Callable[[Phase | None], None]
-) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that says for which phase it is traced, before a step of it is compiled.
+def announced(loss_fn: Callable[..., Any], announce: Callable[[], object]) -> Callable[..., Any]:
+    """The same loss, which announces that it is traced: a step of it is compiled then."""
 
-    Args:
-        tx: the optimizer.
-        announce: told the phase; None for a program that has all of them.
-    """
-    extended = optax.with_extra_args_support(tx)
+    @functools.wraps(loss_fn)
+    def loss(*args: Any, **named: Any) -> Any:
+        announce()
+        return loss_fn(*args, **named)
 
-    def update(updates: Any, state: Any, params: Any = None, *, phase: Any = None, **extra: Any):
-        announce(phase)
-        return extended.update(updates, state, params, phase=phase, **extra)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-class Events:
-    """Scalars for TensorBoard: a file of events of its own in a folder.
-
-    They are written by the thread that logs them. tensorboardX's own `SummaryWriter` hands them to
-    a thread; where that one fails, as on a full disk, the next calls wait for it for ever.
-
-    Args:
-        folder: of the run.
-        first_step: what other files of the folder have from this step on is void.
-    """
-
-    def __init__(self, folder: pathlib.Path, first_step: int):
-        self._writer = EventsWriter(str(folder / "events"))
-        self.flush, self.close = self._writer.flush, self._writer.close
-        started = _messages.SessionLog(status=_messages.SessionLog.START)
-        self._writer.write_event(_messages.Event(step=first_step, session_log=started))
-
-    def add_scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Adds numbers, but those that are None; ``OSError`` if the file cannot be written."""
-        for name, value in values.items():
-            if value is not None:
-                event = {"wall_time": time.time(), "summary": summary.scalar(name, value)}
-                self._writer.write_event(_messages.Event(step=step, **event))
+    return loss
 
 
 class MetricsLog:
@@ -121,16 +88,9 @@ class MetricsLog:
         self._files: list[Any] = []
         if self._writes:
             folder = config.folder / name
-            self._lines, last = _open_truncated(folder / "metrics.jsonl", progress.step)
-            if progress.step - last >= config.log_every:
-                print(
-                    f"warning: {folder / 'metrics.jsonl'} has nothing of steps {last + 1} to "
-                    f"{progress.step}; the run goes on without them",
-                    file=sys.stderr,
-                )
-            self._diagnoses, _ = _open_truncated(folder / "diagnosis.jsonl", progress.step)
-            self._events = Events(folder, progress.step + 1)
-            self._files = [self._lines, self._diagnoses, self._events]
+            self._lines = _open_truncated(folder / "metrics.jsonl", progress.step)
+            self._diagnoses = _open_truncated(folder / "diagnosis.jsonl", progress.step)
+            self._files = [self._lines, self._diagnoses]
         self.bar = StepBar(name, config.steps, progress.step, disable=not self._writes)
 
     def __enter__(self) -> "MetricsLog":
@@ -170,7 +130,9 @@ class MetricsLog:
         )
         if self._writes:
             rate, saved = self._learning_rates[step].item(), self._saved()
-            shown = f"loss {values['loss']:.3f}, {phase}, lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
+            shown = (
+                f"loss {values['loss']:.3f}, {phase}, lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
+            )
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
             if self.progress.step % self._config.log_every == 0:
@@ -195,7 +157,6 @@ class MetricsLog:
             "tensors_compared": len(diagnosis.compared),
         }
         self._diagnoses.write(json.dumps(row) + "\n")
-        self._events.add_scalars({f"diagnosis/{x}": value for x, value in figures.items()}, step)
 
     def flush(self) -> None:
         """Brings all that was logged to disk."""
@@ -209,18 +170,7 @@ class MetricsLog:
             "bytes_sent": self.progress.bytes_sent,
             "seconds": round(self.progress.seconds, 4),
         }
-        row = _without_nan({"step": step, **values, **made})
-        self._lines.write(json.dumps(row) + "\n")
-        self._events.add_scalars({x: row[x] for x in row if x not in ("step", "phase")}, step)
-
-
-def _step_of(line: str) -> int | None:
-    """The step of a line; None of one that is damaged."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
+        self._lines.write(json.dumps(_without_nan({"step": step, **values, **made})) + "\n")
 
 
 def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,18 +181,14 @@ def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _open_truncated(path: pathlib.Path, step: int) -> tuple[TextIO, int]:
-    """Opens a file of JSON lines to append to, without those past `step`; with the last one's."""
+def _open_truncated(path: pathlib.Path, step: int) -> TextIO:
+    """Opens a file of JSON lines, of which each begins with its step, to append after `step`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept, last = [], 0
+    kept = []
     if path.exists():
         # Only whole lines: a process that was killed may have left half a one.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        found = [(_step_of(line), line) for line in lines if line.endswith("\n")]
-        if torn := sum(own is None for own, _ in found):
-            print(f"warning: {torn} lines of {path} are damaged and left out", file=sys.stderr)
-        within = [(own, line) for own, line in found if own is not None and own <= step]
-        kept = [line for _, line in within]
-        last = max((own for own, _ in within), default=0)
+        found = [(_STEP.match(line), line) for line in lines]
+        kept = [line for match, line in found if match and int(match[1]) <= step]
     path.write_text("".join(kept), encoding="utf-8")
-    return path.open("a", buffering=1, encoding="utf-8"), last  # a line at a time
+    return path.open("a", buffering=1, encoding="utf-8")  # a line at a time

@@ -37,9 +37,7 @@ class Shape:
 
     @classmethod
     def of_size(cls, size: str, *fields: Any, **options: Any) -> Self:
-        """A named size, with the fields after its own; `ValueError` for another name."""
-        if size not in cls.SIZES:
-            raise ValueError(f"size = {size!r}: expected one of {', '.join(cls.SIZES)}")
+        """A named size, with the fields after its own."""
         return cls(*cls.SIZES[size], *fields, **options)
 
     @property

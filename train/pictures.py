@@ -1,6 +1,5 @@
 """What pictures of trainings and measurements have in common: colours, panels, ticks, legends."""
 
-import math
 import os
 import pathlib
 import textwrap
@@ -63,7 +62,6 @@ class LossCurve(NamedTuple):
         sent: bytes that a worker had sent by then; ``[points]``.
         frozen_at: the number of steps of its warm-up; -1 without one.
         measure: what `heldout` is, in words.
-        warmup_bits: bits per value of the gradients that its warm-up averages.
     """
 
     label: str
@@ -73,7 +71,6 @@ class LossCurve(NamedTuple):
     sent: np.ndarray
     frozen_at: int = -1
     measure: str = "held-out loss"
-    warmup_bits: int = 32
 
 
 def styles(labels: Sequence[str]) -> list[dict[str, str]]:
@@ -149,24 +146,6 @@ def legend_below(figure: Any, axes: Axes, **options: Any) -> None:
     figure.legend(handles, labels, loc="outside lower center", frameon=False, **options)
 
 
-def compared(curve: LossCurve, first: LossCurve) -> str:
-    """What a training saved to another, and what that cost.
-
-    >>> sent = np.array([54e6])
-    >>> adam = LossCurve("Adam", 5.0, np.array([1]), np.array([5.1]), sent)
-    >>> compared(adam._replace(heldout=5.005, sent=sent / 5.4), adam)
-    '5.4x fewer bytes over the whole run, 0.1 % higher held-out loss'
-    """
-    change = curve.heldout / first.heldout - 1
-    if not math.isfinite(change):
-        cost = "diverged"
-    elif abs(change) < 5e-4:
-        cost = f"the same {curve.measure}"
-    else:
-        cost = f"{100 * abs(change):.1f} % {'higher' if change > 0 else 'lower'} {curve.measure}"
-    return f"{_saving(curve, first)} over the whole run, {cost}"
-
-
 def _saving(curve: LossCurve, first: LossCurve) -> str:
     # A single worker sends nothing.
     factor = first.sent[-1] / curve.sent[-1] if curve.sent[-1] else 1.0
@@ -181,7 +160,7 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
         title: above the picture: what was trained, where and when.
         path: the picture.
     """
-    rows, only_two = split(curves), len(curves) == 2
+    rows = split(curves)
     # Made without pyplot, it needs no display.
     figure = Figure(figsize=(12, 4.8 * len(rows)), layout="constrained")
     figure.suptitle(wrapped(title, _TITLE_WIDTH), fontsize=11)
@@ -195,7 +174,7 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
             style = {**look, "linewidth": 1.5 if index else 3.5}
             steps, sent, losses = _smoothed(curve)
             label = f"{curve.label}: {curve.measure} {curve.heldout:.3f}"
-            if index and not only_two:
+            if index:
                 label = f"{label}, {_saving(curve, curves[0])} in all"
             by_step.plot(steps, losses, label=label, **style)
             by_bytes.plot(sent / scale, losses, **style)
@@ -203,8 +182,8 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
                 end = np.searchsorted(steps, curve.frozen_at)
                 for axes, x in ((by_step, steps), (by_bytes, sent / scale)):
                     axes.plot(x[end], losses[end], "o", color=style["color"], markersize=7)
-        for bits in sorted({curve.warmup_bits for curve in row if curve.frozen_at >= 0}):
-            by_step.plot([], [], "o", color=_GREY, label=f"end of the warm-up at {bits} bits")
+        if any(curve.frozen_at >= 0 for curve in row):
+            by_step.plot([], [], "o", color=_GREY, label="end of the warm-up")
         by_step.set(
             xlabel="step",
             ylabel=f"training loss, mean over {window(len(curves[0].losses))} steps",
@@ -213,8 +192,6 @@ def draw_losses(curves: Sequence[LossCurve], title: str, path: pathlib.Path) -> 
         by_bytes.set(xlabel=f"{unit} sent by a worker")
         finish(by_step)
         finish(by_bytes)
-        if only_two:
-            _mark_saving(by_bytes, curves, scale)
         legend_below(part, by_step, ncols=3 if len(row) <= 3 else 2, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -228,24 +205,14 @@ def _smoothed(curve: LossCurve) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _loss_limits(curves: Sequence[LossCurve]) -> tuple[float, float] | None:
     """From which loss to which to draw: the very start would hide the differences at the end."""
-    losses = [drawn[-1] for drawn in map(_smoothed, curves)]
-    # Some fall late: of the others than the first, whatever they come to must be seen. And so must
-    # the end of a warm-up, in all of them.
-    ends = [
-        drawn[min(np.searchsorted(steps, curve.frozen_at), len(drawn) - 1) :][:1]
-        for curve, (steps, _, drawn) in zip(curves, map(_smoothed, curves), strict=True)
-        if curve.frozen_at >= 0
-    ]
-    shown = np.concatenate(
-        [losses[0][len(losses[0]) // 10 :], *(x[len(x) // 2 :] for x in losses[1:]), *ends]
-    )
+    # Some fall late: of the others than the first, whatever they come to must be seen.
+    first, *others = (_smoothed(curve)[-1] for curve in curves)
+    shown = np.concatenate([first[len(first) // 10 :], *(x[len(x) // 2 :] for x in others)])
     shown = shown[np.isfinite(shown)]
     if not len(shown):
         return None
-    low, high = shown.min(), shown.max()
-    room = max(high - low, 1e-3)
-    # Below two curves stands what was saved.
-    return low - (0.2 if len(curves) == 2 else 0.05) * room, high + 0.05 * room
+    room = 0.05 * max(np.ptp(shown), 1e-3)
+    return shown.min() - room, shown.max() + room
 
 
 def _bytes_axis(axes: Axes, curves: Sequence[LossCurve]) -> tuple[str, float]:
@@ -257,18 +224,6 @@ def _bytes_axis(axes: Axes, curves: Sequence[LossCurve]) -> tuple[str, float]:
         first = min(curve.sent[len(curve.sent) // 10] for curve in curves)
         axes.set(xscale="log", xlim=(first / scale, 1.2 * max(totals) / scale))
     return unit, scale
-
-
-def _mark_saving(axes: Axes, curves: Sequence[LossCurve], scale: float) -> None:
-    """Says what the second of two trainings saved, between the ends of their curves."""
-    first, second = curves
-    low, high = axes.get_ylim()
-    y = low + 0.05 * (high - low)
-    ends = second.sent[-1] / scale, first.sent[-1] / scale
-    axes.annotate("", (ends[0], y), (ends[1], y), arrowprops={"arrowstyle": "<->"})
-    middle = math.sqrt(ends[0] * ends[1]) if axes.get_xscale() == "log" else sum(ends) / 2
-    text = compared(second, first).replace(", ", ",\n")
-    axes.text(middle, y + 0.01 * (high - low), text, ha="center", va="bottom")
 
 
 def draw_spread(

@@ -20,8 +20,7 @@ import onebit_jax
 from onebit_jax.states.specs import MeshAxes, parameter_specs
 from train.config import RunConfig, option_name, shared_options
 from train.folder import check_folder, check_together, locked, write_config, write_together
-from train.launch import agree, check_shared, join
-from train.stop import Stopped, StopRequest
+from train.launch import Stopped, StopRequest, agree, check_shared, join
 from train.training import AnyMesh, Task, Trainer, make_optimizer
 
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -141,11 +140,8 @@ def _check(config: RunConfig, task: Task, mesh: AnyMesh) -> None:
         parameter_specs(axes, task.param_specs, jax.eval_shape(task.init))
     for name in config.optimizers:
         make_optimizer(name, config, task.mask)
-    for part, batches in (("training", task.batches), ("held-out", task.heldout_batches)):
-        try:
-            batches()
-        except ValueError as error:
-            raise ValueError(f"{part} data: {error}") from error
+    task.batches()
+    task.heldout_batches()
     check_folder(config, task.identity)
 
 

@@ -18,11 +18,9 @@ import jax
 
 def machine() -> dict[str, Any]:
     """The machine as far as it says what it is."""
-    # Elsewhere than on Linux there is none, and in some sandboxes it cannot be read.
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
+    # Elsewhere than on Linux there is none.
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "system": f"{platform.system()} {platform.machine()}",

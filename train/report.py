@@ -5,7 +5,7 @@ A program writes it at its end. From what has finished it is written again by
     python -m train.report train.bert.pretrain runs/bert-tiny
 """
 
-import importlib.util
+import importlib
 import itertools
 import json
 import pathlib
@@ -19,9 +19,8 @@ import numpy as np
 import tyro
 
 from train import record
-from train.config import in_steps
-from train.registry import REGISTRY
 from train.pictures import LossCurve, draw_losses, draw_spread, window
+from train.registry import REGISTRY
 
 Config = dict[str, Any]
 
@@ -48,13 +47,18 @@ class Run(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Those that it was finished with; results of earlier versions do not say so."""
-        return self.result.get("workers", self.config["workers"])
+        """Those that it was finished with."""
+        return self.result["workers"]
+
+    @property
+    def dense(self) -> float:
+        """Bytes that a device sends in a step that averages gradients at full precision."""
+        return self.result["dense_bytes_a_step"]
 
     @property
     def where(self) -> str:
-        """Machine, version of JAX and day, for pictures; of results of earlier versions today's."""
-        return record.where_and_when(self.result.get("made") or record.context())
+        """Machine, version of JAX and day, for pictures."""
+        return record.where_and_when(self.result["made"])
 
     @property
     def label(self) -> str:
@@ -175,7 +179,7 @@ class Wording(NamedTuple):
             section = self.section(run.config) if self.section else ""
             sections.setdefault(section, {}).setdefault(run.name, []).append(run)
         first = runs[0]
-        each = _devices_of_a_worker(first)
+        each = first.result["devices"] // first.workers
         title = (
             f"{self.title(first.config)}, {first.workers} workers"
             f"{f' of {each} devices' if each > 1 else ''}, "
@@ -195,7 +199,7 @@ class Wording(NamedTuple):
     def _table(self, columns: list[list[Run]]) -> list[str]:
         """A column for each optimizer, with the runs of all seeds, and what its steps send."""
         first = columns[0][0]
-        config, dense, last = first.config, _dense_bytes(first), window(len(first.rows))
+        config, dense, last = first.config, first.dense, window(len(first.rows))
         phases = dict.fromkeys(x for [run, *_] in columns for x in run.result["bytes_a_step"])
 
         def cells(runs: list[Run]) -> dict[str, str]:
@@ -258,8 +262,7 @@ class Wording(NamedTuple):
     def _curve(self, run: Run) -> LossCurve:
         heldout, frozen_at = run.result[self.heldout_loss], run.result["frozen_at"]
         steps, losses, sent = (run.column(key) for key in ("step", "loss", "bytes_sent"))
-        bits = _warmup_bits(run)
-        return LossCurve(run.label, heldout, steps, losses, sent, frozen_at, self.measure, bits)
+        return LossCurve(run.label, heldout, steps, losses, sent, frozen_at, self.measure)
 
 
 def markdown(rows: Iterable[Iterable[str]]) -> list[str]:
@@ -276,27 +279,16 @@ def read_run(folder: pathlib.Path) -> Run | None:
     """
     if not (folder / "result.json").exists():
         return None
-
-    def read(path: pathlib.Path, *, lines: bool = False) -> Any:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            return [json.loads(x) for x in text.splitlines()] if lines else json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is damaged: {error}; remove it, or put back a copy"
-            ) from error
-
-    config, log = folder.parent / "config.json", folder / "metrics.jsonl"
-    options = read(config) if config.exists() else {}
-    result, rows = read(folder / "result.json"), read(log, lines=True)
+    config = folder.parent / "config.json"
+    result, log = ((folder / name).read_text() for name in ("result.json", "metrics.jsonl"))
+    try:
+        found, *rows = map(json.loads, [result, *log.splitlines()])
+        # The trainings of a comparison share one, elsewhere.
+        options = json.loads(config.read_text()) if config.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"a file of {folder} is damaged: {error}; put back a copy") from error
     # Of a run that goes on with more steps the log is ahead of the result.
-    rows = [row for row in rows if row["step"] <= result["steps"]]
-    if not rows:
-        raise ValueError(
-            f"{log} is damaged: it has no step of the finished training; put back a copy, or "
-            f"remove {folder}, and the same command trains anew"
-        )
-    return Run(folder, options, result, rows)
+    return Run(folder, options, found, [row for row in rows if row["step"] <= found["steps"]])
 
 
 def loss_metric(key: str) -> Metric:
@@ -304,38 +296,11 @@ def loss_metric(key: str) -> Metric:
     return Metric(lambda run: run.result[key], beside=percent_more)
 
 
-def _devices_of_a_worker(run: Run) -> int:
-    """More than one where the model is split; a result of an earlier version has no `devices`."""
-    return run.result.get("devices", run.workers) // run.workers
-
-
-def _dense_bytes(run: Run) -> float:
-    """What a device sends in a step that averages gradients at full precision."""
-    workers = run.workers
-    return 8 * (workers - 1) / workers * run.result["parameters"] / _devices_of_a_worker(run)
-
-
-def _warmup_bits(run: Run) -> int:
-    """Bits per value of a warm-up's gradients, without what their scales add; 32 without one."""
-    sent, dense = run.result["bytes_a_step"].get("warmup"), _dense_bytes(run)
-    return round(32 * sent / dense) if sent and dense else 32
-
-
 def _warmup_end(run: Run) -> str:
-    frozen_at, warmup = run.result["frozen_at"], run.config["warmup"]
+    frozen_at = run.result["frozen_at"]
     if not REGISTRY[run.name].warms_up:
         return "-"
-    if frozen_at < 0:
-        return "not yet"
-    if warmup != "auto":
-        return f"after step {in_steps(warmup, run.result['steps']):,}, as given"
-    # They stay what they were when the variance froze.
-    last = run.rows[-1]
-    grew, shrank = last["variance_growth"] - 1, 1 - last["variance_shrinkage"]
-    return (
-        f"after step {frozen_at:,}, by itself: since step {frozen_at // 2:,} variances had grown "
-        f"by {grew:.1%} and shrunk by {shrank:.1%}"
-    )
+    return "not yet" if frozen_at < 0 else f"after step {frozen_at:,}"
 
 
 def _bytes_cell(sent: int | None, dense: float) -> str:
@@ -361,15 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def write(
         program: tyro.conf.Positional[str], folder: tyro.conf.Positional[pathlib.Path]
     ) -> None:
-        # As `python -m` does.
-        spec = importlib.util.find_spec(program)
-        package = spec is not None and spec.submodule_search_locations is not None
-        module = importlib.import_module(f"{program}.__main__" if package else program)
-        if not hasattr(module, "PROGRAM"):
-            raise ValueError(f"{program} is no program that trains; give one, as train.lm.pretrain")
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder of a run")
-        print(*module.PROGRAM.checked_report(folder), sep="\n")
+        print(*importlib.import_module(program).PROGRAM.report(folder), sep="\n")
 
     try:
         tyro.cli(write, args=arguments, prog="python -m train.report", description=__doc__)

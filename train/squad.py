@@ -23,10 +23,17 @@ import jax
 import numpy as np
 
 from train.bert import weights
-from train.bert.heads import FineTuned, SpanFinder, span_loss
 from train.bert.tokenizer import WordPieceTokenizer, join
 from train.config import Count
-from train.finetuning import FineTuneConfig, Length, identity, wording
+from train.finetuning import (
+    FineTuneConfig,
+    FineTuned,
+    Length,
+    SpanFinder,
+    identity,
+    span_loss,
+    wording,
+)
 from train.program import Program
 from train.report import Run
 from train.stream import Arrays, Examples, of_examples, sequences
@@ -90,8 +97,6 @@ def read_questions(path: pathlib.Path) -> list[Question]:
         ValueError: there is no such file, it is not of this format, or an answer is not where it is
             said to be; the question is named.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not there: give a JSON file of SQuAD 1.1")
     try:
         articles = json.loads(path.read_text(encoding="utf-8"))["data"]
         found = [
@@ -261,6 +266,7 @@ def answers(
         questions: from `read_questions`.
         found: their windows.
         logits: of beginnings and ends in each window, float32 `[windows, S, 2]`.
+
     Returns:
         The text as it stands in the context; empty if no span is possible.
     """

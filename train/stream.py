@@ -1,6 +1,5 @@
 """Endless batches of shuffled examples, each process's share of them, that Grain can resume."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -66,10 +65,6 @@ def stream(
         ValueError: an option is out of range, `batch_size` is not divisible by `process_count`, or
             the examples do not fill one batch.
     """
-    check(0 <= seed < 2**32, "seed", seed, "0 to 2**32 - 1")
-    check(process_count >= 1, "process_count", process_count, "at least 1")
-    is_one = 0 <= process_index < process_count
-    check(is_one, "process_index", process_index, f"below {process_count}")
     multiple = f"a positive multiple of process_count, which is {process_count}"
     check(batch_size >= 1 and batch_size % process_count == 0, "batch_size", batch_size, multiple)
     if examples.count < batch_size:
@@ -89,25 +84,6 @@ def stream(
     # Arrays in memory: threads would only fight the training loop for the interpreter's lock.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(shares[process_index::process_count].to_iter_dataset(options))
-
-
-def first_batches(
-    examples: Examples, *, batch_size: int, max_batches: int, **options: int
-) -> Iterator[Arrays]:
-    """Returns at most the first `max_batches` whole batches of a stream, within one epoch.
-
-    Args:
-        examples: what there is.
-        batch_size: as for `stream`.
-        max_batches: how many batches at most, 1 or more.
-        **options: as for `stream`.
-
-    Raises:
-        ValueError: as for `stream`, or `max_batches` is below 1.
-    """
-    check(max_batches >= 1, "max_batches", max_batches, "at least 1")
-    batches = stream(examples, batch_size=batch_size, **options)
-    return itertools.islice(batches, min(max_batches, examples.count // batch_size))
 
 
 def in_order(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -22,14 +23,14 @@ from onebit_jax.markers import is_per_worker
 from onebit_jax.programs.over_workers import mesh_of_arrays
 from onebit_jax.transforms.algorithm import Phase
 from onebit_jax.transforms.onebit_adam import WARMUP
-from train import checkpoint, local_steps, record
+from train import checkpoint, record
 from train.checkpoint import State, abstract
 from train.config import AXIS, RunConfig
+from train.launch import Stopped, StopRequest
 from train.metrics import MetricsLog, announced
 from train.models import decay_mask
 from train.registry import REGISTRY, Setting
-from train.stop import Stopped, StopRequest
-from train.stream import Arrays, Examples, first_batches, in_order, stream
+from train.stream import Arrays, Examples, in_order, stream
 
 # Devices, or as many simulated workers.
 AnyMesh = Mesh | AbstractMesh
@@ -77,8 +78,9 @@ class Task:
         """This process's shares of the held-out batches."""
         if self.judged_whole:
             return in_order(self.heldout, **self._shares())
-        seed, most = self.config.seed, self.config.eval_batches
-        return first_batches(self.heldout, **self._shares(), seed=seed, max_batches=most)
+        batches = stream(self.heldout, **self._shares(), seed=self.config.seed)
+        whole = self.heldout.count // self.config.batch_size
+        return itertools.islice(batches, min(self.config.eval_batches, whole))
 
     def _shares(self) -> dict[str, int]:
         return {
@@ -141,22 +143,22 @@ class Trainer:
                 )
             )(peak=config.learning_rate)
         self._collectives: dict[Phase, list[wire.Collective]] = {}
-        self._compiling: Callable[[Phase | None], None] = lambda phase: None
+        self._compiling: Callable[[], object] = lambda: None
         make_step = functools.partial(
             onebit_jax.train_step,
-            task.loss_fn,
+            announced(task.loss_fn, lambda: self._compiling()),
+            tx=self.optimizer,
             **self._split,
             accumulation=config.accumulation,
             max_grad_norm=config.max_grad_norm,
             max_skipped=None if any_rate else config.max_skipped,
         )
-        announcing = announced(self.optimizer, lambda phase: self._compiling(phase))
-        self.step = self._counted = make_step(announcing, mesh)
+        self.step = self._counted = make_step(mesh=mesh)
         self._counted_mesh = self._devices
         if isinstance(mesh, AbstractMesh):
             # Simulated workers send nothing: what they would is read from a program for CPUs.
             self._counted_mesh = _mesh_of_cpus(mesh)
-            self._counted = make_step(self.optimizer, self._counted_mesh)
+            self._counted = make_step(mesh=self._counted_mesh)
 
     def start(self, task: Task, learning_rate: float) -> State:
         """The state before the first step."""
@@ -203,7 +205,7 @@ class Trainer:
             with MetricsLog(self._name, config, progress, self._bytes_sent, self._dense) as log:
                 self._compiling = log.bar.compiling
                 progress, state = self._train(config, state, batches, checkpoints, log, stop)
-        state = state._replace(params=local_steps.shared(*state[:2]))
+        state = state._replace(params=checkpoint.shared(*state[:2]))
         own = {"workers": config.worker_count, "made": record.context("flax")}
         result = asked | own | self._result(task, state, progress)
         if jax.process_index() == 0:
@@ -220,23 +222,23 @@ class Trainer:
         stop: StopRequest,
     ) -> tuple[checkpoint.Progress, State]:
         """Makes the steps that are left, and saves the run."""
-        outside = local_steps.differ_outside_state(state.opt_state)
+        outside = checkpoint.differ_outside_state(state.opt_state)
         saving = stopping = False
         left = range(log.progress.step, config.steps)
         for step, batch in zip(left, self._placed(batches), strict=False):
             done, last = step + 1, step + 1 == config.steps
-            phase = local_steps.last_phase(state.opt_state) if last else None
+            phase = checkpoint.last_phase(state.opt_state) if last else None
             *changed, metrics = self.step(
                 *state[:2], batch, phase=phase, model_state=state.model_state
             )
             state = State(*changed)
             if outside:
-                state = state._replace(params=local_steps.met(*state[:2]))
+                state = state._replace(params=checkpoint.met(*state[:2]))
             log.dispatched(step, metrics)
             stopping = stopping or stop.requested(step)
             saving = saving or stopping or last or done % config.checkpoint_every == 0
             # A checkpoint has one worker's parameters: it waits until workers have met.
-            save = saving and (last or not outside or not local_steps.are_apart(state.opt_state))
+            save = saving and (last or not outside or not checkpoint.are_apart(state.opt_state))
             due = config.diagnose_every is not None and done % config.diagnose_every == 0
             if save or due:
                 progress, others = log.land(), {"model_state": state.model_state}
@@ -273,7 +275,6 @@ class Trainer:
             "dense_bytes_a_step": self._dense,
             "steps_by_phase": progress.phases,
             "bytes_a_step": {phase: self._bytes_sent(phase) for phase in progress.phases},
-            "bytes_by_axis": {phase: self._bytes_by_axis(phase) for phase in progress.phases},
             "wire": wire.table({phase: self.collectives(phase) for phase in progress.phases}),
         }
 
@@ -311,15 +312,8 @@ class Trainer:
 
         return sum(held(node) for node in jax.tree.leaves(opt_state, is_leaf=is_per_worker))
 
-    def _bytes_by_axis(self, phase: Phase) -> dict[str, int]:
-        """What a device sends in a step of a phase, by the axes of the mesh that it crosses."""
-        found = self.collectives(phase)
-        axes = dict.fromkeys(x.axis for x in found)
-        return {axis: wire.bytes_sent(x for x in found if x.axis == axis) for axis in axes}
-
     def _placed(self, batches: Iterator[Arrays]) -> Iterator[dict[str, jax.Array]]:
         return (to_mesh(batch, self._devices, self._batch_axes) for batch in batches)
-
 
 
 def _mesh_of_cpus(mesh: AbstractMesh) -> Mesh:

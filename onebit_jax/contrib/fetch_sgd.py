@@ -125,7 +125,7 @@ def fetch_sgd(
     r"""FetchSGD: SGD with momentum and error feedback in a count sketch that workers sum.
 
     Every worker sends a count sketch :math:`S(g_i)` of its gradient
-    (:mod:`onebit_jax.contrib.count_sketch`). Momentum and error feedback follow from their sum
+    (``onebit_jax.contrib.count_sketch``). Momentum and error feedback follow from their sum
     alone, since a sketch is linear, and the largest elements are applied:
 
     .. math::

@@ -199,7 +199,7 @@ def onebit_lamb_published(
     the variance never changes after the freeze, steps have no bound, and the exchange has two shots
     for any number of workers. On a language model it ended further from LAMB than
     :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and with more bytes
-    (docs/pretraining.md).
+    (docs/results.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:

@@ -58,9 +58,11 @@ def check_replicas(
     # Parameters then differ between exchanges.
     local = bool(nodes_with("synced_parameters", opt_state))
     with_extra_args = optax.with_extra_args_support(tx)
-    for node in nodes_with("progress", opt_state)[:1]:
+    nodes = nodes_with("progress", opt_state)
+    phases = {getattr(node, "exchanging_phase", "compression") for node in nodes}
+    if len(phases) == 1:
         # One phase is traced faster than all.
-        static["phase"] = getattr(node, "exchanging_phase", "compression")
+        static["phase"] = phases.pop()
 
     def update(params: Any, state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
         # Gradients differ between workers.

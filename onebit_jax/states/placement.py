@@ -125,38 +125,42 @@ class Workers:
         """The extra argument ``param_specs`` of optimizers."""
         return dict(jax.tree_util.tree_leaves_with_path(specs))
 
-    def placed(self, params: Any, extra_args: dict[str, Any] | None = None) -> Any:
-        """How each leaf of a state lies, a tree of ``Placed``; checks the optimizer.
+    def placed(self, params: Any) -> Any:
+        """How each leaf of a state lies, a tree of ``Placed``; checks the optimizer."""
+        leaves, structure = jax.tree.flatten(params)
+        specs = self.specs(params)
+        key = structure, tuple(jax.tree.leaves(specs)), *((x.shape, x.dtype) for x in leaves)
+        if key not in self._placed:
+            self.check(params)
+            shards = self._shards(params, specs)
+            state = initial_shapes(self.tx, shards, abstract_mesh(self.axes.mesh), P())
+            self._placed[key] = place_leaves(self.axes, state, params, specs)
+        return self._placed[key]
+
+    def check(self, params: Any, extra_args: dict[str, Any] | None = None) -> None:
+        """Checks the optimizer; one that needs ``extra_args`` once these are known.
 
         Raises:
           ValueError: for an optimizer under which workers would diverge, or which mixes elements of
             a tensor of which a device has a shard.
         """
-        leaves, structure = jax.tree.flatten(params)
-        specs = self.specs(params)
-        of_leaves = structure.flatten_up_to(specs)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        shards = structure.unflatten(
-            [
-                jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), x.dtype)
-                for x, spec in zip(shapes, of_leaves, strict=True)
-            ]
-        )
-        key = structure, tuple(of_leaves), *((x.shape, x.dtype) for x in shapes)
-        mesh = abstract_mesh(self.axes.mesh)
-        if key not in self._placed:
-            state = initial_shapes(self.tx, shards, mesh, P())
-            self._placed[key] = place_leaves(self.axes, state, structure.unflatten(shapes), specs)
-        placed = self._placed[key]
+        specs, mesh = self.specs(params), abstract_mesh(self.axes.mesh)
+        shards = self._shards(params, specs)
         of_workers = state_specs(initial_shapes(self.tx, shards, mesh, P()), self.axes.slow)
         state = initial_shapes(self.tx, shards, mesh, of_workers)
         told = {"param_specs": self.specs_by_path(specs)} if self.split else {}
         arguments = self.tx, shards, state, of_workers, mesh, extra_args, self.axes.slow_names
         check_replicas(*arguments, **told)
-        split = [x for x in of_leaves if set(names_of(x)) & set(self.axes.fast_names)]
-        if split:
+        if any(set(names_of(x)) & set(self.axes.fast_names) for x in jax.tree.leaves(specs)):
             check_replicas(*arguments, **told, task="pass", look=_check_elementwise)
-        return placed
+
+    def _shards(self, params: Any, specs: Any) -> Any:
+        """The shapes of one device's shards of the parameters."""
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), x.dtype),
+            params,
+            specs,
+        )
 
     def state_specs(self, params: Any) -> Any:
         """The partition specs of a state."""

@@ -1,6 +1,7 @@
 """A training step of all workers: gradients, the update, and its metrics."""
 
 import collections
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from onebit_jax.states.placement import (
     to_worker_rows,
     worker_parameters,
 )
-from onebit_jax.states.specs import explicit_part
+from onebit_jax.states.specs import MeshAxes, explicit_part
 from onebit_jax.training import gradients
 from onebit_jax.training.gradients import LossAndGradients, LossFn, Metrics
 from onebit_jax.transforms.algorithm import OUTLOOK, Phase, has_progress, states_of
@@ -78,7 +79,7 @@ def whole_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     axes = setup.workers.axes.slow_names
     own = worker_parameters(given.opt_state, given.params)
     computed = _gradients(setup, given._replace(params=own), lax.axis_index(axes))
-    return _update(setup, given, computed, phase, _axes(setup), {})
+    return _update(setup, given, computed, phase, workers_axes(setup.workers.axes), {})
 
 
 def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
@@ -127,7 +128,7 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
         state = to_worker_rows(placed, opt_state)
         model_state, extra_args, skips = same
         local = Arguments(params, state, model_state, (), None, extra_args, skips)
-        made = _update(setup, local, computed, phase, _axes(setup), told)
+        made = _update(setup, local, computed, phase, workers_axes(axes), told)
         return made._replace(opt_state=from_worker_rows(placed, made.opt_state))
 
     of_computed = jax.tree.map(lambda _: P(axes.slow), computed)._replace(grads=of_rows)
@@ -138,8 +139,9 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     return update(given.params, given.opt_state, computed, same)
 
 
-def _axes(setup: Setup) -> Axes:
-    names = setup.workers.axes.slow_names
+def workers_axes(axes: MeshAxes) -> Axes:
+    """The axes that workers lie along, where they are bound; those of a single device are none."""
+    names = tuple(x for x in axes.slow_names if axes.mesh.shape[x] > 1) or axes.slow_names[:1]
     return bound_axes(names[0] if len(names) == 1 else names)
 
 
@@ -265,6 +267,8 @@ def mean_over_workers(tree: Any, names: tuple[str, ...]) -> Any:
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = jnp.result_type(jnp.float32, *(leaves[i].dtype for i in floats))
     flat, unravel = ravel_pytree([leaves[i].astype(dtype) for i in floats])
-    for i, mean in zip(floats, unravel(lax.pmean(flat, names)), strict=True):
+    # The sum of the largest numbers, such as those of a mask in a model's state, is infinite.
+    scale = 2.0 ** math.ceil(math.log2(lax.axis_size(names)))
+    for i, mean in zip(floats, unravel(scale * lax.pmean(flat / scale, names)), strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return structure.unflatten(leaves)

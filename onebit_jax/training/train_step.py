@@ -3,7 +3,7 @@
 import collections
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.markers import is_key, named_leaves, on_key_data
+from onebit_jax.markers import named_leaves
 from onebit_jax.programs.jaxprs import axes_of_results
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
 from onebit_jax.states.placement import Workers, check_split, computing_on, place
+from onebit_jax.states.resizing import put
 from onebit_jax.states.specs import Specs, names_in
 from onebit_jax.training.agreement import check_agreement
 from onebit_jax.training.gradients import LossFn
@@ -115,10 +116,11 @@ def _first(upcoming: Any) -> int:
 
 
 class TrainStep:
-    """A compiled training step; :func:`train_step` makes and documents it."""
+    """A compiled training step; :func:`onebit_jax.train_step` makes and documents it."""
 
     def __init__(self, setup: Setup):
         self._setup, self._run = setup, Run()
+        self._plans: dict[Any, Plan] = {}
         self._programs: dict[Any, Any] = {}
         self._agreed = False
 
@@ -135,24 +137,31 @@ class TrainStep:
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
         given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
+        setup = self._setup
         # In a jitted loop of steps the host cannot read a state's phase.
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
-            with computing_on(self._setup.workers.devices):
-                return self._returned(self._program(given, phase)(*_parts(given)))
-        if not self._run.continues(opt_state):
-            self._run, is_new = Run(), True
-            self._setup.workers.check_state(params, opt_state)
-        else:
-            is_new = False
-        if self._setup.max_skipped is not None:
-            self._run.check_skips(params, self._setup.max_skipped)
+            with computing_on(setup.workers.devices):
+                plan = self._plan(given)
+                placed = place(given, plan.shardings)
+                return self._returned(self._program(plan, placed, phase)(*_parts(placed)))
+        is_new = not self._run.continues(opt_state)
+        if is_new:
+            self._run = Run()
+            setup.workers.check_state(params, opt_state)
+        if setup.max_skipped is not None:
+            self._run.check_skips(params, setup.max_skipped)
         phase = self._run.next_phase(opt_state, phase)
-        with computing_on(self._setup.workers.devices):
-            placed = self._placed(given._replace(skips=self._run.skips[-1]))
-        with computing_on(self._setup.workers.devices, concretely=True):
-            program = self._program(placed, phase)
+        given = given._replace(skips=self._run.skips[-1])
+        with computing_on(setup.workers.devices):
+            plan = self._plan(given)
+            if rng is not None and jax.process_count() > 1:
+                # Without asking other processes, as device_put would.
+                given = given._replace(rng=put(rng, plan.shardings.rng))
+            placed = place(given, plan.shardings)
+        with computing_on(setup.workers.devices, concretely=True):
+            program = self._program(plan, placed, phase)
             if jax.process_count() > 1 and (is_new or not self._agreed):
-                check_agreement(self._setup, placed, program)
+                check_agreement(setup, placed, program)
                 self._agreed = True
             results = program(*_parts(placed))
         self._run.observe(results, phase)
@@ -187,27 +196,36 @@ class TrainStep:
         """
         given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
         with computing_on(self._setup.workers.devices):
+            plan = self._plan(given)
             shapes = jax.eval_shape(lambda x: x, given)
-            specs = self._specs(given)
-            shardings = self._setup.workers.shardings(specs)
-            placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
+            placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, plan.shardings)
         with computing_on(self._setup.workers.devices, concretely=True):
-            return self._program(placed, phase).lower(*_parts(placed))
+            return self._program(plan, placed, phase).lower(*_parts(placed))
 
     @property
     def skips(self) -> Skips:
         """The account of skipped steps after the last call."""
         return self._run.skips[-1]
 
-    def _specs(self, given: Arguments) -> Arguments:
-        """The partition specs of the arguments."""
-        workers = self._setup.workers
-        batch = jax.tree_util.tree_map_with_path(self._batch_spec, given.batch)
-        return jax.tree.map(lambda _: P(), given)._replace(
-            params=workers.specs(given.params),
-            opt_state=workers.state_specs(given.params),
-            batch=batch,
-        )
+    def _plan(self, given: Arguments) -> "Plan":
+        """How arguments of these shapes, that lie so, are to lie; made, and checked, once."""
+        leaves = [
+            (np.shape(x), jax.numpy.result_type(x), getattr(x, "sharding", None))
+            for x in jax.tree.leaves(given)
+        ]
+        key = jax.tree.structure(given), *leaves
+        if key not in self._plans:
+            workers, params = self._setup.workers, given.params
+            specs = jax.tree.map(lambda _: P(), given)._replace(
+                params=workers.specs(params),
+                opt_state=workers.state_specs(params),
+                batch=jax.tree_util.tree_map_with_path(self._batch_spec, given.batch),
+            )
+            workers.check(params, given.extra_args)
+            check_split("params", params, specs.params, workers.devices)
+            kinds = *(x[:2] for x in leaves), *jax.tree.leaves(specs)
+            self._plans[key] = Plan(specs, workers.shardings(specs), (key[0], *kinds))
+        return self._plans[key]
 
     def _batch_spec(self, path: Any, x: Any) -> P:
         """Over the workers; over fast axes too, if it lies so already."""
@@ -224,36 +242,31 @@ class TrainStep:
             return known
         return P(axes.slow)
 
-    def _placed(self, given: Arguments) -> Arguments:
-        workers, specs = self._setup.workers, self._specs(given)
-        check_split("params", given.params, specs.params, workers.devices)
-        shardings = workers.shardings(specs)
-        rng = given.rng
-        if rng is not None and jax.process_count() > 1:
-            # Without asking other processes, as device_put would.
-            rng = _on_all(rng, shardings.rng)
-        return place(given._replace(rng=rng), shardings)
-
-    def _program(self, placed: Arguments, phase: Phase | None) -> Any:
-        """The jitted step for arguments of this structure."""
-        shapes = tuple((np.shape(x), jax.numpy.result_type(x)) for x in jax.tree.leaves(placed))
-        specs = self._specs(placed)
-        key = jax.tree.structure(placed), shapes, tuple(jax.tree.leaves(specs)), phase
+    def _program(self, plan: "Plan", placed: Arguments, phase: Phase | None) -> Any:
+        """The jitted step."""
+        key = plan.kinds, phase
         if key not in self._programs:
-            self._programs[key] = _jitted(self._setup, placed, specs, phase)
+            self._programs[key] = _jitted(self._setup, placed, plan.specs, phase)
         return self._programs[key]
+
+
+class Plan(NamedTuple):
+    """How a step's arguments lie on its mesh.
+
+    Attributes:
+      specs: their partition specs.
+      shardings: their shardings.
+      kinds: what decides the program: the structure, shapes, dtypes and specs.
+    """
+
+    specs: Arguments
+    shardings: Arguments
+    kinds: tuple[Any, ...]
 
 
 def _parts(given: Arguments) -> tuple[Any, Any, Any]:
     """The arguments as a program takes them: what is donated, the state, and the rest."""
     return (given.params, given.model_state), given.opt_state, given[3:]
-
-
-def _on_all(x: Any, sharding: Any) -> Any:
-    if is_key(x):
-        return on_key_data(lambda data: _on_all(data, sharding), x)
-    shards = [jax.device_put(x, device) for device in sharding.addressable_devices]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
 def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | None) -> Any:
@@ -288,17 +301,15 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
         traced = program.trace(*arguments)
     varies = axes_of_results(traced.jaxpr.jaxpr)
     state: Any = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies).model_state
-    for name, over in named_leaves(jax.tree.map(tuple, state, is_leaf=_is_axes), "model_state"):
-        raise ValueError(
-            f"{name} would differ between workers along {over!r}. Float leaves are averaged over "
-            f"them; others, integers say, must become the same on all, as a count of steps does: "
-            f"keep this one as a float, or make it the same by jax.lax.psum, jax.lax.pmax."
-        )
+    for name, over in named_leaves(state, "model_state"):
+        if over:
+            raise ValueError(
+                f"{name} would differ between workers along {sorted(over)}. Float leaves are "
+                f"averaged over them; others, integers say, must become the same on all, as a "
+                f"count of steps does: keep this one as a float, or make it the same by "
+                f"jax.lax.psum, jax.lax.pmax."
+            )
     return program
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, frozenset)
 
 
 def train_step(

@@ -225,7 +225,7 @@ def scale_by_birder(
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
-      :class:`ScaleByBirderState`.
+      ``ScaleByBirderState``.
 
     Raises:
       ValueError: as :func:`birder`.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 
@@ -209,7 +210,11 @@ class MeanGradients(Algorithm):
     def step(self, state: MeanGradientsState, update: Update) -> Made:
         """``u = (1/n) sum_i g_i``."""
         mean = lax.pmean(update.grads, bound_axes(self.exchange.axis_name).names)
-        return Made(state, mean, unfit_of(mean))
+        # Its own gradient tells which worker is unfit; a sum in float16 may overflow besides.
+        looked_at = jax.tree.map(
+            lambda g, m: m if g.dtype == jnp.float16 else g, update.grads, mean
+        )
+        return Made(state, mean, unfit_of(looked_at))
 
 
 def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransformationExtraArgs:

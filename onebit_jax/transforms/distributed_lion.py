@@ -114,7 +114,7 @@ def scale_by_distributed_lion(
 
     Returns:
       The corresponding :class:`optax.GradientTransformationExtraArgs`, whose state is a
-      :class:`ScaleByDistributedLionState`.
+      ``ScaleByDistributedLionState``.
 
     Raises:
       ValueError: as :func:`distributed_lion`.

@@ -100,8 +100,8 @@ class FrozenVariance(Algorithm):
     def mean_gradient(self, grads: Any, count: jax.Array) -> tuple[Any, jax.Array]:
         """The mean of the workers' gradients, float32; and the id of an unfit tensor, or 0."""
         if self.gradient_exchange is None:
-            mean = dense_mean(grads, bound_axes(self.exchange.axis_name))
-            return mean, unfit_of(mean)
+            # A worker's own gradient tells whose fault it is.
+            return dense_mean(grads, bound_axes(self.exchange.axis_name)), unfit_of(grads)
         mean, _, unfit = self.gradient_exchange.over(grads).mean(grads, count)
         return mean, unfit
 

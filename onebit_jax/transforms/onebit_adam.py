@@ -17,7 +17,7 @@ from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step,
 from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
-# The best measured (docs/pretraining.md): with refreshes it matters little when the warm-up ends,
+# The best measured (docs/results.md): with refreshes it matters little when the warm-up ends,
 # as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
 _REFRESHES = schedules.published_variance_steps(16)
@@ -400,7 +400,7 @@ def onebit_adam(
 
     ``init`` and ``update`` run inside ``jax.shard_map``, ``jax.pmap`` or ``jax.vmap`` with
     ``axis_name`` bound, on each worker's own gradients, not averaged. :func:`onebit_jax.train_step`
-    does this on a mesh; docs/your-own-loop.md shows other ways.
+    does this on a mesh; docs/your-loop.md shows other ways.
 
     ``variance_refreshes`` updates the variance at intervals after the freeze: a *refresh* is a
     compressed update that also averages the gradients, as in warm-up. If v last changed ``k``
@@ -429,7 +429,7 @@ def onebit_adam(
       axis_name: the axis that the workers run along; or, on a mesh of nodes of several devices
         each, the pair ``(node_axis, local_axis)``: gradients are averaged at full precision within
         a node, and a node sends no more than one worker does in the flat form
-        (:mod:`onebit_jax.collectives.hierarchical`). On a single node nothing is compressed.
+        (:mod:`onebit_jax.collectives.exchange`). On a single node nothing is compressed.
       warmup: when it ends: :func:`onebit_jax.variance_stable`, by default with a ``min_steps`` of
         100, at update 160 at the earliest; or a number of updates, at least 1, as DeepSpeed's
         ``freeze_step`` (one less). Give ``min_steps``
@@ -477,7 +477,7 @@ def onebit_adam(
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
       in one step (DeepSpeed's users mask them by hand). Others move by at most three learning rates, weight decay
       aside: without a bound rare tokens may drift until the loss is not finite
-      (docs/pretraining.md). By
+      (docs/results.md). By
       default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel
       at 4 bits, and up to two workers exchange in one shot; :func:`onebit_adam_published` has the
       paper's form.

@@ -213,7 +213,7 @@ def onebit_lamb(
         p \leftarrow p - \alpha_t \, \tilde c \, u
 
     Fresh coefficients would need no exchange, but of a compressed momentum :math:`\|u\|` is too
-    large, and steps too small: a loss 3 % higher (docs/pretraining.md).
+    large, and steps too small: a loss 3 % higher (docs/results.md).
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.

@@ -129,7 +129,7 @@ def onebit_muon(
     and orthogonalization makes them as large as the rest, so by default they are halved in every
     update. At four bits, the default, the loss is that of dense Muon. At one bit, with halved
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
-    larger ones, where one bit can lose Muon's gain over Adam (``docs/lm.md``).
+    larger ones, where one bit can lose Muon's gain over Adam (``docs/results.md``).
 
     **On a sharded mesh** (:func:`onebit_jax.sharding.on_mesh`) the momentum stays split as the matrices are.
     What is orthogonalized is gathered over the fast axes, and every device computes all of it.

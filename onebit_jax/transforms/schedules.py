@@ -103,7 +103,7 @@ def variance_stable(threshold: float | None = None, min_steps: int = 1) -> Varia
     while it still grows from 0. For 1-bit LAMB, whose coefficients compensate for any factor common
     to all variances of a tensor, it checks corrected ones.
 
-    docs/how-it-works.md derives the rule; docs/pretraining.md shows where it ended warm-ups.
+    docs/how-it-works.md derives the rule; docs/results.md shows where it ended warm-ups.
 
     Args:
       threshold: in (0, 1); by default 0.85, so that growth is at most 1.18, and where refreshes

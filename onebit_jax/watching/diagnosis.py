@@ -13,14 +13,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.markers import named_leaves, nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states.flax_variables import without_variables
 from onebit_jax.states.placement import computing_on, state_specs
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
-from onebit_jax.training.step import metrics_of, of_optimizers
+from onebit_jax.training.step import metrics_of, of_optimizers, workers_axes
 from onebit_jax.transforms.algorithm import Unmoved, states_of
 from onebit_jax.watching import healthy_ranges
 from onebit_jax.watching.replica_checksums import (
@@ -37,7 +36,7 @@ _NOTHING_SENT = 1e-30
 
 
 class Diagnosis(NamedTuple):
-    """What :func:`diagnose` found.
+    """The findings of :func:`onebit_jax.diagnose`.
 
     Attributes:
       figures: by name, each the largest over the workers, or of a split model over all devices. The
@@ -74,7 +73,7 @@ def diagnose(
     compared, since it is stored where residuals will be: if a copy of it is wrong, so are the
     parameters after the next step.
 
-    docs/watching.md has the figures, their healthy ranges, and where these come from.
+    docs/checkpoints.md has the figures, their healthy ranges, and where these come from.
 
     Args:
       params: the parameters, as the last step returned them; also with an axis of workers, as a
@@ -246,8 +245,7 @@ def _program(
         checksums = [checksum(leaves[place]) for place in shared]
         views = [in_worker_view(*x) for x in zip(leaves, specs, own, strict=True)]
         opt_state = structure.unflatten(views)["opt_state"]
-        names = axes.slow_names
-        bound = bound_axes(names[0] if len(names) == 1 else names)
+        bound = workers_axes(axes)
 
         def figures_of(node: Any) -> dict[str, jax.Array]:
             found = dict(metrics_of(node))

@@ -1,6 +1,6 @@
 """The ranges that a healthy run's figures stay in, and what to do about one that does not.
 
-docs/watching.md says where each range comes from.
+docs/checkpoints.md says where each range comes from.
 """
 
 import collections

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
-from onebit_jax import wire
-from onebit_jax.states import worker_step
+from onebit_jax import sharding, wire
 from tests.workers import make_mesh
 
 SLOW = "data"
@@ -127,13 +126,13 @@ class Task(NamedTuple):
         return train_step(tx, self.loss)
 
     def on_mesh(self, tx: optax.GradientTransformation) -> Any:
-        return onebit_jax.on_mesh(tx, self.mesh, axis_name=SLOW, specs=self.given_specs)
+        return sharding.on_mesh(tx, self.mesh, axis_name=SLOW, specs=self.given_specs)
 
     def begin(self, tx: optax.GradientTransformation) -> tuple[Any, Any]:
         """Every worker's parameters and state, and the compiled step of these and a batch."""
         params = self.params()
-        state = onebit_jax.worker_copies((params, tx.init(params)), self.mesh, axis_name=SLOW)
-        step = onebit_jax.worker_step(self.train_step(tx), self.mesh, axis_name=SLOW)
+        state = sharding.worker_copies((params, tx.init(params)), self.mesh, axis_name=SLOW)
+        step = sharding.worker_step(self.train_step(tx), self.mesh, axis_name=SLOW)
         return state, jax.jit(step, donate_argnums=0).lower(state, self.batch(0)).compile()
 
     def begin_own(self, tx: Any, loss_fn: Any = None, **options: Any) -> tuple[Any, Any, Any]:
@@ -162,7 +161,7 @@ class Task(NamedTuple):
         with (
             jax.set_mesh(self.mesh),
             # Such a step is refused.
-            mock.patch.object(worker_step, "check_replicas_of_step", return_value=None),
+            mock.patch("onebit_jax.sharding.worker_step.check_replicas_of_step"),
         ):
             return self.sent(self.begin(tx)[1])
 

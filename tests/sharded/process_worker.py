@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import onebit_jax
+from onebit_jax import sharding
 from tests.processes import join_processes
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
@@ -33,7 +34,6 @@ OPTIMIZERS: dict[str, Any] = {
         1e-2, warmup=4, axis_name=SLOW, exchange=onebit_jax.ExchangeOptions(scale_per="tensor")
     ),
     "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW),
-    "onebit_lamb_published": onebit_jax.onebit_lamb_published(1e-2, warmup=4, axis_name=SLOW),
     "onebit_muon": onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
     "local_steps": onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
@@ -57,10 +57,10 @@ def trained(task: meshes.Task, processes: int) -> dict[str, np.ndarray]:
     assert of_process == {0: {0}, 1: {processes - 1}}
     held = {}
     for name in OPTIMIZERS if CASE == FIRST else SOME:
-        tx = onebit_jax.on_mesh(OPTIMIZERS[name], task.mesh, axis_name=SLOW, specs=task.given_specs)
+        tx = sharding.on_mesh(OPTIMIZERS[name], task.mesh, axis_name=SLOW, specs=task.given_specs)
         params = task.params()
-        state = onebit_jax.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
-        step = jax.jit(onebit_jax.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
+        state = sharding.worker_copies((params, tx.init(params)), task.mesh, axis_name=SLOW)
+        step = jax.jit(sharding.worker_step(task.train_step(tx), task.mesh, axis_name=SLOW))
         batch = task.batch(0)
         for i in range(STEPS):
             state, metrics = step(state, batch)

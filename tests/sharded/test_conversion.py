@@ -69,7 +69,7 @@ def test_a_split_model_goes_on_where_adam_was_and_back(kind):
 def test_a_state_of_other_shapes_is_refused():
     task = meshes.task("model", "Auto")
     adam_state = optax.adam(1e-2).init({name: np.zeros(3) for name in task.specs})
-    with pytest.raises(ValueError, match=r"adam_state is of parameters of the shapes .*\(3,\)"):
+    with pytest.raises(ValueError, match=r"adam_state has shape \(3,\) for the parameter"):
         onebit_jax.from_adam(
             adam_state,
             make(1),

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax import sharding
 from onebit_jax.checkpoint import Checkpoints
 from tests.sharded.meshes import SLOW, train_step
 from tests.small_task import assert_equal
@@ -43,9 +44,9 @@ def begin(workers, shapes, inner):
         name: jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, SPECS[name]))
         for name, shape in shapes.items()
     }
-    tx = onebit_jax.on_mesh(inner, mesh, axis_name=SLOW, specs=specs)
-    state = onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name=SLOW)
-    step = onebit_jax.worker_step(train_step(tx, loss_fn), mesh, axis_name=SLOW)
+    tx = sharding.on_mesh(inner, mesh, axis_name=SLOW, specs=specs)
+    state = sharding.worker_copies((params, tx.init(params)), mesh, axis_name=SLOW)
+    step = sharding.worker_step(train_step(tx, loss_fn), mesh, axis_name=SLOW)
     return mesh, state, jax.jit(step)
 
 
@@ -86,22 +87,22 @@ def test_a_state_of_variables_is_diagnosed_resized_and_restored(tmp_path):
         mesh = make_mesh((workers, 2), (SLOW, "fsdp"))
         place = NamedSharding(mesh, P("fsdp"))
         params = jax.tree.map(lambda x: jax.device_put(x, place), nnx.state(model, nnx.Param))
-        tx = onebit_jax.on_mesh(inner, mesh, axis_name=SLOW, specs=split)
-        return mesh, onebit_jax.worker_copies((params, tx.init(params)), mesh, axis_name=SLOW)
+        tx = sharding.on_mesh(inner, mesh, axis_name=SLOW, specs=split)
+        return mesh, sharding.worker_copies((params, tx.init(params)), mesh, axis_name=SLOW)
 
     mesh, state = begin(2)
     assert any(isinstance(x, nnx.Variable) for x in jax.tree.leaves(state[1], is_leaf=is_variable))
     assert onebit_jax.diagnose(*state, mesh, axis_name=SLOW).compared
     fewer, fresh = begin(1)
-    own = onebit_jax.worker_copy(fresh[0])
+    own = sharding.worker_copy(fresh[0])
     how = {"axis_name": SLOW, "param_specs": split}
     moved = onebit_jax.resize(state[1], inner, own, fewer, from_axes=mesh, **how)
     assert jax.tree.structure(moved) == jax.tree.structure(fresh[1])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, *state)
-        restored = checkpoints.restore(*fresh, tx=inner)
-    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(fresh[1])
-    assert_equal(restored.opt_state, jax.device_get(moved))
+        restored = checkpoints.restore(*state)
+    assert jax.tree.structure(restored.opt_state) == jax.tree.structure(state[1])
+    assert_equal(restored.opt_state, jax.device_get(state[1]))
 
 
 def is_variable(node):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.states.specs import MeshAxes
-from onebit_jax.states.state_layout import Placed, by_place, from_places
+from onebit_jax.states.placed import Placed, by_place, from_places
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import make_mesh
@@ -91,9 +91,6 @@ OPTIMIZERS = {
     "onebit_adam, warm-up": lambda: onebit_jax.onebit_adam(1e-2, warmup=9, axis_name=SLOW),
     "compressed_mean": lambda: optax.chain(onebit_jax.compressed_mean(SLOW), optax.adam(1e-2)),
     "birder": lambda: onebit_jax.birder(1e-3, seed=0, axis_name=SLOW),
-    "local_steps": lambda: onebit_jax.local_steps(
-        optax.adam(1e-2), optax.sgd(0.5), every=3, axis_name=SLOW, bits=1
-    ),
     "local_steps, streaming": lambda: onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(0.5), every=2, axis_name=SLOW, bits=1, fragments=2, delay=1
     ),
@@ -127,20 +124,10 @@ def test_at_each_place_it_is_the_state_of_shards_that_is_resized(name, workers, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["onebit_lamb_published", "scale per tensor", "4 bits"])
 @pytest.mark.parametrize("kind", meshes.TYPES)
-def test_a_run_goes_on(name, kind, tmp_path):
-    """Optimizers whose numbers are of whole tensors, from a checkpoint of another number."""
+def test_a_run_goes_on_from_a_checkpoint_of_another_number(kind, tmp_path):
     tensor = onebit_jax.ExchangeOptions(scale_per="tensor")
-    tx = {
-        "4 bits": lambda: optax.chain(onebit_jax.compressed_mean(SLOW, bits=4), optax.adam(1e-2)),
-        "onebit_lamb_published": lambda: onebit_jax.onebit_lamb_published(
-            1e-2, warmup=3, axis_name=SLOW
-        ),
-        "scale per tensor": lambda: onebit_jax.onebit_adam(
-            1e-2, warmup=3, axis_name=SLOW, exchange=tensor
-        ),
-    }[name]()
+    tx = onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=SLOW, exchange=tensor)
     before, after = (mesh_of(n, meshes.TYPES[kind]) for n in (2, 4))
     with jax.set_mesh(before), Checkpoints(tmp_path) as checkpoints:
         params, opt_state = train(before, tx)
@@ -149,7 +136,10 @@ def test_a_run_goes_on(name, kind, tmp_path):
         fresh = draw(after)
         state = onebit_jax.init(tx, fresh, after, **split_of(after))
         restored = checkpoints.restore(fresh, state, tx=tx)
-        assert restored.step == 6
+        expected = onebit_jax.resize(
+            opt_state, tx, params, after, from_axes=before, **split_of(after)
+        )
+        jax.tree.map(np.testing.assert_array_equal, restored.opt_state, expected)
         batch = np.random.default_rng(0).standard_normal((8, 5), np.float32)
         begun = float(loss_fn(jax.device_get(restored.params), batch))
         params, opt_state = train(after, tx, (restored.params, restored.opt_state))
@@ -181,52 +171,12 @@ def test_another_split_is_refused():
     params = draw(before)
     opt_state = onebit_jax.init(tx, params, before, **split_of(before))
     four = jax.make_mesh((2, 4), (SLOW, "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"split a model over \{'fsdp': 2\}, and is to go on with"):
+    with pytest.raises(ValueError, match=r"is to go on with a model that is split over \{'fsdp': 4\}"):
         onebit_jax.resize(opt_state, tx, params, four, from_axes=before, **split_of(four))
 
 
-def test_parameters_that_are_split_otherwise_are_refused(tmp_path):
-    """Shapes are the same, but each device's part of the state is that of other elements."""
-    tx, mesh = onebit_jax.onebit_adam(1e-2, axis_name=SLOW), mesh_of(2)
-    params = draw(mesh)
-    opt_state = onebit_jax.init(tx, params, mesh, **split_of(mesh))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, params, opt_state)
-    other = {"axis_name": SLOW, "param_specs": SPECS | {"columns": P("fsdp", None)}}
-    columns = jax.device_put(params["columns"], NamedSharding(mesh, P("fsdp", None)))
-    moved = params | {"columns": columns}
-    fresh = onebit_jax.init(tx, moved, mesh, **other)
-    for given in ({}, {"tx": tx}):
-        with (
-            Checkpoints(tmp_path) as checkpoints,
-            pytest.raises(ValueError, match=r"params.columns is .*axis 1 along \['fsdp'\]"),
-        ):
-            checkpoints.restore(moved, fresh, **given)
-    with pytest.raises(ValueError, match="param_specs changed since init"):
-        onebit_jax.resize(opt_state, tx, moved, mesh, from_axes=mesh, **other)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_fast_axes_in_another_order_are_refused(workers, tmp_path):
-    tx, specs, made = onebit_jax.compressed_mean(SLOW), P("fsdp", "tensor"), []
-    split: Any = {"axis_name": SLOW, "param_specs": specs}
-    for count, names in ((2, ("fsdp", "tensor")), (workers, ("tensor", "fsdp"))):
-        mesh = make_mesh((count, 2, 2), (SLOW, *names), AxisType.Auto)
-        params = {"w": jax.device_put(np.ones((4, 4), np.float32), NamedSharding(mesh, specs))}
-        made.append((mesh, params, onebit_jax.init(tx, params, mesh, **split)))
-    (before, params, opt_state), (after, moved, fresh) = made
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, params, opt_state)
-        for given in ({}, {"tx": tx}):
-            told = "in the same order" if given else "is of another run: the mesh of the workers"
-            with pytest.raises(ValueError, match=told):
-                checkpoints.restore(moved, fresh, **given)
-    with pytest.raises(ValueError, match="in the same order"):
-        onebit_jax.resize(opt_state, tx, moved, after, from_axes=before, **split)
-
-
 @pytest.mark.slow
-def test_workers_lie_in_the_order_of_the_pair_whichever_the_mesh_has(tmp_path):
+def test_workers_lie_in_the_order_of_the_pair_whichever_the_mesh_has():
     pair, found = ("node", "local"), []
     split: Any = {"axis_name": pair, "param_specs": SPECS}
     tx = onebit_jax.onebit_adam(1e-2, warmup=1, axis_name=pair)
@@ -242,26 +192,5 @@ def test_workers_lie_in_the_order_of_the_pair_whichever_the_mesh_has(tmp_path):
             return jax.device_put(rng.random(x.shape, np.float32), x.sharding)
 
         opt_state = jax.tree.map(drawn, onebit_jax.init(tx, params, mesh, **split))
-        with Checkpoints(tmp_path / names[0]) as checkpoints:
-            checkpoints.save(3, params, opt_state)
-            state = onebit_jax.init(tx, fresh, after, **split)
-            found.append(checkpoints.restore(fresh, state, tx=tx).opt_state)
         found.append(onebit_jax.resize(opt_state, tx, fresh, after, from_axes=mesh, **split))
-    first, *others = map(jax.device_get, found)
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, first, other)
-
-
-@pytest.mark.slow
-def test_one_worker_goes_on_from_a_checkpoint_of_two(tmp_path):
-    tx = onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=SLOW)
-    before, after = mesh_of(2), make_mesh((1, 2), (SLOW, "fsdp"), AxisType.Auto)
-    params, opt_state = train(before, tx)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(6, params, opt_state)
-        fresh = draw(after)
-        state = onebit_jax.init(tx, fresh, after, **split_of(after))
-        restored = checkpoints.restore(fresh, state, tx=tx)
-    expected = onebit_jax.resize(opt_state, tx, params, after, from_axes=before, **split_of(after))
-    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, expected)
-    train(after, tx, (restored.params, restored.opt_state), steps=1)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, found))

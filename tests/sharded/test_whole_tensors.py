@@ -13,7 +13,6 @@ from tests import reference
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_whole_tensors, by_on_mesh, draw, split
-from tests.workers import find_state
 
 STEPS, WARMUP, RATE = 50, 5, 1e-2
 PER_TENSOR = onebit_jax.ExchangeOptions(scale_per="tensor")
@@ -112,43 +111,21 @@ SPLIT = {
 }
 
 
-LAMBS = {
-    "onebit_lamb": (
-        onebit_jax.onebit_lamb,
-        onebit_jax.ScaleByOnebitLambState,
-        ("coefficients", "running"),
-    ),
-    "onebit_lamb_published": (
-        onebit_jax.onebit_lamb_published,
-        onebit_jax.ScaleByOnebitLambPublishedState,
-        ("coefficients", "ratios", "momentum_scales"),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name", ["onebit_lamb_published", pytest.param("onebit_lamb", marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-def test_equals_whole_tensors(name, kind):
+def test_lamb_equals_whole_tensors(kind):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
-    make, of_lamb, fields = LAMBS[name]
-    # In two stages a server's scale would be of a chunk of the shards, not of the whole tensors.
-    exchange = onebit_jax.ExchangeOptions(form="one-stage", scale_per="tensor")
+    # In two shots a server's scale would be of a chunk of the shards, not of the whole tensors.
     # Blocks of 8 bits, too, would be other ones.
-    options: Any = {"warmup": 5, "warmup_bits": 32, "axis_name": SLOW, "exchange": exchange}
-    tx = make(1e-2, b2=0.5, weight_decay=0.01, **options)
-    state = assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)
-    own = find_state(of_lamb, state)
-    for numbers in (getattr(own, field) for field in fields):
-        # Every place of every worker has the same.
-        held = np.asarray(numbers)
-        np.testing.assert_array_equal(held, np.broadcast_to(held[:1, :1], held.shape))
+    exchange = onebit_jax.ExchangeOptions(form="one-shot", scale_per="tensor")
+    tx = onebit_jax.onebit_lamb(
+        1e-2, b2=0.5, weight_decay=0.01, warmup=5, warmup_bits=32, axis_name=SLOW, exchange=exchange
+    )
+    assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)
 
 
 def test_a_model_trains_beside_tensors_that_are_not_split():
     task = meshes.task("fsdp, tensor", "Auto")
-    tx = onebit_jax.onebit_lamb_published(1e-2, warmup=8, axis_name=SLOW)
+    tx = onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW)
     state, losses = task.trained(*task.begin(task.on_mesh(tx)), 30)
     assert losses[-1] < 0.9 * losses[0]
     meshes.assert_replicas_agree(state[0])

@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 import onebit_jax
-from onebit_jax.collectives.axes import tensors_split_along
+from onebit_jax import sharding
 from onebit_jax.states.specs import names_in
 from tests.sharded.meshes import SLOW, assert_places_agree
 
@@ -58,10 +58,7 @@ def on_shards(task, tx, gradients, params):
     gradients = {name: split(task, name, np.asarray(x)) for name, x in gradients.items()}
     params = {name: split(task, name, np.asarray(x)) for name, x in params.items()}
 
-    def worker(params, gradients):
-        with tensors_split_along(task.fast):
-            return _trained(tx, params, gradients)
-
+    worker = functools.partial(_trained, tx)
     for axis in reversed(task.fast):
         worker = jax.vmap(worker, in_axes=(0, 1), out_axes=1, axis_name=axis)
     mapped = jax.vmap(worker, in_axes=(None, 0), out_axes=0, axis_name=SLOW)
@@ -77,7 +74,7 @@ def on_whole_tensors(tx, gradients, params):
 def by_on_mesh(task, tx, gradients, params):
     tx = task.on_mesh(tx)
     with jax.set_mesh(task.mesh):
-        state = onebit_jax.worker_copies(
+        state = sharding.worker_copies(
             (task.put(params), tx.init(task.put(params))), task.mesh, axis_name=SLOW
         )
         worker = jax.vmap(

@@ -13,11 +13,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import safetensors.numpy
+from flax import traverse_util
 
 from onebit_jax.checkpoint import Checkpoints
 from train.bert import weights
 from train.bert.model import BertConfig, init_params
-from train.stop import StopRequest
+from train.launch import StopRequest
 
 _REQUESTED = StopRequest.requested
 
@@ -111,11 +113,30 @@ def assert_refused(
     assert not out.exists()
 
 
+def save_bert(folder, pretrained, **config):
+    """Writes a checkpoint folder in Hugging Face's layout."""
+    shape, params, tokenizer = pretrained
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = traverse_util.flatten_dict(params)
+    tensors = {
+        name if name.startswith("cls.") else f"bert.{name}": np.ascontiguousarray(
+            flat[place].T if place[-1] == "kernel" else flat[place]
+        )
+        for name, place in weights._places(shape).items()
+        if place in flat
+    }
+    safetensors.numpy.save_file(tensors, folder / weights.TENSORS)
+    sizes = {theirs: getattr(shape, ours) for ours, theirs in weights._SHAPE.items()}
+    values = weights._FIXED | sizes | {"hidden_dropout_prob": shape.dropout} | config
+    (folder / weights.CONFIG).write_text(json.dumps(values))
+    tokenizer.save_vocab(folder)
+
+
 def save_tiny_bert(folder, tokenizer):
     """A checkpoint of a BERT that compiles fast; its folder."""
     config = BertConfig(
         layers=1, hidden=8, heads=2, feed_forward=16, vocab_size=tokenizer.vocab_size
     )
     params = jax.tree.map(np.asarray, init_params(config, seed=0))
-    weights.save(folder, weights.Pretrained(config, params, tokenizer))
+    save_bert(folder, weights.Pretrained(config, params, tokenizer))
     return str(folder)

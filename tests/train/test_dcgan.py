@@ -12,17 +12,15 @@ import pytest
 
 from tests.train.cifar10 import IMAGES, PIXELS
 from tests.train.options import assert_options_change_little
-from tests.train.runs import assert_refused, result, rows, smaller
-from train import images
-from train.dcgan import evaluation, model
-from train.dcgan.__main__ import main
-from train.dcgan.model import DCGANConfig, adversarial_loss, init_params, init_statistics
+from tests.train.runs import result, rows, smaller
+from train import dcgan, images
+from train.dcgan import DCGANConfig, adversarial_loss, init_params, init_statistics, main
 from train.stream import stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONFIG = DCGANConfig(4)
-small_model = smaller(model.SIZES, "small", (4,), autouse=True)
+small_model = smaller(dcgan.SIZES, "small", (4,), autouse=True)
 BATCH = {"image": PIXELS, "noise_seed": np.full(16, 7, np.uint32)}
 
 
@@ -39,7 +37,7 @@ def test_each_network_has_the_gradient_of_its_own_loss():
 
     def logits(generator, discriminator):
         both = {"generator": generator, "discriminator": discriminator}
-        made = model.merged(CONFIG, both, state)
+        made = dcgan.merged(CONFIG, both, state)
         noise = jax.random.normal(jax.random.key(7), (16, 100))
         judged = made.discriminator
         real = jnp.asarray(PIXELS, jnp.float32) / 127.5 - 1
@@ -75,25 +73,6 @@ def test_options_of_how_it_is_computed_change_little():
     assert_options_change_little(loss, CONFIG, params)
 
 
-def test_noise_is_the_batchs_own():
-    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    loss = jax.jit(
-        lambda seed: adversarial_loss(CONFIG)(params, BATCH | {"noise_seed": seed}, state)[0]
-    )
-    assert loss(BATCH["noise_seed"]) == loss(BATCH["noise_seed"])
-    assert loss(BATCH["noise_seed"]) != loss(BATCH["noise_seed"] + 1)
-
-
-@pytest.mark.slow
-def test_images_are_made_by_running_averages():
-    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    noise = jax.random.normal(jax.random.key(0), (5, 100))
-    made = model.generate(CONFIG, params, state, noise)
-    assert (made.shape, made.dtype) == ((5, 32, 32, 3), jnp.uint8)
-    # So each image is its own, whatever it is made beside.
-    np.testing.assert_array_equal(model.generate(CONFIG, params, state, noise[:2]), made[:2])
-
-
 # Batches.
 
 
@@ -122,7 +101,7 @@ def test_batches_have_every_image_once_an_epoch_half_of_them_mirrored():
 
 def test_the_pyramid_adds_up_to_the_image():
     whole = PIXELS.astype(np.float32)
-    fine, coarse = evaluation.laplacian_pyramid(whole)
+    fine, coarse = dcgan.laplacian_pyramid(whole)
     assert (fine.shape, coarse.shape) == ((16, 32, 32, 3), (16, 16, 16, 3))
     spread = np.zeros_like(whole)
     spread[:, ::2, ::2] = coarse
@@ -135,23 +114,8 @@ def test_the_pyramid_adds_up_to_the_image():
     )
     np.testing.assert_allclose(fine + wider, whole, atol=1e-3)
     # Of one colour, nothing is left on the fine level.
-    flat, _ = evaluation.laplacian_pyramid(np.full((1, 32, 32, 3), 9.0, np.float32))
+    flat, _ = dcgan.laplacian_pyramid(np.full((1, 32, 32, 3), 9.0, np.float32))
     np.testing.assert_allclose(flat, 0, atol=1e-4)
-
-
-def test_the_distance_of_points_on_a_line_and_of_a_shift():
-    rng = np.random.default_rng(0)
-    points = rng.standard_normal((500, 1)).astype(np.float32)
-    far = evaluation.distance(points, points[::-1] + np.float32(3), np.random.default_rng(0))
-    assert far == pytest.approx(3, rel=1e-5)
-    cloud = rng.standard_normal((500, 40)).astype(np.float32)
-    shift = np.zeros(40, np.float32)
-    shift[0] = 2
-    # Along a random direction it is twice the mean of one coordinate's size.
-    directions = rng.standard_normal((100_000, 40))
-    expected = 2 * np.abs(directions[:, 0] / np.linalg.norm(directions, axis=1)).mean()
-    found = evaluation.distance(cloud, cloud + shift, np.random.default_rng(1))
-    assert found == pytest.approx(expected, rel=0.15)
 
 
 def test_unlike_images_are_farther_than_like_ones():
@@ -160,8 +124,8 @@ def test_unlike_images_are_farther_than_like_ones():
     smooth = rng.standard_normal((3, 64, 32, 32, 3)).cumsum(2).cumsum(3)
     smooth = (128 + 8 * smooth / smooth.std()).astype(np.uint8)
     noise = rng.integers(120, 136, size=(64, 32, 32, 3), dtype=np.uint8)
-    like = evaluation.sliced_wasserstein(smooth[0], smooth[1])
-    unlike = evaluation.sliced_wasserstein(smooth[0], noise)
+    like = dcgan.sliced_wasserstein(smooth[0], smooth[1])
+    unlike = dcgan.sliced_wasserstein(smooth[0], noise)
     assert len(like) == len(unlike) == 2
     assert all(1.5 * a < b for a, b in zip(like, unlike, strict=True))
 
@@ -171,14 +135,14 @@ def test_the_distances_that_the_docs_compare_with(shared_dir):
     """Two sets of real images, and one against copies of a single image."""
     real = images.read_images(shared_dir / "data/cifar10" / images.TEST).pixels[:4096]
     first, second = real[:2048], real[2048:]
-    assert np.mean(evaluation.sliced_wasserstein(first, second)) == pytest.approx(10.3, abs=0.1)
+    assert np.mean(dcgan.sliced_wasserstein(first, second)) == pytest.approx(10.3, abs=0.1)
     copies = np.repeat(second[:1], 2048, axis=0)
-    assert np.mean(evaluation.sliced_wasserstein(first, copies)) == pytest.approx(218, abs=1)
+    assert np.mean(dcgan.sliced_wasserstein(first, copies)) == pytest.approx(218, abs=1)
 
 
 def test_samples_stand_in_rows_of_eight():
     made = np.random.default_rng(0).integers(256, size=(10, 32, 32, 3), dtype=np.uint8)
-    grid = np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(evaluation.png(made)))))
+    grid = np.asarray(PIL.Image.open(io.BytesIO(base64.b64decode(dcgan.png(made)))))
     assert grid.shape == (256, 256, 3)
     np.testing.assert_array_equal(grid[:32, 32:64], made[1])
     np.testing.assert_array_equal(grid[32:64, :32], made[8])
@@ -209,8 +173,3 @@ def test_report_and_samples(cifar10, tmp_path):
         assert row["discriminator_loss"] + row["generator_loss"] == pytest.approx(
             row["loss"], rel=1e-5
         )
-
-
-def test_without_images_it_says_what_it_needs_and_nothing_is_written(tmp_path, capsys):
-    complaint = "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"
-    assert_refused(main, RUN, complaint, tmp_path / "out", capsys)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import json
-import pathlib
 import re
 import signal
 import weakref
@@ -12,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from train import program, record
-from train.lm.config import Config
-from train.stop import StopRequest
+from train.launch import StopRequest
+from train.lm.pretrain import Config
 
 
 def test_in_a_thread_signals_stay_as_they_are():
@@ -24,21 +23,6 @@ def test_in_a_thread_signals_stay_as_they_are():
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         assert thread.submit(entered).result() == (True, False)
-
-
-@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
-def test_a_machine_that_does_not_say_what_it_is(error, monkeypatch):
-    def unreadable(self, *args, **kwargs):
-        raise error(self)
-
-    monkeypatch.setattr(pathlib.Path, "read_text", unreadable)
-    assert record.machine()["device"] == "cpu"
-
-
-def test_bytes_that_are_no_text_in_a_machines_description(tmp_path, monkeypatch):
-    (tmp_path / "cpuinfo").write_bytes(b"model name\t: Foo\xae CPU\n")
-    monkeypatch.setattr(record.pathlib, "Path", lambda _: tmp_path / "cpuinfo")
-    assert record.machine()["processor"].startswith("Foo")
 
 
 def test_figures_are_printed_where_their_file_cannot_be(tmp_path, capsys):

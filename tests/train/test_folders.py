@@ -1,15 +1,17 @@
 """Output folders of several runs, which one report compares: what may not be mixed in them."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from train.bert.config import Config as BertConfig
-from train.folder import check_folder, check_together, write_config, write_together
-from train.glue.config import Config as GlueConfig
+from train.folder import check_folder, check_together, locked, write_config, write_together
+from train.glue import Config as GlueConfig
 from train.lm import pretrain
-from train.lm.config import Config
+from train.lm.pretrain import Config
+from train.report import read_run
 
 PROGRAM = pretrain.PROGRAM.name
 
@@ -55,20 +57,14 @@ def test_a_single_run_and_several_have_no_folder_in_common(begun, tmp_path):
         check_folder(dataclasses.replace(begun, seeds=(0,)))
     single = dataclasses.replace(begun, seeds=(0,), out=str(tmp_path / "single"))
     begin(single)
-    with pytest.raises(ValueError, match="holds a single run, or runs of an earlier version"):
+    with pytest.raises(ValueError, match="with several_runs_of None, this one has train"):
         changed(single, seeds=(0, 1))
 
 
 def test_runs_of_another_program(begun):
-    other = BertConfig(out=begun.out, seeds=(2, 3))
-    with pytest.raises(ValueError, match=r"holds runs of train\.lm\.pretrain, which no report may"):
+    other = dataclasses.replace(begun, seeds=(2, 3))
+    with pytest.raises(ValueError, match="of train.lm.pretrain, this one has".replace(".", r"\.")):
         begin(other, program="train.bert.pretrain")
-
-
-def test_runs_of_an_earlier_version(begun):
-    (begun.folder / "config.json").unlink()
-    with pytest.raises(ValueError, match="holds a single run, or runs of an earlier version"):
-        changed(begun)
 
 
 def test_tasks_of_glue_are_side_by_side(tmp_path):
@@ -90,3 +86,28 @@ def test_a_folder_of_something_else_stays_as_it_is(tmp_path, capsys):
     assert pretrain.main([*command.split(), str(tmp_path)]) == 2
     assert "exists and is no run of this program" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_one_run_at_a_time_has_a_folder(tmp_path):
+    out = tmp_path / "runs" / "mine"
+    with locked(out), pytest.raises(ValueError, match="another run is training there"), locked(out):
+        pass
+    program = "import os, pathlib; from train.folder import locked\n"
+    program += f"with locked(pathlib.Path({str(out)!r})): os.abort()"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode != 0
+    with locked(out):
+        pass
+
+
+def test_a_result_is_reported_with_its_own_steps(tmp_path):
+    """While the run goes on with more of them."""
+    folder = tmp_path / "adam"
+    folder.mkdir()
+    (folder / "result.json").write_text('{"steps": 3}')
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {t}}}\n' for t in range(1, 6)))
+    run = read_run(folder)
+    assert run is not None
+    assert run.column("step").tolist() == [1, 2, 3]
+    (folder / "result.json").write_text("{")
+    with pytest.raises(ValueError, match=r"a file of .*adam is damaged: .*; put back a copy"):
+        read_run(folder)

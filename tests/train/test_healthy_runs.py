@@ -15,12 +15,12 @@ import onebit_jax
 from tests.train.runs import smaller
 from train.bert import model as bert_model
 from train.bert import pretrain as bert
-from train.bert.config import Config as BertConfig
+from train.bert.pretrain import Config as BertConfig
 from train.config import AXIS
 from train.lm import model as lm_model
 from train.lm import pretrain as lm
-from train.lm.config import Config as LMConfig
-from train.optimizers import OPTIMIZERS
+from train.lm.pretrain import Config as LMConfig
+from train.registry import REGISTRY
 from train.training import Trainer, to_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -70,7 +70,7 @@ def task_of(name):
 @pytest.mark.parametrize(("task_name", "name"), RUNS)
 def test_a_run_that_learns_has_no_warnings(task_name, name):
     config, task = task_of(task_name)
-    config = dataclasses.replace(config, learning_rate=OPTIMIZERS[name].learning_rate)
+    config = dataclasses.replace(config, learning_rate=REGISTRY[name].learning_rate)
     mesh = jax.make_mesh((4,), (AXIS,), devices=jax.devices()[:4])
     trainer = Trainer(name, config, task, mesh)
     step, (params, opt_state, _) = trainer.step, trainer.start(task, config.learning_rate)

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from tests.train.runs import at_step, metrics, saved, sigterm
-from train import local_steps
+from train import checkpoint
 from train.config import AXIS
-from train.lm.config import Config
-from train.lm.pretrain import make_task
-from train.stop import Stopped, StopRequest
+from train.launch import Stopped, StopRequest
+from train.lm.pretrain import Config, make_task
 from train.training import Trainer, to_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "small_language_model")
@@ -68,11 +67,11 @@ def test_workers_share_parameters_after_a_sync_alone(trainer):
     state, seen = made.start(task, config.learning_rate), {}
     for batch, _ in zip(task.batches(), range(STEPS), strict=False):
         params, opt_state, _ = made.step(*state[:2], to_mesh(batch, mesh))
-        state = state._replace(params=local_steps.met(params, opt_state), opt_state=opt_state)
+        state = state._replace(params=checkpoint.met(params, opt_state), opt_state=opt_state)
         copies = [
             [np.asarray(x.addressable_shards[worker].data) for x in jax.tree.leaves(state.params)]
             for worker in range(WORKERS)
         ]
         alike = all(np.array_equal(*pair) for pair in zip(*copies, strict=True))
-        seen.setdefault(local_steps.are_apart(opt_state), set()).add(alike)
+        seen.setdefault(checkpoint.are_apart(opt_state), set()).add(alike)
     assert seen == {False: {True}, True: {False}}

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from train import dcgan, resnet
 from train.bert import model as bert
-from train.dcgan import model as dcgan
 from train.lm import model as lm
 from train.models import decay_mask
-from train.resnet import model as resnet
 
 
 def bert_of(size):

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import signal
-from typing import Any
 
 import jax
 import numpy as np
@@ -88,7 +87,7 @@ def test_replicas_are_compared_before_every_checkpoint(finished):
         found = [json.loads(line) for line in lines]
         assert [row["step"] for row in found] == [5, 10, STEPS]
         assert all(row["tensors_compared"] > 20 for row in found)
-    assert found[0]["figures"]["dead_share"] > 0
+    assert found[0]["figures"]["inactive_share"] > 0
     assert found[0]["warnings"] == []
     # Six steps of warm-up are too few to tell whether the variance is stable.
     assert any("too soon to tell" in warning for warning in found[-1]["warnings"])
@@ -121,25 +120,24 @@ def test_report(finished):
     assert said.splitlines()[-1] == str(out / "loss.png")
     assert (out / "loss.png").stat().st_size > 10_000
     report = (out / "report.md").read_text()
-    assert "| warm-up ended | - | after step 6, as given |" in report
+    assert "| warm-up ended | - | after step 6 |" in report
     assert "all-gather  u8" in report
     for name in ("adam", "onebit_adam_frozen"):
         found = result(out / name)
         assert f"{found['heldout_mlm_loss']:.4f}" in report
         assert found["heldout_masked_tokens"] > 0
-        assert list((out / name).glob("events.out.tfevents.*"))
     assert (out / "vocab.txt").read_text().startswith("[PAD]\n")
 
 
-def test_bars_count_steps_and_say_what_is_compiled(finished):
-    """A step under way is not counted."""
+def test_bars_count_steps_and_say_phase_rate_and_bytes_saved(finished):
+    """A step under way is not counted; that one is compiled is said before it is."""
     *_, bars = finished
-    said = re.findall(r"(\w+): .* (\d+)/(\d+) .*, compiling the (.+?)\]", bars.replace("\r", "\n"))
-    assert list(dict.fromkeys(said)) == [
-        ("adam", "0", str(STEPS), "step"),
-        ("onebit_adam_frozen", "0", str(STEPS), "warm-up step"),
-        ("onebit_adam_frozen", "5", str(STEPS), "compressed step"),
-    ]
+    said = re.findall(r"(\w+): .* (\d+)/(\d+) .*, compiling a step\]", bars.replace("\r", "\n"))
+    assert ("adam", "0", str(STEPS)) in said
+    assert ("onebit_adam_frozen", "5", str(STEPS)) in said
+    last = bars.replace("\r", "\n").strip().splitlines()[-1]
+    saved = rows(finished[0] / "onebit_adam_frozen")[-1]["bytes_saved"]
+    assert re.search(rf"loss .*, compression, lr .*, {saved / 1e6:,.0f} MB saved", last)
 
 
 def test_a_finished_run_is_not_repeated(finished, capsys):
@@ -176,26 +174,6 @@ def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, c
 
 
 @pytest.mark.slow
-def test_local_steps_are_saved_where_they_meet_and_resume_bit_identical(tmp_path):
-    run = [*RUN, "--optimizers", "zero_one_adam", "--warmup", "2"]
-    assert pretrain.main([*run, "--out", str(tmp_path / "complete")]) == 0
-    complete = tmp_path / "complete" / "zero_one_adam"
-    policy: Any = {"variance_freeze": 2, "var_update_scaler": 2, "local_step_scaler": 3}
-    phases = [onebit_jax.zero_one_adam_phase(t, **policy) for t in range(STEPS)]
-    assert "local" in (phases[4], phases[9])
-    # They meet at the end, whatever the policy says.
-    assert [row["phase"] for row in rows(complete)] == [*phases[:-1], "sync"]
-    kept = [next(t for t in range(due - 1, STEPS) if phases[t] != "local") + 1 for due in (5, 10)]
-    lines = (complete / "diagnosis.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*kept, STEPS]
-    resumed = [*run, "--out", str(tmp_path / "resumed")]
-    with at_step(8, crash), pytest.raises(CrashError):
-        pretrain.main(resumed)
-    assert pretrain.main(resumed) == 0
-    assert saved(tmp_path / "resumed" / "zero_one_adam") == saved(complete)
-
-
-@pytest.mark.slow
 def test_resumed_where_the_variance_became_stable(tmp_path):
     """The host learns of the freeze one step late; where a run stops must not matter."""
     steps = 20 * STEPS
@@ -214,7 +192,6 @@ def test_resumed_where_the_variance_became_stable(tmp_path):
     assert 100 <= frozen_at < steps - 2
     phases = [row["phase"] for row in rows(complete)]
     assert phases == ["warmup"] * frozen_at + ["compression"] * (steps - frozen_at)
-    assert "by itself" in (tmp_path / "complete" / "report.md").read_text()
     resumed = tmp_path / "resumed"
     for stop_after in (frozen_at, frozen_at + 1):
         with at_step(stop_after, sigterm):
@@ -240,28 +217,3 @@ def test_folder_of_another_configuration(finished, options, complaint, capsys):
         capsys.readouterr().err
     )
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
-
-
-def test_folder_of_something_else(tmp_path, capsys):
-    (tmp_path / "thesis.txt").touch()
-    assert pretrain.main([*RUN, "--out", str(tmp_path)]) == 2
-    assert "exists and is no run of this program" in capsys.readouterr().err
-
-
-@pytest.fixture
-def begun(finished, tmp_path):
-    """A folder of the same configuration, without any training."""
-    (tmp_path / "run" / "adam").mkdir(parents=True)
-    config = (finished[0] / "config.json").read_text()
-    (tmp_path / "run" / "config.json").write_text(config)
-    return tmp_path / "run"
-
-
-def test_checkpoint_of_another_model(begun, capsys):
-    """The configuration is the same, yet somebody has put other checkpoints there."""
-    with Checkpoints(begun / "adam" / "checkpoints") as checkpoints:
-        checkpoints.save(4, {"kernel": np.zeros(3, np.float32)}, ())
-    assert pretrain.main([*RUN, "--optimizers", "adam", "--out", str(begun)]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: the checkpoint {begun}/adam/checkpoints/4 is of another run")
-    assert not (begun / "adam" / "metrics.jsonl").exists()

@@ -1,6 +1,5 @@
 """The options of the pre-training program: bad input, and learning rates over a run."""
 
-import json
 import runpy
 import sys
 from typing import Any
@@ -12,9 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.train.runs import assert_refused
 from train.bert import pretrain
-from train.bert.config import Config
-from train.bert.tokenizer import MASK, SEP, WordPieceTokenizer, train_tokenizer
-from train.config import shared_options
+from train.bert.pretrain import Config
 from train.folder import check_folder, write_config
 
 STEPS = 12
@@ -28,29 +25,25 @@ RUN = (
     ("options", "complaint"),
     [
         ("--learning-rate nan", "--learning-rate nan: expected a finite number above 0"),
-        ("--batch-size 7", "--batch-size 7: not divisible by workers x accumulation = 2 x 1"),
-        ("--batch-size 6 --accumulation 2", "= 2 x 2; take 4 or 8"),
-        ("--workers 9 --batch-size 9", "--workers 9: a device each, but there are 8 (cpu)"),
+        (
+            "--batch-size 7",
+            "--batch-size 7: expected a multiple of 2, microbatches",
+        ),
+        ("--batch-size 6 --accumulation 2", "--batch-size 6: expected a multiple of 4"),
+        ("--workers 9 --batch-size 9", "data = 9: a device each, but 1 processes have 8 (cpu)"),
         ("--workers 0", "--workers 0: expected a whole number of at least 1"),
-        ("--warmup 0", "--warmup 0: expected a whole number of at least 1, a share"),
+        ("--warmup 0", "--warmup 0: expected a number of steps above 0, or a share"),
         (
             "--warmup auto --optimizers adam zero_one_adam",
-            "a share of the steps below 1 with zero_one_adam",
+            "or a share of them below 1, with zero_one_adam",
         ),
         (
             "--warmup auto --optimizers adam onebit_adam --steps 100",
-            "with onebit_adam and --steps 100, since auto ends no sooner than step 100",
+            "below 1, with fewer than 100 steps",
         ),
         ("--b1 1", "--b1 1.0: expected a number from 0 to below 1"),
-        ("--b2 -0.1", "--b2 -0.1: expected a number from 0 to below 1"),
-        ("--eps 0", "--eps 0.0: expected a finite number above 0"),
-        ("--weight-decay nan", "--weight-decay nan: expected"),
-        ("--decay-rate nan", "--decay-rate nan: expected"),
-        ("--max-grad-norm 0", "--max-grad-norm 0.0: expected"),
-        ("--dropout 1", "--dropout 1.0: expected"),
         ("--schedule-warmup 12", "--schedule-warmup 12: expected 0 or more, and fewer than"),
         ("--sequence-length 513", "--sequence-length 513: expected at most 512"),
-        ("--seeds -1", "--seeds (-1,): expected whole numbers from 0"),
         ("--seeds 1 1", "--seeds (1, 1): expected whole numbers from 0"),
         (
             "--optimizers adam adam",
@@ -61,15 +54,14 @@ RUN = (
         ("--warmup-bits 5", "warmup_bits"),
         ("--nodes 3", "--nodes 3: expected a number that divides --workers 2"),
         ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
-        ("--corpus NOWHERE", "NOWHERE does not exist"),
-        ("--heldout NOWHERE", "NOWHERE does not exist"),
+        ("--corpus NOWHERE", "NOWHERE has no text in 0 .txt files"),
+        ("--out s3://bucket/run", "--out s3://bucket/run: expected the path of a folder; no URL"),
         ("--vocab NOWHERE", "NOWHERE"),
         ("--vocab VOCABULARY", "[MASK]"),
         ("--corpus LATIN", "UTF-8"),
-        ("--corpus SHORT --heldout ALIKE", "training data: there are"),
+        ("--corpus SHORT --heldout ALIKE", "there are 3 sequences"),
         ("--corpus SHORT --heldout SHORT/../short", "corpus and heldout are one folder, SHORT:"),
-        ("--schedule-warmup 0.99", "--schedule-warmup 0.99: expected 0 or more, and fewer than"),
-        ("--heldout SHORT", "held-out data: there are"),
+        ("--heldout SHORT", "there are 3 sequences"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
@@ -91,7 +83,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
     "program",
     [
         *("bert.pretrain", "lm.pretrain", "compare"),
-        *("glue.__main__", "squad.__main__", "resnet.__main__", "dcgan.__main__"),
+        *("glue", "squad", "resnet", "dcgan"),
     ],
 )
 def test_bad_input_from_the_shell(program, tmp_path, monkeypatch, capsys):
@@ -105,21 +97,6 @@ def test_bad_input_from_the_shell(program, tmp_path, monkeypatch, capsys):
     assert (ended.value.code, printed.out) == (2, "")
     assert printed.err == "error: --process-timeout 5: expected at least 6 seconds\n"
     assert not out.exists()
-
-
-def test_a_vocabulary_of_other_ids_is_another_one(documents, tmp_path):
-    """Where its text has the same ids, and special tokens others."""
-    vocabulary = list(train_tokenizer(documents[0], 300).vocabulary)
-    identities = []
-    for swapped in (False, True):
-        if swapped:
-            a, b = map(vocabulary.index, (MASK, SEP))
-            vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-        path = WordPieceTokenizer(vocabulary).save_vocab(tmp_path)
-        identities.append(pretrain.make_task(Config(vocab=str(path))).identity)
-    before, after = identities
-    assert before["text_digest"] == after["text_digest"]
-    assert before["vocabulary_digest"] != after["vocabulary_digest"]
 
 
 def test_exponential_schedule():
@@ -153,30 +130,6 @@ def test_steps_may_not_grow_where_anything_is_a_share_of_them(options, tmp_path)
     write_config(Config(**given, steps=800))
     with pytest.raises(ValueError, match="--steps 800, this one has 900"):
         check_folder(Config(**given, steps=900))
-
-
-@pytest.mark.parametrize("name", ["zero_one_adam", "local_steps"])
-def test_steps_may_not_grow_by_another_optimizer(name, tmp_path):
-    """Else the first one would go on with a schedule that it did not begin with."""
-    given: Any = {"out": str(tmp_path), "schedule": "exponential", "warmup": 80}
-    write_config(Config(**given, optimizers=(name,), steps=800))
-    check_folder(Config(**given, optimizers=("signum",), steps=900))
-    (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match="--steps 800, this one has 900"):
-        check_folder(Config(**given, optimizers=("signum",), steps=900))
-
-
-def test_a_folder_of_an_earlier_version(tmp_path):
-    """Which had no nodes, and a seed in place of the seeds."""
-    options = shared_options(Config(seeds=(1,)))
-    del options["nodes"]
-    options["seed"] = options.pop("seeds")[0]
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    check_folder(Config(out=str(tmp_path), seeds=(1,)))
-    for option, value in (("nodes", 2), ("seeds", (0,))):
-        given: Any = {"seeds": (1,), option: value}
-        with pytest.raises(ValueError, match=f"--{option}"):
-            check_folder(Config(out=str(tmp_path), **given))
 
 
 def test_several_workers_on_cpus_take_no_program_from_a_cache(tmp_path, capsys):

@@ -11,16 +11,15 @@ import pytest
 from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
 from tests.train.options import assert_options_change_little
 from tests.train.runs import assert_refused, at_step, metrics, result, sigterm, smaller
-from train import images
-from train.resnet import model
-from train.resnet.__main__ import main
-from train.resnet.evaluation import judge
-from train.resnet.model import (
+from train import images, resnet
+from train.resnet import (
     ResNetConfig,
     apply,
     classification_loss,
     init_params,
     init_statistics,
+    judge,
+    main,
 )
 from train.stream import in_order, stream
 
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 # An identity with zeros for channels, and no block more than is needed for that.
 SMALL = ((1, 1), (4, 8), False, False)
 CONFIG = ResNetConfig(*SMALL)
-small_model = smaller(model.SIZES, "20", SMALL, autouse=True)
+small_model = smaller(resnet.SIZES, "20", SMALL, autouse=True)
 
 applied = jax.jit(functools.partial(apply, CONFIG), static_argnames="train")
 
@@ -73,7 +72,7 @@ def test_every_crop_is_drawn():
 def convolved(pixels, kernel):
     """The stem's convolution, sum by sum."""
     x = np.zeros((len(pixels), 34, 34, 3))
-    x[:, 1:-1, 1:-1] = (pixels / 255.0 - np.array(model.MEAN)) / np.array(model.STDDEV)
+    x[:, 1:-1, 1:-1] = (pixels / 255.0 - np.array(resnet.MEAN)) / np.array(resnet.STDDEV)
     made = np.zeros((len(pixels), 32, 32, kernel.shape[-1]))
     for i, j in itertools.product(range(3), repeat=2):
         made += x[:, i : i + 32, j : j + 32] @ kernel[i, j]
@@ -169,10 +168,10 @@ def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
     ("options", "complaint"),
     [
         ("", "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"),
-        ("--data NOWHERE", "train.parquet is not there: --data must have CIFAR-10's train.parquet"),
+        ("--data NOWHERE", "nowhere/train.parquet"),
         (
             "--data FOLDER --batch-size 32",
-            "training data: there are 16 images, less than one batch",
+            "there are 16 images, less than one batch",
         ),
         ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
     ],

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from train.stream import Examples, first_batches, in_order, stream
+from train.stream import Examples, in_order, stream
 
 COUNT, BATCH = 40, 8
 
@@ -70,13 +70,6 @@ def test_resumed_from_a_checkpoint(tmp_path):
     assert_same(next(restored), expected)
 
 
-def test_the_first_batches_are_fixed_and_end_with_the_epoch():
-    every = list(first_batches(EXAMPLES, batch_size=12, seed=1, max_batches=1000))
-    assert len(every) == COUNT // 12
-    assert_same(joined(every), take(3, 12, seed=1))
-    assert len(list(first_batches(EXAMPLES, batch_size=12, max_batches=2))) == 2
-
-
 def test_in_order_every_example_comes_once():
     batches = list(in_order(EXAMPLES, batch_size=12))
     assert {len(batch["index"]) for batch in batches} == {12}
@@ -94,17 +87,11 @@ def test_in_order_every_example_comes_once():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": -1}, r"seed is -1; it must be 0 to 2\*\*32 - 1"),
-        ({"seed": 2**32}, "seed is 4294967296"),
         ({"batch_size": 0}, "batch_size is 0; it must be a positive multiple"),
         ({"batch_size": 10, "process_count": 4}, "batch_size is 10.* process_count, which is 4"),
-        ({"process_count": 0}, "process_count is 0; it must be at least 1"),
-        ({"process_index": 2, "process_count": 2}, "process_index is 2; it must be below 2"),
         ({"batch_size": 100}, "there are 40 numbers, less than one batch: batch_size is 100"),
-        ({"max_batches": 0}, "max_batches is 0"),
     ],
 )
 def test_bad_options(options, message):
-    options = {"batch_size": BATCH, "max_batches": 1} | options
     with pytest.raises(ValueError, match=message):
-        first_batches(EXAMPLES, **options)
+        stream(EXAMPLES, **({"batch_size": BATCH} | options))

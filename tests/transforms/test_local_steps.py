@@ -10,11 +10,9 @@ import optax
 import pytest
 
 import onebit_jax
-from onebit_jax.checkpoint import Checkpoints
 from onebit_jax.states import placement
-from onebit_jax.transforms.phases import PHASES
+from onebit_jax.transforms.algorithm import PHASES, sync_of
 from tests import reference
-from tests.residuals import total_residual
 from tests.runs import Sizes, axis_of
 from tests.small_task import (
     MESH,
@@ -30,6 +28,7 @@ from tests.small_task import (
     train,
     with_fault,
 )
+from tests.views import total_residual
 from tests.workers import AXIS, draw, on_workers
 
 WORKERS, SYNC = 4, PHASES.index("sync")
@@ -87,18 +86,18 @@ def run(
     every=EVERY,
     phased=False,
 ):
-    """The states after each update, with one row per worker; of programs of one phase or of all."""
+    """The states after each update, with one row per worker; by programs of one phase or of all."""
     tx = make_tx(fragments, bits, outer, inner, axis_of(sizes), every, delay)
     state = on_workers(tx.init, sizes)(zeros(WORKERS))
-    phases = ("local", "sync") if phased else (None,)
-    programs = [
-        on_workers(functools.partial(tx.update, phase=phase), sizes, cast(Any, binding))
-        for phase in phases
-    ]
-    params, states = zeros(WORKERS), []
+    params, states, programs = zeros(WORKERS), [], {}
     for t in range(UPDATES):
-        update = programs[phased and turn_of(t + 1, fragments, delay, every) is not None]
-        updates, state = update({name: g[t] for name, g in gradients().items()}, state, params)
+        turn = turn_of(t + 1, fragments, delay, every)
+        phase = None if not phased else "local" if turn is None else sync_of(turn)
+        if phase not in programs:
+            update = functools.partial(tx.update, phase=phase)
+            programs[phase] = on_workers(update, sizes, cast(Any, binding))
+        grads = {name: g[t] for name, g in gradients().items()}
+        updates, state = programs[phase](grads, state, params)
         params = jax.tree.map(jnp.add, params, updates)
         states.append(jax.device_get(state))
     return states
@@ -136,38 +135,22 @@ def by_hand(fragments, bits, inner, delay=0, every=EVERY) -> list[tuple[Any, Any
 
 
 @pytest.mark.parametrize(
-    ("fragments", "bits", "sizes", "binding", "inner", "delay", "every"),
+    ("fragments", "bits", "sizes", "binding", "inner", "delay", "every", "phased"),
     [
-        (1, 32, 4, "shard_map", ADAM, 0, EVERY),
-        (1, 32, (2, 2), "vmap", ADAM, 0, EVERY),
-        (2, 32, 4, "vmap", SGD, 0, EVERY),
-        (3, 4, 4, "vmap", SGD, 0, EVERY),
-        pytest.param(3, 4, 4, "shard_map", SGD, 0, EVERY, marks=pytest.mark.slow),
-        (1, 32, (2, 2), "vmap", ADAM, 1, EVERY),
-        (1, 4, 4, "vmap", SGD, 1, 1),
-        pytest.param(3, 4, 4, "shard_map", SGD, 1, EVERY, marks=pytest.mark.slow),
+        (1, 32, 4, "shard_map", ADAM, 0, EVERY, False),
+        (1, 32, (2, 2), "vmap", ADAM, 0, EVERY, False),
+        (2, 32, 4, "vmap", SGD, 0, EVERY, False),
+        (3, 4, 4, "vmap", SGD, 0, EVERY, True),
+        (1, 32, (2, 2), "vmap", ADAM, 1, EVERY, False),
+        (1, 4, 4, "vmap", SGD, 1, 1, False),
+        pytest.param(3, 4, 4, "shard_map", SGD, 1, EVERY, False, marks=pytest.mark.slow),
+        pytest.param(3, 4, 4, "shard_map", SGD, 1, 3, True, marks=pytest.mark.slow),
         # A group in every update.
-        (3, 4, 4, "vmap", SGD, 1, 3),
+        (3, 4, 4, "vmap", SGD, 1, 3, True),
     ],
 )
-def test_groups_follow_numpy(fragments, bits, sizes, binding, inner, delay, every):
+def test_groups_follow_numpy(fragments, bits, sizes, binding, inner, delay, every, phased):
     """With an inner optimizer that has a state, and between nodes too."""
-    hold_numpy(fragments, bits, sizes, binding, inner=inner, delay=delay, every=every)
-
-
-@pytest.mark.parametrize(
-    ("bits", "sizes", "binding", "every"),
-    [
-        pytest.param(4, 4, "shard_map", 3, marks=pytest.mark.slow),
-        (4, 4, "vmap", EVERY),
-        (32, (2, 2), "vmap", 3),
-    ],
-)
-def test_groups_whose_messages_travel_outside_of_their_loops_do_too(bits, sizes, binding, every):
-    hold_numpy(3, bits, sizes, binding, delay=1, every=every, phased=True)
-
-
-def hold_numpy(fragments, bits, sizes, binding, inner=SGD, delay=0, every=EVERY, phased=False):
     states = run(
         fragments, bits, sizes, binding, inner=inner, delay=delay, every=every, phased=phased
     )
@@ -186,7 +169,7 @@ def hold_numpy(fragments, bits, sizes, binding, inner=SGD, delay=0, every=EVERY,
 
 
 @pytest.mark.parametrize(("fragments", "bits"), [(1, 1), (2, 4)])
-def test_of_no_group_anything_is_lost(fragments, bits):
+def test_no_group_loses_anything(fragments, bits):
     """With an outer step of 1 what is left of the exact mean is in the residuals."""
     state = run(fragments, bits, outer=optax.sgd(1.0))[-1]
     how = onebit_jax.ExchangeOptions().at_bits(AXIS, bits)
@@ -224,22 +207,6 @@ def test_a_schedule_says_how_often():
 
     made = on_workers(phases, 2)(np.ones((2, 10, 3), np.float32))[0]
     assert np.flatnonzero(made == SYNC).tolist() == [1, 3, 6, 9]
-
-
-def test_a_number_of_numpy_may_say_how_often():
-    params = [np.ones((2, 3), np.float32)] * 2
-    begun: list[Any] = [
-        jax.vmap(make_tx(2, every=every).init, axis_name=AXIS)(params) for every in (np.int64(4), 4)
-    ]
-    assert_equal(begun[0].plan, begun[1].plan)
-
-
-def test_state_and_parameters_can_be_donated_together():
-    tx, params = make_tx(), np.ones((2, 3), np.float32)
-    params = jnp.asarray(params)
-    state = jax.vmap(tx.init, axis_name=AXIS)(params)
-    update = jax.vmap(lambda p, s: tx.update(p, s, p), axis_name=AXIS)
-    jax.block_until_ready(jax.jit(update, donate_argnums=(0, 1))(params, state))
 
 
 def test_the_inner_optimizer_computes_in_float32():
@@ -280,31 +247,6 @@ def test_a_state_saved_between_exchanges_belongs_to_its_plan(every, fragments, f
         other(params, jax.device_get(opt_state), make_batches(1)[0])
 
 
-def test_right_after_an_exchange_another_every_may_be_given():
-    params, state = begun(2, 1)
-    other = make_tx(axis_name="data", every=3)
-    with pytest.raises(ValueError, match=r"every=2, .* saved 1 updates .* has every=3,"):
-        placement.check_plans(other, params, state, MESH)
-    placement.check_plans(other, params, state._replace(since_sync=jnp.int32(0)), MESH)
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-def test_a_message_in_flight_needs_a_delay_and_the_reverse(delay, tmp_path):
-    own, other = (make_tx(axis_name="data", every=2, delay=x) for x in (delay, 1 - delay))
-    step, state = start(own)
-    params, state = train(step, *state, make_batches(2))
-    # With a delay the next update sends what these two did.
-    assert int(state.since_sync) == 2 * delay
-    message = rf"every=2, fragments=1, delay={delay}, saved .* optimizer has .* delay={1 - delay}"
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(2, params, state)
-        with pytest.raises(ValueError, match=message):
-            checkpoints.restore(params, onebit_jax.init(other, params, MESH))
-    step = onebit_jax.train_step(loss_fn, other, MESH)
-    with pytest.raises(ValueError, match=message):
-        step(params, jax.device_get(state), make_batches(1)[0])
-
-
 @pytest.mark.parametrize("others", ["dense", "local"])
 def test_one_of_several_optimizers_keeps_its_workers_parameters(others):
     """A run that was saved between two exchanges goes on as one that was not."""
@@ -325,9 +267,6 @@ def test_one_of_several_optimizers_keeps_its_workers_parameters(others):
     assert_equal(resumed, train(step, params, state, last)[1])
 
 
-# A skipped update.
-
-
 def test_a_skipped_update_returns_the_parameters_it_was_given():
     """Not the state's, which XLA computes a second time, and may round otherwise."""
     step, (params, state) = start(make_tx(axis_name="data"), loss_fn=faulty_loss)
@@ -336,9 +275,6 @@ def test_a_skipped_update_returns_the_parameters_it_was_given():
     params, state, metrics = step(given, state, with_fault(batch, 1, np.nan))
     assert metrics["skipped"] == 1
     assert_equal(params, given)
-
-
-# One update late.
 
 
 def test_a_skipped_update_leaves_its_message_to_the_next():
@@ -383,34 +319,7 @@ def test_an_inner_optimizer_that_exchanges_is_refused():
         onebit_jax.init(tx, make_params(), MESH)
 
 
-def test_fragments_of_which_a_tensor_has_more_than_two_are_refused():
-    params = {name: np.zeros((WORKERS, size)) for name, size in (("a", 3), ("b", 3), ("c", 90))}
-    message = r"^fragments=3 cannot be .*: \['c'\] alone has 90 of 96 .* Give at most 2\."
-    with pytest.raises(ValueError, match=message):
-        on_workers(make_tx(3).init, WORKERS)(params)
-    on_workers(make_tx(2).init, WORKERS)(params)
-
-
 def test_more_fragments_than_tensors_are_refused():
     tx = make_tx(6)
     with pytest.raises(ValueError, match=r"^fragments=6 must be at most 3, the number of"):
         on_workers(tx.init, WORKERS)(zeros(WORKERS))
-
-
-@pytest.mark.parametrize("outer", [optax.sgd(0.0), optax.adam(0.0), optax.set_to_zero()])
-def test_an_outer_step_of_nothing_is_refused(outer):
-    with pytest.raises(ValueError, match="outer optimizer of local_steps leaves parameters as"):
-        onebit_jax.init(make_tx(outer=outer, axis_name="data"), make_params(), MESH)
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [
-        optax.sgd(optax.linear_schedule(0.0, 1.0, 100)),
-        optax.sgd(optax.join_schedules([lambda _: 0.0, lambda _: 1.0], [2000])),
-        optax.chain(optax.centralize(), optax.sgd(1.0)),
-    ],
-    ids=["from 0", "late", "centralized"],
-)
-def test_an_outer_step_that_is_nothing_at_first_is_not(outer):
-    onebit_jax.init(make_tx(outer=outer, axis_name="data"), make_params(), MESH)

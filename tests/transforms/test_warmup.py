@@ -1,7 +1,4 @@
-"""When warm-up ends, by number and by itself; what its gradients travel as."""
-
-import functools
-from typing import Any, NamedTuple
+"""When warm-up ends, by number and by itself."""
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +8,30 @@ import pytest
 from jax import lax
 
 import onebit_jax
-from onebit_jax.transforms import algorithm, phases, warmup
+from onebit_jax.transforms import schedules
 from tests.optimizers import FROZEN
 from tests.workers import AXIS, draw, on_workers, onebit_state, train
 
 WORKERS, SIZE, UPDATES, B2 = 3, 40, 60, 0.8
 
 
-class State(NamedTuple):
-    progress: phases.Progress
-    variance_record: warmup.VarianceRecord
-
-
 def dense_updates(rule, norms, sizes=(1,), refreshed=False):
-    """After each dense update: whether it was the last, what was seen, and what is expected.
+    """After each dense update: whether it was the last, the record's metrics, and the outlook.
 
     The warm-up goes on all the same. `norms` has a row for each update.
     """
-    rule = warmup.check_warmup(rule, refreshed)
-    tensors = [jnp.zeros(size) for size in sizes]
+    rule = schedules.check_warmup(rule, refreshed=refreshed)
 
-    def step(state, row):
-        record = warmup.recorded(rule, state, row, tensors, jnp.bool(True))
-        state = state._replace(variance_record=record)
-        over, count = warmup.ends(rule, state), state.progress.count + 1
-        coming = warmup.upcoming(rule, count, jnp.bool(False))
-        state = state._replace(progress=state.progress._replace(count=count))
-        return state, (over, state.variance_record.metrics(), coming)
+    def step(record, row_and_number):
+        row, t = row_and_number
+        record = schedules.observe(rule, record, row, sizes, t)
+        coming = schedules.upcoming(rule, t, jnp.bool(False))
+        return record, (schedules.ends(rule, record, t), record.metrics(), coming)
 
-    start = State(phases.begin(jnp.zeros(2, jnp.int32)), warmup.no_record(tensors))
+    start = schedules.no_record([jnp.zeros(size) for size in sizes])
     rows = np.float32(norms).reshape(len(norms), -1)
-    return jax.device_get(jax.jit(lambda x: lax.scan(step, start, x)[1])(rows))
+    numbers = jnp.arange(1, len(rows) + 1)
+    return jax.device_get(jax.jit(lambda *x: lax.scan(step, start, x)[1])(rows, numbers))
 
 
 def looks(last):
@@ -218,38 +208,3 @@ def test_adam_freezes_where_the_rule_says_and_foretells_its_phases(corrected):
         np.testing.assert_array_equal(known, ~may_end | (t[:-2] >= end))
         foretold = coming[i, :-2, 1][known]
         np.testing.assert_array_equal(foretold, metrics["phase"][i, 2:][known])
-
-
-# At a few bits.
-
-OPTIMIZERS: dict[str, Any] = {
-    "1-bit Adam": functools.partial(onebit_jax.onebit_adam, 0.01, b2=0.5, warmup=3),
-    "1-bit LAMB": functools.partial(onebit_jax.onebit_lamb, 0.01, warmup=3),
-    "1-bit LAMB, published": functools.partial(onebit_jax.onebit_lamb_published, 0.01, warmup=3),
-    "0/1 Adam": functools.partial(
-        onebit_jax.zero_one_adam, 0.01, variance_freeze=3, var_update_scaler=3
-    ),
-}
-
-
-def bfloat16_mean(grads):
-    """Rounded once by each worker, and their sum once or twice, before it is divided."""
-    rounded = grads.astype(jnp.bfloat16).astype(np.float32)
-    return rounded.sum(0).astype(jnp.bfloat16).astype(np.float32) / len(grads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bfloat16_is_summed_as_such_and_adds_no_state(name):
-    """Workers' gradients are such that their sum is the same in any order."""
-    grads = np.array([[1.0], [1.0 + 3 * 2**-10], [-3.0], [2**-7]], np.float32).repeat(300, 1)
-    txs = [OPTIMIZERS[name](axis_name=AXIS, warmup_bits=bits) for bits in (16, 32)]
-    states = [train(tx, 4, np.ones(300, np.float32), grads[:, None]).state for tx in txs]
-    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), state) for state in states]
-    assert shapes[0] == shapes[1]
-    own = [x for state in states for x in algorithm.states_of(state)]
-    field = "v_then_y" if name == "0/1 Adam" else "v_then_inverse_root"
-    half, full = (getattr(x, field) for x in own)
-    expected = (bfloat16_mean(grads) / grads.mean(0)) ** 2
-    assert abs(expected[0] - 1) > 1e-3
-    np.testing.assert_allclose(half / full, np.broadcast_to(expected, half.shape), rtol=1e-5)

@@ -1,9 +1,4 @@
-"""BERT's weights in Hugging Face's layout: config.json, model.safetensors and a vocabulary.
-
-pretrained = load("bert-base-uncased")        # a folder
-hidden = encode(pretrained.config, pretrained.params, batch)
-save("mine", pretrained)
-"""
+"""BERT's weights in Hugging Face's layout: config.json, model.safetensors and a vocabulary."""
 
 import json
 import os
@@ -15,7 +10,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from train.bert import model
 from train.bert.model import BertConfig
@@ -29,7 +24,6 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 # Parts that a checkpoint has or has not, as wholes; it always has the others.
 OPTIONAL = ("pooler", "mlm_head", "nsp_head")
 _TOKENIZER = "tokenizer.json"
-_HEADS = ("mlm_head", "nsp_head")
 # A buffer that some versions saved, and the tied output matrix, which is the token embedding.
 _BUFFER = "embeddings.position_ids"
 _TIED = {
@@ -126,11 +120,6 @@ def load(folder: str | os.PathLike[str]) -> Pretrained:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(
-            f"{path} is not there: give the folder of a BERT in Hugging Face's layout, with "
-            f"{CONFIG}, {TENSORS}, and vocab.txt or {_TOKENIZER}"
-        )
     try:
         return dict(json.loads(read_utf8(path)))
     except (ValueError, TypeError) as error:
@@ -149,7 +138,6 @@ def _read_config(path: pathlib.Path) -> BertConfig:
 
 
 def _read_vocabulary(root: pathlib.Path) -> WordPieceTokenizer:
-    _check_uncased(root)
     if (root / "vocab.txt").is_file():
         tokenizer = load_tokenizer(root / "vocab.txt")
     else:
@@ -171,21 +159,6 @@ def _of_json(path: pathlib.Path) -> WordPieceTokenizer:
     if sorted(ids.values()) != list(range(len(ids))):
         raise ValueError(f"{path}: ids must be 0 to {len(ids) - 1}, each once, as embeddings' rows")
     return WordPieceTokenizer(sorted(ids, key=ids.__getitem__))
-
-
-def _check_uncased(root: pathlib.Path) -> None:
-    """Raises `ValueError` for a tokenizer that keeps capitals or accents, which ours does not."""
-    settings = {}
-    for name in (CONFIG, _TOKENIZER, "tokenizer_config.json"):
-        if (root / name).is_file():
-            read = _read_json(root / name)
-            settings |= read | (read.get("normalizer") or {})
-    for name in ("do_lower_case", "lowercase", "strip_accents"):
-        if settings.get(name) is False:
-            raise ValueError(
-                f"{root} says {name} false: its BERT is cased, but the tokenizer here lowers case "
-                f"and strips accents, and most words would be [UNK]. Give an uncased BERT"
-            )
 
 
 def _read_tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -229,27 +202,3 @@ def _fit(config: BertConfig, tensors: dict[str, np.ndarray], path: pathlib.Path)
         listed = "\n  ".join(faults)
         raise ValueError(f"{path} does not hold the model of its {CONFIG}:\n  {listed}")
     return traverse_util.unflatten_dict(flat)
-
-
-def save(folder: str | os.PathLike[str], pretrained: Pretrained) -> None:
-    """Writes a folder that `load`, and Hugging Face's `transformers`, reads; it is made."""
-    root, (config, params, tokenizer) = pathlib.Path(folder), pretrained
-    heads = any(part in params for part in _HEADS)
-    flat: Mapping[Any, Any] = traverse_util.flatten_dict(params)
-    tensors = {}
-    for name, place in _places(config).items():
-        if place in flat:
-            value = np.asarray(flat[place], np.float32)
-            theirs = name if name.startswith("cls.") or not heads else f"bert.{name}"
-            tensors[theirs] = np.ascontiguousarray(value.T if place[-1] == "kernel" else value)
-    values = {
-        "architectures": ["BertForPreTraining" if heads else "BertModel"],
-        **_FIXED,
-        **{theirs: getattr(config, ours) for ours, theirs in _SHAPE.items()},
-        "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.dropout,
-    }
-    root.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, root / TENSORS, metadata={"format": "pt"})
-    (root / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save_vocab(root)

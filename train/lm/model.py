@@ -21,7 +21,7 @@ import optax
 from flax import nnx
 
 from train import models
-from train.lm.tokenizer import BYTES
+from train.lm.data import BYTES
 from train.models import Batch, Dropout, Loss, Metrics, Params
 
 INIT_STDDEV = 0.02

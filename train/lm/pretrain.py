@@ -25,9 +25,9 @@ import numpy as np
 from train import config, digest
 from train.config import AXIS
 from train.lm import data
+from train.lm.data import BYTES, FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from train.lm.model import LMConfig, init_params, next_token_loss
 from train.lm.sharding import FAST_AXES, FSDP, gathered, param_specs
-from train.lm.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from train.program import Program
 from train.report import Metric, Wording, loss_metric
 from train.training import Task
