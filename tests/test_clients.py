@@ -360,11 +360,12 @@ def test_many_skipped_steps_are_told_of_though_never_in_a_row():
 
 
 def test_states_of_another_kind_are_told_of_in_words():
-    placed = TrainState.create(apply_fn=None, params=PARAMS, tx=adam("batch"))
-    placed = placed.replace(opt_state=onebit_jax.init(adam("batch"), PARAMS, PMAP_MESH))
+    tx = adam("batch")
+    placed = onebit_jax.init(tx, PARAMS, PMAP_MESH)
+    placed = State(step=0, apply_fn=None, params=PARAMS, tx=tx, opt_state=placed)
     step, _ = pmap_run()
     with pytest.raises(ValueError, match="a PerWorker's value has shape.*for pmap and vmap make it"):
-        step(jax_utils.replicate(placed, DEVICES).replace(scale=None), draw(0, 2, 4, 3))
+        step(jax_utils.replicate(placed, DEVICES), draw(0, 2, 4, 3))
     scale = onebit_jax.scale_by_onebit_adam(axis_name="batch")
     for state in ([1.0], {"progress": 1.0}):
         with pytest.raises(ValueError, match="not what init returned"):
