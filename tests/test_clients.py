@@ -277,7 +277,8 @@ def test_masks_and_matrices_may_be_modules():
     muon = onebit_jax.onebit_muon(
         0.1, axis_name="data", matrices=mask, adam_learning_rate=1e-3
     )
-    onebit_jax.init(muon, params, MESH)
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    jax.eval_shape(jax.vmap(lambda p: muon.update(p, muon.init(p), p), axis_name="data"), rows)
     split = make_mesh((2, 1), ("data", "fsdp"))
     specs = jax.tree.map(lambda _: P(), params)
     onebit_jax.init(adam(), params, split, axis_name="data", param_specs=specs)

@@ -226,7 +226,7 @@ def onebit_muon(
             optax.scale_by_learning_rate(adam_learning_rate or 0.0),
         )
         parts = {"muon": in_float32(muon), "adam": in_float32(adam)}
-        return optax.chain(optax.partition(parts, labels), notice_unmoved())
+        return optax.chain(optax.partition(parts, lambda _: labels), notice_unmoved())
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tx = made(updates if params is None else params)
