@@ -309,7 +309,7 @@ def test_a_model_with_an_embedding_is_evaluated():
     ],
 )
 def test_constraints_over_the_workers_axis_are_told_of(constrain):
-    with pytest.raises(Exception, match="data|spec") as error:
+    with pytest.raises(Exception, match=r"data|spec") as error:
         run(
             adam(),
             {"w": jnp.ones(2)},
