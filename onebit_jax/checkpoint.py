@@ -255,7 +255,7 @@ def _parts(x: Any) -> list[tuple[str, ...]]:
     return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
 
 
-def _workers(opt_state: Any) -> tuple[Any, tuple[str, ...]]:
+def _workers(opt_state: Any) -> tuple[Any, Any]:
     """The mesh of a state in ``PerWorker`` nodes, and the axes that workers lie along.
 
     None and () where the state does not show them.
@@ -357,7 +357,8 @@ def _along(name: str, size: int, init: Any) -> Any:
 
 
 def _resize(state: Any, like: Any, tx: Any, params: Any, saved: Any) -> Any:
-    (mesh, slow), split = _workers(like), {}
+    mesh, slow = _workers(like)
+    split: dict[str, Any] = {}
     if slow and slow != mesh.axis_names:
         specs = jax.tree.map(lambda x: x.sharding.spec, params)
         split = {"axis_name": slow if len(slow) > 1 else slow[0], "param_specs": specs}

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from onebit_jax.markers import named_leaves
 
@@ -26,7 +27,7 @@ _KINDS: dict[str, tuple[Callable[[float], bool], str]] = {
 
 def _traced(value: Any) -> bool:
     """Whether a number is not known yet: `optax.inject_hyperparams` passes such in."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def number(name: str, value: Any, kind: str) -> Any:

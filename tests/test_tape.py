@@ -25,7 +25,7 @@ def test_parameters_residuals_phases_and_bytes_are_those_recorded(name, sizes, r
     assert found.keys() == expected.keys()
     for key, x in expected.items():
         if key.startswith(("params", "carried")):
-            # Momenta and residuals are sums of up to 40 gradients, whose last bits rounding decides.
+            # Momenta and residuals are sums of up to 40 gradients, each of which rounds.
             least = 5.0 if key.startswith("carried") else 1e-2
             allowed = 1e-6 * max(np.abs(x).max(initial=0), least)
             np.testing.assert_allclose(found[key], x, rtol=0, atol=allowed, err_msg=key)

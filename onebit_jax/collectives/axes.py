@@ -139,7 +139,7 @@ def bound_axes(axis_name: Any) -> Axes:
     shards = tuple(x for x in manual if x not in names and lax.axis_size(x) > 1)
     if not pair or (sizes[1] == 1 and sizes[0] > 1):
         return Axes(names[0], None, sizes[0], 1, shards)
-    return Axes(names[0], names[1], *sizes, shards)
+    return Axes(names[0], names[1], sizes[0], sizes[1], shards)
 
 
 def _bound_size(axis_name: Any, name: str) -> int:

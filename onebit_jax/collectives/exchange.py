@@ -25,6 +25,7 @@ one after the other, each bucket travels while the other gradients are computed.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
@@ -154,10 +155,9 @@ class BoundExchange:
         planes, grouping = how.compressor.planes, how.compressor.grouping
         self.layout = Layout(axes, tree, planes, grouping, chunks, split=split)
         self.compresses = bool(self.layout.pieces) and not axes.single_node
-        self._limit = how.bucket_bytes
-        if self._limit == "auto":
-            between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
-            self._limit = _CPU_BUCKET_BYTES if between_cpus else None
+        between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
+        usual = _CPU_BUCKET_BYTES if between_cpus else None
+        self._limit = usual if how.bucket_bytes == "auto" else how.bucket_bytes
 
     # Values.
 
@@ -385,7 +385,7 @@ def buckets_of(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, in
             continue
         count = -(-size // limit)
         ends = [size * i // count for i in range(count + 1)]
-        buckets += [[(section, *part)] for part in zip(ends, ends[1:], strict=False)]
+        buckets += [[(section, *part)] for part in itertools.pairwise(ends)]
         left = limit - size if count == 1 else 0
     return [bucket for bucket in buckets if bucket]
 

@@ -84,9 +84,7 @@ class KBits:
             before = c[place] = lax.optimization_barrier(made)
         pieces = [c[i] for i in range(len(c))]
         scales = [rounding.block_scales(x) for x in pieces]
-        levels = [
-            rounding.quantize(x, s, self.bits) for x, s in zip(pieces, scales, strict=True)
-        ]
+        levels = [rounding.quantize(x, s, self.bits) for x, s in zip(pieces, scales, strict=True)]
         kept = Compensated(layout.held(pieces), layout.in_order(scales))
         state = state._replace(worker=PerWorker(kept))
         return *self._rows(layout, levels, scales, state), _largest(scales)
@@ -95,7 +93,8 @@ class KBits:
         self, layout: Layout, levels: list[jax.Array], scales: list[jax.Array], state: Any
     ) -> tuple[list[jax.Array], Any]:
         sections = [
-            piece.section(self._packed(x, 2)) for piece, x in zip(layout.pieces, levels, strict=True)
+            piece.section(self._packed(x, 2))
+            for piece, x in zip(layout.pieces, levels, strict=True)
         ]
         in_order = layout.in_order([s[0] for s in scales])
         return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))], state

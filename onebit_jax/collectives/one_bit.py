@@ -182,7 +182,9 @@ class OneBit:
         """``s sgn`` of rows, of an inactive element undefined."""
         return [
             _signs(x, s)
-            for x, s in zip(layout.sections(rows), layout.by_piece(layout.scales(rows)), strict=True)
+            for x, s in zip(
+                layout.sections(rows), layout.by_piece(layout.scales(rows)), strict=True
+            )
         ]
 
     def activate(self, layout: Layout, state: ExchangeState, active: Any) -> ExchangeState:

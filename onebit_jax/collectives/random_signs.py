@@ -138,14 +138,10 @@ class RandomSigns:
             starts = [firsts[i] for i in piece.leaves]
             drawn = uniforms(key, starts, layout.chunks, piece.plane) * denominator < numerator
             flags = unpack_flags(active, 2).swapaxes(0, 1)
-            sections.append(
-                piece.section(pack_flags(jnp.where(flags, drawn, denominator != 0), 2))
-            )
+            sections.append(piece.section(pack_flags(jnp.where(flags, drawn, denominator != 0), 2)))
         return sections, state, sizes_of(layout, [z.denominator for z in values])
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: Draw
-    ) -> tuple[list[jax.Array], Draw]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Draw) -> tuple[list[jax.Array], Draw]:
         """``Q`` of the mean; of an inactive element, whether any worker sent 1."""
         nodes, digits = layout.axes.nodes, count_rows(rows)
         chunk = lax.axis_index(layout.axes.node)
@@ -158,7 +154,9 @@ class RandomSigns:
         for piece, count, active in zip(layout.pieces, counts, bits, strict=True):
             starts = [firsts[i] for i in piece.leaves]
             uniform = uniforms(key, starts, nodes, piece.plane, chunk)[:, 0]
-            drawn = jnp.where(unpack_flags(active, 1), uniform * nodes < 2 * count - nodes, count > 0)
+            drawn = jnp.where(
+                unpack_flags(active, 1), uniform * nodes < 2 * count - nodes, count > 0
+            )
             sections.append(pack_flags(drawn, 1).reshape(-1))
         return sections, state
 

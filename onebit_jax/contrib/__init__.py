@@ -1,4 +1,4 @@
-"""Published methods to compare with: further compressors, optimizers, and the paper's 1-bit LAMB."""
+"""Published methods to compare with: compressors, optimizers, and the paper's 1-bit LAMB."""
 
 from onebit_jax.contrib.cada import cada
 from onebit_jax.contrib.drive import Drive

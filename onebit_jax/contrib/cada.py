@@ -26,7 +26,6 @@ from onebit_jax.transforms.algorithm import (
     transformation,
 )
 
-
 _PHASES: tuple[Phase, ...] = ("local", "sync")
 
 
@@ -104,7 +103,7 @@ class Cada(Algorithm):
         """
         axes, count = bound_axes(self.exchange.axis_name), state.progress.count
         validation.check_same_tree(update.grads, state.mean)
-        g, p = optax.tree.cast((update.grads, update.params), jnp.float32)
+        g, p = (optax.tree.cast(x, jnp.float32) for x in (update.grads, update.params))
         mean, sent = (dense_mean(g, axes), g) if syncs else (state.mean, own(state.sent))
         # Before the first update there was no step.
         move = jnp.where(count > 0, _squared_distance(p, state.params, axes), 0.0)

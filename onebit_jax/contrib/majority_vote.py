@@ -43,7 +43,8 @@ class VoteState(NamedTuple):
 
     Attributes:
       count: the number of the call; int32 ``[]``.
-      weight: the argument ``vote_weight`` of this call; ``()`` between calls, and for a weight of 1.
+      weight: the argument ``vote_weight`` of this call; ``()`` between calls, and for a weight of
+        1.
     """
 
     count: jax.Array

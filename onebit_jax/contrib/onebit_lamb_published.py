@@ -88,7 +88,9 @@ class OnebitLambPublished(OnebitLamb):
         """``m = v = v~ = c~ = 0`` and ``r = k = 1``."""
         zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         ones = jnp.ones((len(jax.tree.leaves(params)),), jnp.float32)
-        return OnebitLambPublishedState(*super().init(params), zeros, ones, ones)
+        common = super().init(params)._asdict()
+        added = {"fresh_variance": zeros, "ratios": ones, "momentum_scales": ones}
+        return OnebitLambPublishedState(**common, **added)
 
     def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
         """The record with corrected variances: ``c`` cancels a factor common to all of a tensor."""

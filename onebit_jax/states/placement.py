@@ -100,7 +100,7 @@ class Workers:
         self,
         tx: optax.GradientTransformation,
         mesh: Mesh | AbstractMesh,
-        axis_name: str | tuple[str, str] | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
         param_specs: Specs = None,
         *,
         on_host: bool = False,
@@ -258,8 +258,8 @@ def init(
       axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
         of slow axes, that workers lie along; None where all axes are the workers'.
       param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of
-        :func:`onebit_jax.sharding.on_mesh`: a tree like the parameters, one spec for all, or a function of
-        the parameters; None where types say it, on Explicit meshes.
+        :func:`onebit_jax.sharding.on_mesh`: a tree like the parameters, one spec for all, or a
+        function of the parameters; None where types say it, on Explicit meshes.
 
     Returns:
       The state in the mesh view, global arrays on this mesh: what workers share is replicated, what

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -124,7 +124,7 @@ def _given(specs: Specs, tree: Any, count: int) -> list[P]:
             f"each of them, in a tree like theirs, or one for all; where wrappers hide some of "
             f"them, such as optax.partition, give a function of the parameters."
         )
-    return [x.spec if isinstance(x, NamedSharding) else x for x in found]
+    return [x.spec if isinstance(x, NamedSharding) else cast(P, x) for x in found]
 
 
 def _of_leaf(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:

@@ -264,7 +264,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             taken = algorithm.carry(state, Update(updates, params, {}, param_specs))
             return updates, Carried(state, taken)
         if task == "resume":
-            return updates, algorithm.resume(*state, Update(updates, params, {}, param_specs))
+            kept, trees = state
+            return updates, algorithm.resume(kept, trees, Update(updates, params, {}, param_specs))
         if task == "pass":
             return algorithm.foreign(state, Update(updates, params, extra_args))
         if not has_progress(state):

@@ -61,8 +61,8 @@ def clip_by_common_norm(
     clips the mean gradient, and after a compressed one the values received.
 
     :func:`onebit_jax.train_step` does the same with ``max_grad_norm``. Within
-    :func:`onebit_jax.sharding.on_mesh` norms are of whole tensors: the sums of squares, 4 bytes per tensor,
-    are added up over the fast axes.
+    :func:`onebit_jax.sharding.on_mesh` norms are of whole tensors: the sums of squares, 4 bytes per
+    tensor, are added up over the fast axes.
 
     Args:
       max_norm: the largest root mean squared norm, above 0.

@@ -117,9 +117,7 @@ class Birder(Algorithm):
         # In each sum a compiler can fuse only one product, that with the old average. So m and a
         # round alike on all devices, and |m| <= a.
         shares = [jnp.abs((1 - self.b) * y) for y in g]
-        new_m = [
-            self.b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)
-        ]
+        new_m = [self.b * x + jnp.where(y < 0, -z, z) for x, y, z in zip(m, g, shares, strict=True)]
         new_a = [
             jnp.maximum(self.b * x + z, jnp.where(on, _LEAST_A, 0.0))
             for x, on, z in zip(a, active, shares, strict=True)

@@ -64,7 +64,9 @@ class CompressedMean(Algorithm):
         """The total residual of all workers and servers."""
         return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
 
-    def resume(self, state: CompressedMeanState, carried: Any, update: Update) -> CompressedMeanState:
+    def resume(
+        self, state: CompressedMeanState, carried: Any, update: Update
+    ) -> CompressedMeanState:
         """Gives every worker this residual."""
         exchange = self.exchange.over(update.params, update.specs)
         if carried == ():
@@ -132,8 +134,9 @@ def compressed_mean(
         each, the pair ``(node_axis, local_axis)``: full precision within a node, bits between
         nodes (:mod:`onebit_jax.collectives.exchange`).
       bits: per value each way: 1, 2, 4, 8, or 32 for no compression. 8 suffice before Adam too.
-      compressor: another compressor, in place of ``bits``: :class:`onebit_jax.contrib.MajorityVote`,
-        :class:`onebit_jax.contrib.Drive` or :class:`onebit_jax.contrib.LargestValues`.
+      compressor: another compressor, in place of ``bits``:
+        :class:`onebit_jax.contrib.MajorityVote`, :class:`onebit_jax.contrib.Drive` or
+        :class:`onebit_jax.contrib.LargestValues`.
       residual_decay: the factor of residuals when they are added, in [0, 1]: 1 corrects rounding
         errors in full; less than 1 reduces the weight of errors from earlier parameters. Another
         ``compressor`` has its own.
@@ -233,5 +236,4 @@ def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransforma
     >>> import onebit_jax
     >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
     """
-
     return transformation(MeanGradients(ExchangeOptions().at_bits(axis_name, 8)))

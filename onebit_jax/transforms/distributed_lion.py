@@ -247,9 +247,10 @@ def signum(
     When to choose it: as the simplest method with one bit per parameter from the first step on; if
     some workers may be wrong or hostile, since each has one vote; and as the baseline that a method
     with error feedback must beat. If an element's gradients end, it walks on, measured 820 learning
-    rates in one direction with ``b1=0.9`` (:func:`onebit_jax.distributed_lion`). Without error feedback rounding errors are lost, and if workers
-    disagree only their number counts, not the size of their gradients. For state, learning rate and
-    NaN see :func:`onebit_jax.distributed_lion`.
+    rates in one direction with ``b1=0.9`` (:func:`onebit_jax.distributed_lion`). Without error
+    feedback rounding errors are lost, and if workers disagree only their number counts, not the
+    size of their gradients. For state, learning rate and NaN see
+    :func:`onebit_jax.distributed_lion`.
 
     Args:
       learning_rate: a number, or a schedule of the number of updates made.

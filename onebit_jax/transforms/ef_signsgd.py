@@ -85,7 +85,9 @@ class EfSignsgd(Algorithm):
 
     def resume(self, state: State, carried: Any, update: Update) -> State:
         """Gives every worker this residual."""
-        return state._replace(exchange=self.exchange.over(update.params, update.specs).resumed(carried))
+        return state._replace(
+            exchange=self.exchange.over(update.params, update.specs).resumed(carried)
+        )
 
 
 def ef_signsgd(

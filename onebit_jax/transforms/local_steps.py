@@ -221,9 +221,7 @@ class LocalSteps(Algorithm):
         steps, inner = self.inner.update(grads, inner, x, **update.extra_args)
         steps = jax.tree.map(lambda u: u.astype(jnp.float32), steps)
         moved = jax.tree.map(jnp.add, x, steps)
-        state = state._replace(
-            plan=self.plan, since_sync=state.since_sync + 1, inner=as_own(inner)
-        )
+        state = state._replace(plan=self.plan, since_sync=state.since_sync + 1, inner=as_own(inner))
         if group is not None:
             fragments = Fragments(x, self.fragments)
             # With a delay nothing that is sent depends on this update's gradients.
@@ -375,8 +373,9 @@ def local_steps(
     The extra argument ``phase`` overrides ``every``: ``"local"`` compiles a program that sends
     nothing, ``"sync"`` one that exchanges the first group, ``"sync_1"`` the second, and so on; a
     group whose turn is not next is refused. With
-    :class:`onebit_jax.contrib.MajorityVote` the extra argument ``vote_weight`` is a worker's weight, such
-    as the number of tokens of its updates since the last exchange; without it all weigh the same.
+    :class:`onebit_jax.contrib.MajorityVote` the extra argument ``vote_weight`` is a worker's
+    weight, such as the number of tokens of its updates since the last exchange; without it all
+    weigh the same.
 
     A state belongs to its ``every``, ``fragments`` and ``delay``: :func:`onebit_jax.train_step`
     refuses, in its first call and for states that come from the host, a state that was saved
@@ -453,8 +452,7 @@ def local_steps(
     fragments = validation.count("fragments", fragments, 1, "1 exchanges all tensors at once")
     if not callable(every):
         every = validation.count("every", every, 1, "the updates per exchange", traced=True)
-    unknown = callable(every) or isinstance(every, jax.core.Tracer)
-    if fragments > 1 and (unknown or every % fragments):
+    if fragments > 1 and not (isinstance(every, int) and every % fragments == 0):
         raise ValueError(
             f"every={every!r} must be a number, and a multiple of fragments={fragments}: groups of "
             f"tensors take turns every / fragments updates apart."

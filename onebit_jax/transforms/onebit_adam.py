@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
@@ -72,7 +71,7 @@ def bounded(u: jax.Array, bound: Any) -> jax.Array:
     small root of its variance that is hundreds of learning rates: such elements drift until the
     loss is not finite.
     """
-    return u if bound is None else lax.clamp(-jnp.asarray(bound, u.dtype), u, jnp.asarray(bound, u.dtype))
+    return u if bound is None else jnp.clip(u, -bound, bound)
 
 
 def for_uncorrected(bound: Any, b2: Any, updates: jax.Array) -> Any:
@@ -140,9 +139,7 @@ class OnebitAdam(FrozenVariance):
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
         exchange, t = self.bound(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        stored = self.stored(
-            exchange, self.momentum_of(self.dense(exchange, state.momentum), g)
-        )
+        stored = self.stored(exchange, self.momentum_of(self.dense(exchange, state.momentum), g))
         v = jax.tree.map(
             lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_inverse_root, g
         )
@@ -228,9 +225,7 @@ class OnebitAdam(FrozenVariance):
         bound = self.step_bound
         if not self.bias_correction:
             bound = for_uncorrected(bound, self.b2, state.variance_at)
-        u = jax.tree.map(
-            lambda m, y: bounded(m / of_m * y, bound), m, state.v_then_inverse_root
-        )
+        u = jax.tree.map(lambda m, y: bounded(m / of_m * y, bound), m, state.v_then_inverse_root)
         return self.scaled(state._replace(momentum=momentum), update, u, unfit, dense=False)
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
@@ -439,7 +434,8 @@ def onebit_adam(
         with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`), or 32.
       variance_refreshes: when v is refreshed after the freeze: a function of the number of updates
         made, from 0, that returns a boolean (traced), ``"auto"`` for
-        0/1 Adam's policy, whose gaps grow to between 1/32 and 1/16 of that number; a number ``k`` for every ``k``-th update; None for never.
+        0/1 Adam's policy, whose gaps grow to between 1/32 and 1/16 of that number; a number ``k``
+        for every ``k``-th update; None for never.
       exchange: options of the exchange: :class:`onebit_jax.ExchangeOptions`.
 
     Returns:
@@ -475,7 +471,8 @@ def onebit_adam(
 
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
-      in one step (DeepSpeed's users mask them by hand). Others move by at most three learning rates, weight decay
+      in one step (DeepSpeed's users mask them by hand). Others move by at most three learning
+      rates, weight decay
       aside: without a bound rare tokens may drift until the loss is not finite
       (docs/results.md). By
       default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel

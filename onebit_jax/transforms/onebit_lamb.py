@@ -111,7 +111,8 @@ class OnebitLamb(OnebitAdam):
     def init(self, params: optax.Params) -> Any:
         """``m = v = c~ = 0``."""
         count = len(jax.tree.leaves(params))
-        return ScaleByOnebitLambState(*super().init(params), jnp.zeros((count,), jnp.float32))
+        common = super().init(params)._asdict()
+        return ScaleByOnebitLambState(**common, running=jnp.zeros((count,), jnp.float32))
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
@@ -204,9 +205,9 @@ def onebit_lamb(
           p \leftarrow p - \alpha_t \, c \, u
         \end{aligned}
 
-    where :math:`\beta_3 = 0.9`, :math:`c` is 1 if either norm is 0, :math:`\tilde c` stays if :math:`c` is 1, and the
-    first other :math:`c` counts in full. Then :math:`\tilde c` freezes. The momentum is exchanged,
-    and the variance refreshed, as in 1-bit Adam, and
+    where :math:`\beta_3 = 0.9`, :math:`c` is 1 if either norm is 0, :math:`\tilde c` stays if
+    :math:`c` is 1, and the first other :math:`c` counts in full. Then :math:`\tilde c` freezes. The
+    momentum is exchanged, and the variance refreshed, as in 1-bit Adam, and
 
     .. math::
 

@@ -131,8 +131,9 @@ def onebit_muon(
     residuals, it is higher, by 3 % with small batches of noisy gradients and by more than that with
     larger ones, where one bit can lose Muon's gain over Adam (``docs/results.md``).
 
-    **On a sharded mesh** (:func:`onebit_jax.sharding.on_mesh`) the momentum stays split as the matrices are.
-    What is orthogonalized is gathered over the fast axes, and every device computes all of it.
+    **On a sharded mesh** (:func:`onebit_jax.sharding.on_mesh`) the momentum stays split as the
+    matrices are. What is orthogonalized is gathered over the fast axes, and every device computes
+    all of it.
 
     When to choose it: if you train with Muon; with ``bits=1`` where four times fewer bytes are
     worth a higher loss: compare both on your task.
@@ -225,14 +226,16 @@ def onebit_muon(
             optax.scale_by_adam(b1, b2, nesterov=nesterov),
             optax.scale_by_learning_rate(adam_learning_rate or 0.0),
         )
-        parts = {"muon": in_float32(muon), "adam": in_float32(adam)}
+        parts: Any = {"muon": in_float32(muon), "adam": in_float32(adam)}
         return optax.chain(optax.partition(parts, lambda _: labels), notice_unmoved())
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tx = made(updates if params is None else params)
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(lambda params: made(params).init(params), update_fn)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: made(params).init(params), update_fn
+    )
 
 
 def _dimensions(matrices: Any, params: Any, adam_learning_rate: Any) -> tuple[Any, Any]:

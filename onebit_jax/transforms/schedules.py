@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from onebit_jax import validation
 from onebit_jax.transforms.algorithm import OUTLOOK, PHASES, usual_promotion
@@ -312,7 +313,7 @@ def check_variance_steps(steps: StepSet, variance_freeze: Any) -> None:
     Of updates after the freeze the next 4,096 are looked at, unless ``variance_freeze`` is traced.
     """
     checked_step_set("variance_steps", steps)
-    if isinstance(variance_freeze, jax.core.Tracer):
+    if isinstance(variance_freeze, Tracer):
         return
     with jax.ensure_compile_time_eval():
         after = variance_freeze + jnp.arange(4096)

@@ -213,8 +213,9 @@ def skip_nonfinite(
     bit, counts, residuals and random keys included. This library's optimizers know it from the
     scales that they send; of any other optimizer the gradients are looked at first.
 
-    For your own loop; :func:`onebit_jax.train_step` does the same by default. Wrap it around the whole optimizer, clipping included: otherwise the counts
-    of the other parts go on in a skipped step.
+    For your own loop; :func:`onebit_jax.train_step` does the same by default. Wrap it around the
+    whole optimizer, clipping included: otherwise the counts of the other parts go on in a skipped
+    step.
 
     Args:
       inner: any optimizer.

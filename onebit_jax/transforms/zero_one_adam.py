@@ -127,7 +127,7 @@ class ZeroOneAdam(FrozenVariance):
         )
 
     def steps(self) -> Mapping[Phase, Step]:
-        """Before the freeze updates in ``T_v`` and others; then local ones, and those in ``T_u``."""
+        """Before the freeze updates in ``T_v`` and others; then local ones and those in ``T_u``."""
         return {
             "warmup": self.dense_step,
             "compression": self.compressed_step,
@@ -209,9 +209,7 @@ class ZeroOneAdam(FrozenVariance):
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
         y = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, update.params, updates)
         exchange = jax.tree.map(jnp.zeros_like, state.exchange)
-        return state._replace(
-            v_then_y=y, exchange=exchange._replace(active=state.exchange.active)
-        )
+        return state._replace(v_then_y=y, exchange=exchange._replace(active=state.exchange.active))
 
     def _accumulated(self, state: State, update: Update) -> tuple[Any, Any, jax.Array, Any]:
         """``m_i``, ``B_i`` and ``G`` after this update; and ``y``, decayed."""
@@ -280,7 +278,9 @@ class ZeroOneAdam(FrozenVariance):
 
     def resume(self, state: State, carried: Any, update: Update) -> State:
         """The residuals."""
-        exchange = self.exchange.over(update.params, update.specs).resumed(carried, state.inverse_root)
+        exchange = self.exchange.over(update.params, update.specs).resumed(
+            carried, state.inverse_root
+        )
         return state._replace(exchange=exchange)
 
 
