@@ -55,7 +55,8 @@ def over_workers(
     Args:
       f: in the worker view; the axes of the mesh are bound.
       mesh: the mesh.
-      in_specs: of the arguments, ``P()`` or ``P(mesh.axis_names)``, one for several leaves at will.
+      in_specs: of the arguments, ``P(mesh.axis_names)``, or one that names no axis for what all
+        workers share; one for several leaves at will.
       out_specs: of the results.
     """
     if isinstance(mesh, Mesh):

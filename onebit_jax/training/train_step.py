@@ -237,9 +237,10 @@ class TrainStep:
                 f"{self._setup.accumulation}. Change the batch size or the accumulation."
             )
         known = getattr(getattr(x, "sharding", None), "spec", None)
-        if known and names_in(known[0])[: len(axes.slow_names)] == axes.slow_names:
-            return known
-        return P(axes.slow)
+        # What workers share out alone lies in one way, and is one program.
+        split = self._setup.workers.split and known
+        first = names_in(known[0])[: len(axes.slow_names)] if split else ()
+        return known if split and first == axes.slow_names else P(axes.slow)
 
     def _program(self, plan: "Plan", placed: Arguments, phase: Phase | None) -> Any:
         """The jitted step."""

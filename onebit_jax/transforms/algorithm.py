@@ -230,26 +230,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         return with_upcoming(algorithm.init(params))
 
     def run(phase: Phase, state: Any, update: Update) -> Made:
-        """An update in one phase, counted."""
-        new, updates, unfit = steps[phase](state, update)
-        progress = state.progress
-        if phase in algorithm.before:
-            ended = algorithm.ends(new)
-            names = bound_axes(algorithm.exchange.axis_name).names
-
-            def freeze(new: Any, params: Any, updates: Any) -> Any:
-                return algorithm.freeze(new, update._replace(params=params), updates)
-
-            new = overwrite_if(ended, freeze, new, update.params, updates, axis_names=names)
-            at = jnp.where(ended, progress.count + 1, progress.frozen_at)
-            progress = progress._replace(frozen_at=at)
-        progress = progress._replace(
-            count=progress.count + 1,
-            phase=jnp.int32(PHASES.index(phase.split("_")[0])),
-            unfit=PerWorker(unfit[None].astype(jnp.int32)),
-        )
-        updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, update.grads)
-        return Made(with_upcoming(new._replace(progress=progress)), updates, unfit)
+        made = _counted(algorithm, phase, steps[phase](state, update), state, update)
+        return made._replace(state=with_upcoming(made.state))
 
     def run_upcoming(state: Any, update: Update) -> Made:
         """An update in the phase that the state says, in a program that holds all."""
@@ -312,11 +294,36 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         if len(steps) == 1:
             return made, new
         accepted = jnp.bool(algorithm.accepts(state, phase))
-        refused = state._replace(progress=state.progress._replace(phase=jnp.full([], -1, jnp.int32)))
+        refused = state._replace(
+            progress=state.progress._replace(phase=jnp.full([], -1, jnp.int32))
+        )
         new = restore_unless(accepted, new, refused, axes.names)
         return jax.tree.map(lambda u: jnp.where(accepted, u, 0), made), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _counted(algorithm: Algorithm, phase: Phase, made: Made, state: Any, update: Update) -> Made:
+    """The result of a step, frozen if its time has come, counted, and in the gradients' dtypes."""
+    new, updates, unfit = made
+    progress = state.progress
+    if phase in algorithm.before:
+        ended = algorithm.ends(new)
+        names = bound_axes(algorithm.exchange.axis_name).names
+
+        def freeze(new: Any, params: Any, updates: Any) -> Any:
+            return algorithm.freeze(new, update._replace(params=params), updates)
+
+        new = overwrite_if(ended, freeze, new, update.params, updates, axis_names=names)
+        at = jnp.where(ended, progress.count + 1, progress.frozen_at)
+        progress = progress._replace(frozen_at=at)
+    progress = progress._replace(
+        count=progress.count + 1,
+        phase=jnp.int32(PHASES.index(phase.split("_")[0])),
+        unfit=PerWorker(unfit[None].astype(jnp.int32)),
+    )
+    updates = optax.tree.cast_like(updates, update.grads)
+    return Made(new._replace(progress=progress), updates, unfit)
 
 
 def chain(
