@@ -108,7 +108,7 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
 
     name: Any = axes.slow if isinstance(axes.slow, str) else None
     # Of a model's state whole numbers must be the same on all workers: vmap refuses others.
-    is_own = jax.tree.map(gradients.differs, given.model_state)
+    is_own = jax.tree.map(gradients.may_differ, given.model_state)
     out_axes = jax.tree.map(lambda own: 0 if own else None, is_own)
     mapped = jax.vmap(
         of_worker,
