@@ -188,7 +188,7 @@ def test_restored_without_a_target(saved):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, opt_state = ocp.load(saved[0])
-    words = r"^opt_state is not a state of this optimizer.*lost its PerWorker nodes.*as its target"
+    words = r"^opt_state is not a state of this optimizer.*Without its PerWorker nodes.*a target"
     refused(MESH, opt_state, words)
     opt_state = onebit_jax.init(onebit(), make_params(), MESH)
     unmarked = jax.tree.map(
@@ -196,7 +196,7 @@ def test_restored_without_a_target(saved):
         opt_state,
         is_leaf=is_per_worker,
     )
-    refused(MESH, unmarked, "lost its PerWorker nodes.*silently diverge")
+    refused(MESH, unmarked, words)
 
 
 def test_a_run_goes_on_from_another_kind_of_mesh_and_from_other_devices(mesh, other_kind, saved):
@@ -216,37 +216,32 @@ def test_a_run_goes_on_from_another_kind_of_mesh_and_from_other_devices(mesh, ot
 )
 def test_of_another_optimizer(tx):
     opt_state = onebit_jax.init(tx, make_params(), MESH)
-    refused(MESH, opt_state, r"^opt_state is not a state of this optimizer.* differ.* Call .*init")
+    refused(MESH, opt_state, r"^opt_state is not a state of this optimizer.*begin anew")
 
 
 def test_of_other_options_or_parameters():
     coarse = onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16"))
     opt_state = onebit_jax.init(coarse, make_params(), MESH)
-    refused(MESH, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
+    refused(MESH, opt_state, r"bfloat16\)\), expected .*float32.*options of the exchange")
     other = {"layer": {"kernel": np.ones((9, 6), np.float32), "bias": np.ones(6, np.float32)}}
-    words = r"^opt_state\[0\].*has shape \(6,\).*\(5,\) and float32 is needed.*parameters' shapes"
+    words = r"opt_state\[0\].* is \(\(6,\), .*expected \(\(5,\), dtype\('float32'\)\)"
     refused(MESH, onebit_jax.init(onebit(), other, MESH), words)
     renamed = {"head": make_params()["layer"]}
     opt_state = onebit_jax.init(onebit(), renamed, MESH)
-    refused(MESH, opt_state, r"\['layer'\]\['bias'\] differ")
+    refused(MESH, opt_state, r"\['layer'\]\['bias'\] is None, expected")
 
 
 def test_of_another_number_of_workers(mesh, other_kind):
     half = make_mesh((WORKERS // 2,), kind=other_kind)
     opt_state = onebit_jax.init(onebit(), make_params(), half)
     # Two workers have no server.
-    words = r"^opt_state is not a state of this optimizer|onebit_jax.resize takes it to another"
+    words = r"^opt_state is not a state of this optimizer.*onebit_jax.resize takes a state to another"
     refused(mesh, opt_state, words)
     refused(mesh, jax.device_get(opt_state), words)
 
 
-def test_sharded_parameters(mesh):
-    opt_state = onebit_jax.init(onebit(), make_params(), mesh)
+def test_parameters_that_are_split_are_gathered(mesh):
     whole = {"kernel": jnp.ones((8, 5)), "bias": jnp.ones(5)}
-    split = NamedSharding(mesh, P("data"))
-    params = {"layer": whole | {"kernel": jax.device_put(whole["kernel"], split)}}
-    words = r"^params\['layer'\]\['kernel'\] is split.*param_specs= .*jax.device_put\(params"
-    with pytest.raises(ValueError, match=words):
-        onebit_jax.init(onebit(), params, mesh)
-    opt_state = onebit_jax.init(onebit(), {"layer": whole}, mesh)
-    refused(mesh, opt_state, words, params=params)
+    split = whole | {"kernel": jax.device_put(whole["kernel"], NamedSharding(mesh, P("data")))}
+    states = [onebit_jax.init(onebit(), params, mesh) for params in (whole, split)]
+    assert_equal(*states)
