@@ -269,8 +269,10 @@ def test_phases_of_a_step_that_takes_more():
     step, state = small_task.start(small_task.onebit(), loss_fn=loss_with)
     [batch] = small_task.make_batches(1)
     named = {"rng": jax.random.key(0), "model_state": {"mean": jnp.zeros(300)}}
-    phases = wire.by_phase(step, *state, batch, mesh=small_task.MESH, phases=["compression"], **named)
-    [compressed] = phases.values()
+    phases = ["compression"]
+    [compressed] = wire.by_phase(
+        step, *state, batch, mesh=small_task.MESH, phases=phases, **named
+    ).values()
     assert {c.op for c in compressed} == {"all-to-all", "all-gather", "all-reduce"}
     floats = sum(c.operand_bytes for c in compressed if c.op == "all-reduce")
     assert 4 * 300 < floats < 4 * 350

@@ -1,8 +1,8 @@
 """A walk through a program that tells which of its values differ between workers.
 
 Along each mesh axis a value either is the same on all workers or may vary. Collectives such as
-``psum`` make values the same; arguments that are split over an axis, and a worker's own index, vary;
-everything else varies if something that it is computed from does.
+``psum`` make values the same; arguments that are split over an axis, and a worker's own index,
+vary; everything else varies if something that it is computed from does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -142,8 +142,8 @@ def _check_condition(predicate: Axes, *programs: Program) -> None:
         if shared := predicate & axes_of(eqn):
             raise ValueError(
                 f"the {eqn.primitive.name} over {sorted(axes_of(eqn))} is called under a condition "
-                f"that workers along {sorted(shared)} need not share, such as one on a worker's own "
-                f"gradients in optax.apply_if_finite: they would wait for each other for ever. "
+                f"that workers along {sorted(shared)} need not share, such as one on a worker's "
+                f"own gradients in optax.apply_if_finite: they would wait for each other for ever. "
                 f"Base the condition on values that are equal on all workers, for example by "
                 f"jax.lax.pmin of a flag; to skip bad gradients take onebit_jax.skip_nonfinite."
             )

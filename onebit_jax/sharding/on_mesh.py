@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharding.worker_step_check import update_of_one_worker
 from onebit_jax.states import placed as layout
@@ -176,8 +175,8 @@ def on_mesh(
 
     ``init`` and ``update`` are called without any bound axis: by Flax, MaxText or a loop of your
     own. The training step runs under ``jax.vmap`` over the workers, as
-    :func:`onebit_jax.sharding.worker_step` does it, so that each has its own gradients. Without it the
-    update is refused when the step is lowered.
+    :func:`onebit_jax.sharding.worker_step` does it, so that each has its own gradients. Without it
+    the update is refused when the step is lowered.
 
     Each shard of a tensor has a scale of its own, or all shards have one
     (``ExchangeOptions(scale_per="tensor")``). :func:`onebit_jax.onebit_lamb`'s coefficients are of
@@ -201,10 +200,10 @@ def on_mesh(
 
     Returns:
       The optimizer. ``init(params)`` gives one worker's state: leaves like the parameters are split
-      like these; others have a first axis over the fast axes. :func:`onebit_jax.sharding.worker_copies`
-      gives every worker one. Its ``update`` takes what that of ``tx`` takes; a further
-      float argument of each worker's own, such as ``value=loss`` for
-      :func:`optax.contrib.reduce_on_plateau`, is averaged over the workers.
+      like these; others have a first axis over the fast axes.
+      :func:`onebit_jax.sharding.worker_copies` gives every worker one. Its ``update`` takes what
+      that of ``tx`` takes; a further float argument of each worker's own, such as ``value=loss``
+      for :func:`optax.contrib.reduce_on_plateau`, is averaged over the workers.
 
     Raises:
       ValueError: for an axis that the mesh lacks, and a ``tx`` or ``mesh`` of the wrong type. From
@@ -235,7 +234,8 @@ def on_mesh(
       ...     updates, opt_state = tx.update(grads, opt_state, params)
       ...     return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
       >>> params = {"w": jnp.zeros((3, 8)), "b": jnp.zeros(8)}
-      >>> state = onebit_jax.sharding.worker_copies((params, tx.init(params)), mesh, axis_name="data")
+      >>> state = params, tx.init(params)
+      >>> state = onebit_jax.sharding.worker_copies(state, mesh, axis_name="data")
       >>> step = jax.jit(onebit_jax.sharding.worker_step(train_step, mesh, axis_name="data"))
       >>> batch = {"x": jnp.eye(16, 3), "y": jnp.ones((16, 8))}
       >>> for _ in range(100):
@@ -243,6 +243,5 @@ def on_mesh(
       >>> bool(metrics["loss"] < 0.01)
       True
     """
-    validation.check_mesh(mesh)
     made = _OnMesh(Workers(tx, mesh, axis_name, specs))
     return optax.GradientTransformationExtraArgs(made.init, made.update)

@@ -31,8 +31,8 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
       axis_name: the slow axis, or the pair of slow axes, that workers lie along.
 
     Returns:
-      A step of the same form, to be jitted. In ``train_step`` one slow axis is bound, so that a loss
-      may have collectives over it. Its state comes from :func:`worker_copies`, and every
+      A step of the same form, to be jitted. In ``train_step`` one slow axis is bound, so that a
+      loss may have collectives over it. Its state comes from :func:`worker_copies`, and every
       leaf has a first axis of workers. Each worker gets its share of the batch's first axis; float
       metrics are means over the workers, others the first worker's.
 
@@ -100,7 +100,8 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
 
     Args:
       state: a tree of arrays: parameters, the optimizer's state from the ``init`` of
-        :func:`onebit_jax.sharding.on_mesh`, counters, random keys, which all workers then have in common.
+        :func:`onebit_jax.sharding.on_mesh`, counters, random keys, which all workers then have in
+      common.
       mesh: the mesh.
       axis_name: the slow axis, or the pair of slow axes, that workers lie along.
 

@@ -1,9 +1,9 @@
 """Refuses a training step under which the workers' replicas would silently diverge.
 
-:func:`onebit_jax.sharding.on_mesh` proves that its own updates are equal on all workers, but not what a step
-makes of them: a condition on one worker's gradients keeps that worker's parameters back, and a
-wrapper may pass gradients by the exchange. So one worker's step is traced, not run, and what
-differs between workers is followed through the program.
+:func:`onebit_jax.sharding.on_mesh` proves that its own updates are equal on all workers, but not
+what a step makes of them: a condition on one worker's gradients keeps that worker's parameters
+back, and a wrapper may pass gradients by the exchange. So one worker's step is traced, not run, and
+what differs between workers is followed through the program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _NO_VMAP = (
 _PASSED_BY = (
     "after a step {name} would differ between workers, and replicas silently diverge: it depends "
     "on each worker's own gradients or loss, not by way of the exchange alone. Put wrappers such "
-    "as optax.masked, optax.partition and optax.apply_if_finite inside onebit_jax.sharding.on_mesh, "
+    "as optax.masked, optax.partition, optax.apply_if_finite inside onebit_jax.sharding.on_mesh, "
     "with an exchange in every branch; to skip bad gradients take onebit_jax.skip_nonfinite."
 )
 

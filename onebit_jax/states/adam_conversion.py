@@ -146,8 +146,8 @@ def to_adam(
 
     Args:
       opt_state: the state, in the mesh view.
-      tx: :func:`onebit_jax.onebit_adam`, alone or in a chain; its ``b1``, ``b2`` and ``eps`` are read
-        from it.
+      tx: :func:`onebit_jax.onebit_adam`, alone or in a chain; its ``b1``, ``b2`` and ``eps`` are
+        read from it.
       params: the parameters.
       mesh: what the state is on.
       axis_name: as for :func:`onebit_jax.init`: the slow axis, if the model is split over others.

@@ -106,12 +106,9 @@ class Workers:
         on_host: bool = False,
     ):
         validation.check_transformation("tx", tx)
-<<<<<<< HEAD
-=======
         # A state on the host, as of a resize, has axes and no devices.
         if not on_host:
             validation.check_mesh(mesh, simulated=axis_name is None)
->>>>>>> 69d2bf0f94236b9cfd2e35a5e21abbd75bbe9254
         self.split = axis_name is not None
         if param_specs is not None and not self.split:
             raise ValueError(
@@ -261,8 +258,8 @@ def init(
       axis_name: for a model that is split over other axes of the mesh, the slow axis, or the pair
         of slow axes, that workers lie along; None where all axes are the workers'.
       param_specs: with ``axis_name``, how parameters are split over the other axes, as ``specs`` of
-        :func:`onebit_jax.sharding.on_mesh`: a tree like the parameters, one spec for all, or a function of
-        the parameters; None where types say it, on Explicit meshes.
+        :func:`onebit_jax.sharding.on_mesh`: a tree like the parameters, one spec for all, or a
+        function of the parameters; None where types say it, on Explicit meshes.
 
     Returns:
       The state in the mesh view, global arrays on this mesh: what workers share is replicated, what
@@ -291,7 +288,6 @@ def init(
       >>> params["w"].sharding.spec
       P('fsdp',)
     """
-    validation.check_mesh(mesh, simulated=axis_name is None)
     return Workers(tx, mesh, axis_name, param_specs).init(params)
 
 
@@ -383,8 +379,8 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
 # tensor of several, which then have one scale. And what draws many numbers: the same ones for every
 # shard.
 _MIXING = re.compile(
-    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft|svd"
-    r"|qr|eigh|lu|chol|random_bits|threefry|rng_"
+    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft"
+    r"|svd|qr|eigh|lu|chol|random_bits|threefry|rng_"
 )
 
 

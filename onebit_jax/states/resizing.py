@@ -149,15 +149,17 @@ def resize(
     are dealt out again: worker ``i`` gets those of worker ``i`` modulo ``n``.
 
     On a single node of several devices, where nothing is compressed, 1-bit Adam and LAMB apply the
-    residuals immediately, other optimizers drop them. With ``residual_dtype="bfloat16"`` what is rounded off is lost.
+    residuals immediately, other optimizers drop them. With ``residual_dtype="bfloat16"`` what is
+    rounded off is lost.
 
     It is computed on the host, by every process for itself: each holds the state of all workers in
     its memory meanwhile, and JAX must have its CPU backend beside an accelerator's.
 
     Args:
-      opt_state: the state, in the mesh view; or what the ``init`` of :func:`onebit_jax.sharding.on_mesh`
-        made, with the axis of workers of :func:`onebit_jax.sharding.worker_copies`: arrays of the mesh, or
-        NumPy's, as restored ones may be.
+      opt_state: the state, in the mesh view; or what the ``init`` of
+        :func:`onebit_jax.sharding.on_mesh` made, with the axis of workers of
+        :func:`onebit_jax.sharding.worker_copies`: arrays of the mesh, or NumPy's, as restored ones
+        may be.
       tx: the optimizer that continues with it; the one that ``on_mesh`` was given, not wrapped.
       params: the parameters, or their shapes, without an axis of workers.
       mesh: the mesh on which it continues; one without devices for simulated workers.

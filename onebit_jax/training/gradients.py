@@ -159,11 +159,6 @@ def with_keys_of(given: Any, new: Any) -> Any:
     return jax.tree.map(lambda old, x: old if is_key(old) else x, given, new)
 
 
-def may_differ(x: Any) -> bool:
-    """Whether a leaf may differ between workers: floats, which are averaged, and random keys."""
-    return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
-
-
 def remains_finite(given: Any, new: Any) -> jax.Array:
     """Whether no float of a model's state, as one worker has it, has become NaN or infinite."""
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True)

@@ -108,13 +108,8 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
 
     name: Any = axes.slow if isinstance(axes.slow, str) else None
     # Of a model's state whole numbers must be the same on all workers: vmap refuses others.
-<<<<<<< HEAD
-    is_own = jax.tree.map(gradients.may_differ, given.model_state)
-    out_axes = jax.tree.map(lambda own: 0 if own else None, is_own)
-=======
     is_own = jax.tree.map(gradients.differs, given.model_state)
     out_axes: Any = 0, 0, 0, jax.tree.map(lambda own: 0 if own else None, is_own), 0
->>>>>>> 69d2bf0f94236b9cfd2e35a5e21abbd75bbe9254
     mapped = jax.vmap(
         of_worker,
         out_axes=LossAndGradients(*out_axes),

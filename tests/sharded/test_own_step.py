@@ -32,7 +32,10 @@ def trained(step, params, opt_state, batches):
 def on_whole_model(tx, steps, **options):
     """The same on two workers that have all of the model each."""
     mesh, task = make_mesh((2,), (SLOW,)), meshes.task("fsdp, tensor", "Auto")
-    put = lambda tree, spec: jax.device_put(jax.device_get(tree), NamedSharding(mesh, spec))  # noqa: E731
+
+    def put(tree, spec):
+        return jax.device_put(jax.device_get(tree), NamedSharding(mesh, spec))
+
     params = put(task.params(), P())
     small = meshes.Task(mesh, dict.fromkeys(params, P()), ())
     step = onebit_jax.train_step(small.loss, tx, mesh, **options)
