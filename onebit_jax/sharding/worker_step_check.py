@@ -27,8 +27,8 @@ _NO_VMAP = (
 _PASSED_BY = (
     "after a step {name} would differ between workers, and replicas silently diverge: it depends "
     "on each worker's own gradients or loss, not by way of the exchange alone. Put wrappers such "
-    "as optax.masked, optax.partition and optax.apply_if_finite inside "
-    "onebit_jax.sharding.on_mesh, with an exchange in every branch; to skip bad gradients take onebit_jax.skip_nonfinite."
+    "as optax.masked, optax.partition, optax.apply_if_finite inside onebit_jax.sharding.on_mesh, "
+    "with an exchange in every branch; to skip bad gradients take onebit_jax.skip_nonfinite."
 )
 
 _NO_EXCHANGE = (

@@ -76,7 +76,7 @@ def from_adam(
     )
     begun = node._replace(progress=progress, v_then_inverse_root=nu)
     zeros = jax.tree.map(np.zeros_like, mu)
-    carried = Carried(begun, (mu, zeros, np.zeros((*adam.count.shape, 4), np.float32)))
+    carried = Carried(begun, (mu, zeros, np.zeros((*node.progress.count.shape, 4), np.float32)))
 
     def filled(x: Any) -> Any:
         """The carried state; counts of schedules, which hold nothing else, go on."""

@@ -41,9 +41,10 @@ def without_shardings(state: Any, params: Any) -> Any:
     paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
 
     def inner(path: Any, x: Any) -> Any:
-        if not _is_variable(x):
+        leaves = jax.tree_util.tree_leaves_with_path(x)
+        if not _is_variable(x) or not leaves:
             return x
-        [(below, leaf)] = jax.tree_util.tree_leaves_with_path(x)
+        [(below, leaf)] = leaves
         whole = (*path, *below)
         of_parameter = any(whole[i:] in paths for i in range(len(whole)))
         return x if of_parameter else leaf
@@ -54,7 +55,9 @@ def without_shardings(state: Any, params: Any) -> Any:
 def without_variables(tree: Any) -> Any:
     """Takes all leaves out of Flax NNX's Variables; other nodes stay."""
     return jax.tree.map(
-        lambda x: jax.tree.leaves(x)[0] if _is_variable(x) else x, tree, is_leaf=_is_variable
+        lambda x: next(iter(jax.tree.leaves(x)), None) if _is_variable(x) else x,
+        tree,
+        is_leaf=_is_variable,
     )
 
 

@@ -369,9 +369,9 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
         raise ValueError(
             f"opt_state is not a state of this optimizer for these parameters and {workers} "
             f"workers: {name} is {got.get(name)}, expected {needed.get(name)}. onebit_jax.resize "
-            f"takes a state to another number of workers or other options of the exchange; restore "
-            f"a checkpoint into what onebit_jax.init returns, since without its PerWorker nodes "
-            f"replicas would diverge; else begin anew with onebit_jax.init."
+            f"takes a state to another number of workers or other options of the exchange; without "
+            f"its PerWorker nodes, which Orbax loses unless it has a target, and nnx.split and "
+            f"nnx.to_pure_dict always, replicas would diverge; else begin anew by onebit_jax.init."
         )
 
 
@@ -379,8 +379,8 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
 # tensor of several, which then have one scale. And what draws many numbers: the same ones for every
 # shard.
 _MIXING = re.compile(
-    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft|svd"
-    r"|qr|eigh|lu|chol|random_bits|threefry|rng_"
+    r"reduce_(?!precision|scatter)|arg(max|min)|concatenate|dot_general|conv_|cum|sort|top_k|fft"
+    r"|svd|qr|eigh|lu|chol|random_bits|threefry|rng_"
 )
 
 

@@ -138,4 +138,11 @@ def _of_leaf(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
                 f"split over the fast axes of the mesh, {axes.fast_names}, while along "
                 f"axis_name={axes.slow!r} lie the workers, each of which must have all of it."
             )
+    for size, entry in zip(leaf.shape, spec, strict=True):
+        parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
+        if size % parts:
+            raise ValueError(
+                f"parameter {name} has shape {leaf.shape}, but its spec {spec} splits an axis of "
+                f"{size} into {parts} parts: give it a shape that divides, or leave the axis whole."
+            )
     return spec

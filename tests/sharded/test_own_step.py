@@ -32,7 +32,10 @@ def trained(step, params, opt_state, batches):
 def on_whole_model(tx, steps, **options):
     """The same on two workers that have all of the model each."""
     mesh, task = make_mesh((2,), (SLOW,)), meshes.task("fsdp, tensor", "Auto")
-    put = lambda tree, spec: jax.device_put(jax.device_get(tree), NamedSharding(mesh, spec))  # noqa: E731
+
+    def put(tree, spec):
+        return jax.device_put(jax.device_get(tree), NamedSharding(mesh, spec))
+
     params = put(task.params(), P())
     small = meshes.Task(mesh, dict.fromkeys(params, P()), ())
     step = onebit_jax.train_step(small.loss, tx, mesh, **options)
@@ -153,6 +156,7 @@ def test_no_worker_reads_parameters_of_another():
         ({"axis_name": SLOW}, "are not all Explicit"),
         ({"axis_name": SLOW, "param_specs": P(SLOW)}, "which names 'data'"),
         ({"axis_name": SLOW, "param_specs": P("model")}, "which names 'model'"),
+        ({"axis_name": SLOW, "param_specs": P(("fsdp", "tensor"))}, "splits an axis of 6 into 4"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(split, complaint):

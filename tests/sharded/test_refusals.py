@@ -176,7 +176,10 @@ def task():
 
 def on_mesh(task, tx: Any = None) -> Any:
     """With specs for those parameters that a wrapper leaves."""
-    specs = lambda tree: {name: task.specs[name] for name, x in tree.items() if jax.tree.leaves(x)}  # noqa: E731
+
+    def specs(tree):
+        return {name: task.specs[name] for name, x in tree.items() if jax.tree.leaves(x)}
+
     given = None if task.explicit else specs
     tx = onebit_jax.compressed_mean(SLOW) if tx is None else tx
     return sharding.on_mesh(tx, task.mesh, axis_name=SLOW, specs=given)

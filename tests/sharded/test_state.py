@@ -79,8 +79,8 @@ def test_a_list_of_pieces_is_not_taken_for_the_parameters():
     state = {"pieces": [struct(2, 8)], "like": [struct(2, 8), struct(8, 2)]}
     placed = place_leaves(axes, state, params, specs)
     assert [x.spec for x in placed["like"]] == specs
-    assert placed["pieces"][0].spec == P("tensor", "fsdp", None)
-    assert placed["pieces"][0].shape == (2, 4, 8)
+    assert placed["pieces"][0].spec == P(("fsdp", "tensor"), None, None)
+    assert placed["pieces"][0].shape == (4, 2, 8)
 
 
 OPTAX_CONTRACT = [

@@ -91,13 +91,6 @@ def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
     assert added == {("all-reduce", "f32", "fsdp", 8 * len(task.specs)): sums}
 
 
-def test_scales_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match="scale_per='device' must be 'shard' or 'tensor'"):
-        onebit_jax.ExchangeOptions(scale_per="device")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"scale_per='tensor'.*options of one bit"):
-        onebit_jax.compressed_mean(SLOW, 4, exchange=PER_TENSOR)
-
-
 # 1-bit LAMB, whose coefficients are of whole tensors.
 
 
@@ -136,7 +129,8 @@ def test_a_model_trains_beside_tensors_that_are_not_split():
 
 
 def muon(**options):
-    return onebit_jax.onebit_muon(0.02, weight_decay=0.01, axis_name=SLOW, **options)
+    rates = {"learning_rate": 0.02, "adam_learning_rate": 0.02}
+    return onebit_jax.onebit_muon(weight_decay=0.01, axis_name=SLOW, **rates, **options)
 
 
 @pytest.mark.parametrize(
