@@ -61,7 +61,7 @@ def averaged(
 
     means, residual = jax.device_get(on_workers(worker, sizes, binding)(values))
     assert_workers_agree((means, residual))
-    return flat(means, 2)[0], flat(residual)[0] if residual != () else np.zeros(0)
+    return flat(means, 2)[0], np.zeros(0) if isinstance(residual, tuple) else flat(residual)[0]
 
 
 # Dynamic Communication Thresholding.
