@@ -103,7 +103,6 @@ class Workers:
         param_specs: Specs = None,
     ):
         validation.check_transformation("tx", tx)
-        validation.check_mesh(mesh, simulated=axis_name is None)
         self.split = axis_name is not None
         if param_specs is not None and not self.split:
             raise ValueError(
@@ -281,6 +280,7 @@ def init(
       >>> params["w"].sharding.spec
       P('fsdp',)
     """
+    validation.check_mesh(mesh, simulated=axis_name is None)
     return Workers(tx, mesh, axis_name, param_specs).init(params)
 
 

@@ -12,6 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from onebit_jax import validation
 from onebit_jax.markers import is_key, is_per_worker, on_key_data, outermost
 from onebit_jax.programs.over_workers import Axes, abstract_mesh, over_axes, over_workers
 from onebit_jax.states.flax_variables import with_shardings, without_shardings
@@ -183,6 +184,7 @@ def resize(
       >>> opt_state = onebit_jax.init(tx, params, mesh_of(4))
       >>> opt_state = onebit_jax.resize(opt_state, tx, params, mesh_of(2), from_axes={"data": 4})
     """
+    validation.check_mesh(mesh, simulated=axis_name is None)
     from_tx = tx if from_tx is None else from_tx
     slow: Any = axis_name
     if axis_name is not None:

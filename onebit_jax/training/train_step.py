@@ -454,6 +454,7 @@ def train_step(
       >>> bool(metrics["loss"] < 0.01)
       True
     """
+    validation.check_mesh(mesh, simulated=axis_name is None)
     workers = Workers(tx, mesh, axis_name, param_specs)
     if not callable(loss_fn):
         raise ValueError(
