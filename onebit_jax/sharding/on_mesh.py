@@ -15,7 +15,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharding.worker_step_check import update_of_one_worker
 from onebit_jax.states import placed as layout
@@ -243,6 +242,5 @@ def on_mesh(
       >>> bool(metrics["loss"] < 0.01)
       True
     """
-    validation.check_mesh(mesh)
     made = _OnMesh(Workers(tx, mesh, axis_name, specs))
     return optax.GradientTransformationExtraArgs(made.init, made.update)

@@ -12,7 +12,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
 from onebit_jax.markers import is_key, is_per_worker, on_key_data, outermost
 from onebit_jax.programs.over_workers import Axes, abstract_mesh, over_axes, over_workers
 from onebit_jax.states.flax_variables import with_shardings, without_shardings
@@ -125,7 +124,8 @@ def side(
 ) -> Side:
     """A state of an optimizer on axes; arguments as of :func:`onebit_jax.init`."""
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    return Side(Workers(tx, abstract_mesh(axes), axis_name, param_specs), like)
+    workers = Workers(tx, abstract_mesh(axes), axis_name, param_specs, on_host=True)
+    return Side(workers, like)
 
 
 def resize(
@@ -184,7 +184,6 @@ def resize(
       >>> opt_state = onebit_jax.init(tx, params, mesh_of(4))
       >>> opt_state = onebit_jax.resize(opt_state, tx, params, mesh_of(2), from_axes={"data": 4})
     """
-    validation.check_mesh(mesh, simulated=axis_name is None)
     from_tx = tx if from_tx is None else from_tx
     slow: Any = axis_name
     if axis_name is not None:
@@ -251,7 +250,8 @@ def _on_host(state: Any, *, copies: bool) -> Any:
 
 def _on_devices(state: Any, like: Side, mesh: Mesh | AbstractMesh, *, copies: bool) -> Any:
     """Undoes :func:`_on_host`."""
-    workers = Workers(like.workers.tx, mesh, like.workers.axes.slow, like.workers.param_specs)
+    of, slow, specs = like.workers, like.workers.axes.slow, like.workers.param_specs
+    workers = Workers(of.tx, mesh, slow, specs) if of.split else Workers(of.tx, mesh)
 
     def one(p: Any, x: Any) -> Any:
         spec = p.spec_on(workers.axes)
