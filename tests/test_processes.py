@@ -75,7 +75,6 @@ def test_a_process_that_fails_does_not_wait_for_one_whose_part_of_a_checkpoint_f
     with started(commands) as processes:
         codes, [own, other] = ended(processes)
     assert codes == [-signal.SIGABRT] * 2, (own, other)
-    assert "not complete after 30" in own
     assert "No space left on device" in own
     # JAX's timeout is 30 s too; Orbax would have waited for 300.
     assert time.monotonic() - begin < 200

@@ -46,7 +46,8 @@ def accuracy(labels: np.ndarray, predictions: np.ndarray) -> float:
 
 def f1(labels: np.ndarray, predictions: np.ndarray) -> float:
     """F1 of class 1; 0 where there is neither such a label nor such a prediction."""
-    return float(metrics.f1_score(labels, predictions, zero_division=0.0))
+    ones = np.sum(labels == 1) + np.sum(predictions == 1)
+    return float(metrics.f1_score(labels, predictions)) if ones else 0.0
 
 
 def _or_zero(f: Callable[[np.ndarray, np.ndarray], Any]) -> Metric:

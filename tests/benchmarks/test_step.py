@@ -14,10 +14,7 @@ from benchmarks import compile as compilation
 from benchmarks import gpu, state, step, tasks
 from benchmarks.kinds import AXIS, kinds, onebit_adam
 from benchmarks.loops import Run, make_mesh
-from onebit_jax import ExchangeOptions
-from onebit_jax.collectives.error_feedback import Compensated
-from onebit_jax.collectives.packing import pack
-from onebit_jax.markers import PerWorker
+from onebit_jax.collectives.packing import pack_flags, unpack_flags
 
 ELEMENTS = 2**20
 TASK = tasks.trivial(tasks.matrices(ELEMENTS, 4))
@@ -137,7 +134,8 @@ def test_dense_adam_holds_eight_bytes_per_parameter() -> None:
     shapes = {"w": jax.ShapeDtypeStruct((64, 48), jnp.float32)}
     tx = optax.chain(onebit_jax.mean_gradients(AXIS), optax.scale_by_adam())
     held = state.bytes_on_a_device(tx, shapes, make_mesh(2))
-    assert held == 8 * 64 * 48 + jnp.dtype(jnp.int32).itemsize
+    # And a few counters.
+    assert 8 * 64 * 48 < held <= 8 * 64 * 48 + 32
 
 
 # The GPU benchmark on CPU.
@@ -161,31 +159,20 @@ def test_bytes_are_each_argument_and_result_once():
     assert size == pytest.approx(expected, rel=2e-3)
 
 
-def test_encode_is_what_an_exchange_does_first():
-    shape, rng = (16, 13), np.random.default_rng(0)
-    z, c = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
-    scale = jnp.float32(0.5)
-
-    def exchanged(z, c):
-        exchange = ExchangeOptions().one_bit("workers").over(z)
-        state = exchange.activate(exchange.init(), jnp.ones_like(z))
-        last = Compensated([c[None]], scale[None, None])
-        state = state._replace(worker=PerWorker(last))
-        return exchange.all_reduce(exchange.node_mean(z), state)
-
-    simulated = jax.jit(jax.vmap(exchanged, axis_name="workers"))
-    received, state = jax.tree.map(lambda x: x[0], simulated(z[None], c[None]))
-    active = jnp.full((1, 2, 13), 255, jnp.uint8)
-    compensated, new_scale, packed = jax.jit(gpu.encode)(z, c[None], scale, active)
-    [c], [[kept]] = state.worker.value
-    np.testing.assert_allclose(compensated, c, rtol=1e-6)
-    np.testing.assert_allclose(new_scale, kept, rtol=1e-6)
-    # A single worker receives its own row.
-    np.testing.assert_array_equal(packed.reshape(1, -1), received[0, :, : packed.size])
+def test_encode_compensates_and_packs_signs():
+    z, c = np.random.default_rng(0).normal(size=(2, 16, 13)).astype(np.float32)
+    active = np.full((1, 2, 13), 255, np.uint8)
+    encode = jax.jit(gpu.encode)
+    compensated, scale, packed = encode(z, c[None], np.full(1, 0.5, np.float32), active)
+    expected = z + c - np.where(c >= 0, 0.5, -0.5)
+    np.testing.assert_allclose(compensated[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scale, np.sqrt(np.mean(expected**2)), rtol=1e-5)
+    signs = unpack_flags(packed, axis=1).reshape(16, 13)
+    np.testing.assert_array_equal(signs, expected >= 0)
 
 
 def test_decode_applies_what_was_sent():
     sent = jnp.where(jnp.arange(40).reshape(8, 5) % 2 == 0, 2.0, -2.0)
-    packed = pack(sent.reshape(1, 8, 1, 5) >= 0, 1, axis=1)
+    packed = pack_flags(sent.reshape(1, 8, 1, 5) >= 0, axis=1)
     params = gpu.decode(jnp.zeros((8, 5)), packed, jnp.full((1,), 2.0), jnp.full((8, 5), 3.0))
     np.testing.assert_allclose(params, -1e-4 * 3 * sent, rtol=1e-6)

@@ -117,7 +117,7 @@ def save_bert(folder, pretrained, **config):
     """Writes a checkpoint folder in Hugging Face's layout."""
     shape, params, tokenizer = pretrained
     folder.mkdir(parents=True, exist_ok=True)
-    flat = traverse_util.flatten_dict(params)
+    flat: Any = traverse_util.flatten_dict(params)
     tensors = {
         name if name.startswith("cls.") else f"bert.{name}": np.ascontiguousarray(
             flat[place].T if place[-1] == "kernel" else flat[place]

@@ -123,7 +123,7 @@ def test_report(finished):
     adam, onebit = results
     warmup, dense = onebit["bytes_a_step"]["warmup"], adam["bytes_a_step"]["warmup"]
     # Of so small a model, scales and padding are a good part.
-    assert dense / 4 < warmup < dense / 2.5
+    assert dense / 8 < warmup < dense / 5
 
 
 @pytest.mark.slow

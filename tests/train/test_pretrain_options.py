@@ -55,7 +55,6 @@ RUN = (
         ("--nodes 3", "--nodes 3: expected a number that divides --workers 2"),
         ("--processes 2", "--processes 2: expected 1 without a --coordinator"),
         ("--corpus NOWHERE", "NOWHERE has no text in 0 .txt files"),
-        ("--out s3://bucket/run", "--out s3://bucket/run: expected the path of a folder; no URL"),
         ("--vocab NOWHERE", "NOWHERE"),
         ("--vocab VOCABULARY", "[MASK]"),
         ("--corpus LATIN", "UTF-8"),
@@ -107,6 +106,11 @@ def test_exponential_schedule():
     steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
     expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
     assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_output_folder_that_is_a_url_is_refused():
+    with pytest.raises(ValueError, match="--out s3://bucket/run: expected the path of a folder"):
+        Config(out="s3://bucket/run").check()
 
 
 def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
