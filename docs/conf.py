@@ -34,11 +34,7 @@ napoleon_use_rtype = False
 
 # Others' objects have no page here: their names stay text.
 nitpicky = True
-# The last is a type in signatures of the registry, which is no part of the interface.
-nitpick_ignore_regex = [
-    ("py:.*", r"(collections|jax|numpy|optax)\..*"),
-    ("py:class", r"onebit_jax\.transforms\.registry\.Setting"),
-]
+nitpick_ignore_regex = [("py:.*", r"(collections|jax|numpy|optax)\..*")]
 
 _REPOSITORY = "https://github.com/onebit-jax/onebit_jax/blob/main/"
 

@@ -102,9 +102,13 @@ class Workers:
         mesh: Mesh | AbstractMesh,
         axis_name: str | tuple[str, str] | None = None,
         param_specs: Specs = None,
+        *,
+        on_host: bool = False,
     ):
         validation.check_transformation("tx", tx)
-        validation.check_mesh(mesh, simulated=axis_name is None)
+        # A state on the host, as of a resize, has axes and no devices.
+        if not on_host:
+            validation.check_mesh(mesh, simulated=axis_name is None)
         self.split = axis_name is not None
         if param_specs is not None and not self.split:
             raise ValueError(

@@ -149,7 +149,7 @@ def goes_back_to_adamw(code):
     names = {**start(), "optax": optax, "np": np, "tx": tx, "schedule": schedule}
     left = execute(code, **{**names, "params": params, "opt_state": opt_state})
     counts = optax.tree.get_all_with_path(left["opt_state"], "count")
-    assert [int(count) for _, count in counts] == [3, 3]
+    assert {int(count) for _, count in counts} == {3}
     left["step"](params, left["opt_state"], batch)
 
 
