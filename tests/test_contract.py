@@ -86,8 +86,9 @@ class Case:
         }
         return small_task.make_params() | more
 
-    def begin(self) -> tuple[Any, Any]:
-        params = small_task.replicated(self.make_params(), self.mesh)
+    def begin(self, without: str = "") -> tuple[Any, Any]:
+        params = {name: x for name, x in self.make_params().items() if name != without}
+        params = small_task.replicated(params, self.mesh)
         return params, onebit_jax.init(self.tx, params, self.mesh)
 
     @functools.cached_property
@@ -209,10 +210,11 @@ def test_a_phase_of_the_other_side_changes_nothing(case):
 def test_a_run_that_was_stopped_ends_with_the_same_bits(case, tmp_path, caplog):
     """Once while dense updates, or the first round, last; once later. Nothing is compiled anew."""
     for stop in (2, WARMUP + 2):
-        middle = with_shared_params(case.run(case.begin(), stop))
+        # Orbax saves no array without elements.
+        middle = with_shared_params(case.run(case.begin(without="empty"), stop))
         with Checkpoints(tmp_path / str(stop)) as checkpoints:
             checkpoints.save(stop, *middle)
-            _, *restored, _, _ = checkpoints.restore(*case.begin())
+            _, *restored, _, _ = checkpoints.restore(*case.begin(without="empty"))
         expected = held(case.run(middle, STEPS - stop))
         with jax.log_compiles():
             assert_equal(held(case.run(restored, STEPS - stop)), expected)
@@ -239,7 +241,7 @@ def test_it_goes_on_with_another_number_of_workers_and_back(case):
         params = small_task.replicated(jax.device_get(params), after)
         if case.optimizer.has_residuals:
             with pytest.raises(
-                ValueError, match=r"onebit_jax\.resize takes (it|one) to another number"
+                ValueError, match=r"onebit_jax\.resize takes a state to another number"
             ):
                 step(params, jax.device_get(opt_state), batch)
         opt_state = onebit_jax.resize(opt_state, case.tx, params, after, from_axes=before)
@@ -315,7 +317,7 @@ def test_a_tree_without_tensors_stays_one(name):
 @by_name
 def test_what_does_not_fit_is_refused(name):
     tx, params = OPTIMIZERS[name].make("data"), small_task.make_params()
-    with pytest.raises(ValueError, match=r"^axis_name='model' is not bound"):
+    with pytest.raises(ValueError, match=r"^axis_name='model': no axis 'model' is bound here"):
         onebit_jax.init(OPTIMIZERS[name].make("model"), params, small_task.MESH)
 
     def update(grads, params):
@@ -331,11 +333,12 @@ def test_what_does_not_fit_is_refused(name):
 
 @by_name
 def test_integers_are_named_and_stay_where_a_partition_leaves_them_out(name):
-    params = {"kernel": np.ones((8, 3), np.float32), "table": np.arange(5, dtype=np.int32)}
+    params = {"kernel": np.ones((8, 3), np.float32), "bias": np.ones(3, np.float32)}
+    params |= {"table": np.arange(5, dtype=np.int32)}
     tx = OPTIMIZERS[name].make("data")
     with pytest.raises(ValueError, match=r"\['table'\] has dtype int32.*optax.partition"):
         onebit_jax.init(tx, params, small_task.MESH)
-    labels = {"kernel": "floats", "table": "integers"}
+    labels = {"kernel": "floats", "bias": "floats", "table": "integers"}
     parted = optax.partition({"floats": tx, "integers": optax.set_to_zero()}, labels)
 
     def update(params):

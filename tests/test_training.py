@@ -420,8 +420,8 @@ def test_a_batch_that_does_not_divide_is_named(rows, accumulation, parts):
 @pytest.mark.parametrize(
     ("axis_name", "mesh", "message"),
     [
-        ("model", MESH, r"^axis_name='model': no axis 'model' is bound here, but \('data',\)"),
-        (PAIR, MESH, r"no axis 'node' is bound here, but \('data',\)"),
+        ("model", MESH, r"^axis_name='model': no axis 'model' is bound here.*'data'"),
+        (PAIR, MESH, r"no axis 'node' is bound here.*'data'"),
         ("node", NODES_MESH, r"^axis_name='node' leaves out the axes \('local',\)"),
     ],
 )

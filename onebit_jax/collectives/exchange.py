@@ -413,5 +413,5 @@ def unfit_of(tree: Any) -> jax.Array:
     with_paths = jax.tree_util.tree_leaves_with_path(tree)
     ids = [tensor_id(jax.tree_util.keystr(path)) for path, _ in with_paths]
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for _, x in with_paths]
-    norms = jnp.sqrt(jnp.stack(squares)) if squares else jnp.zeros((0,))
+    norms = jnp.sqrt(jnp.stack(squares)) if squares else jnp.zeros((0,), jnp.float32)
     return unfit_tensor(norms, np.array(ids, np.int32))

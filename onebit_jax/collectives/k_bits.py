@@ -56,8 +56,9 @@ class KBits:
         if self.residual_decay is None:
             return jnp.zeros([], jnp.int32)
         scales = (layout.chunks, *layout.scale_shape)
-        c = [jnp.zeros(x.chunked) for x in layout.pieces]
-        a = [jnp.zeros((1, self.planes, sum(x.scales for x in layout.pieces), BLOCK))]
+        c = [jnp.zeros(x.chunked, jnp.float32) for x in layout.pieces]
+        scales_of_all = sum(x.scales for x in layout.pieces)
+        a = [jnp.zeros((1, self.planes, scales_of_all, BLOCK), jnp.float32)]
         return ExchangeState(
             PerWorker(Compensated(layout.held(c), _least(scales))),
             PerWorker(Compensated(filled(a * servers), _least(scales[1:]))),

@@ -86,7 +86,7 @@ class OneBit:
         """The state before the first call: no residuals, and nothing active."""
         scales = jnp.zeros((1, max(layout.scale_shape[0], 1)), jnp.float32)
         rows = (layout.shards, layout.chunks) if layout.shards > 1 else (layout.chunks,)
-        chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:])) for x in layout.pieces]
+        chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:]), jnp.float32) for x in layout.pieces]
         return ExchangeState(
             PerWorker(Compensated(self._held(layout, layout.zeros()), scales)),
             PerWorker(Compensated(self._served(chunks) if servers else (), scales)),

@@ -68,7 +68,7 @@ class ScaleByBirderState(NamedTuple):
         del axes
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
-        ratio = jnp.concatenate([*ratios, jnp.zeros(1)])
+        ratio = jnp.concatenate([*ratios, jnp.zeros(1, jnp.float32)])
         active = sum((jnp.sum(a != 0, dtype=jnp.float32) for _, a in pairs), jnp.float32(0))
         some = jnp.maximum(active, 1)
         return {

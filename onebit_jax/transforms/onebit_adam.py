@@ -159,7 +159,7 @@ class OnebitAdam(FrozenVariance):
     def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
         """The record with the variances ``v / of_v``."""
         leaves = jax.tree.leaves(v)
-        norms = jnp.stack([jnp.sum(x) for x in leaves]) if leaves else jnp.zeros((0,))
+        norms = jnp.stack([jnp.sum(x) for x in leaves]) if leaves else jnp.zeros((0,), jnp.float32)
         norms = sum_over_shards(norms, bound_axes(self.exchange.axis_name)) / of_v
         sizes, t = [x.size for x in leaves], state.progress.count + 1
         return schedules.observe(self.warmup, state.variance_record, norms, sizes, t)
