@@ -27,6 +27,7 @@ from levanter.optim.config import OptimizerConfig  # pyright: ignore[reportMissi
 from levanter.trainer import Trainer  # pyright: ignore[reportMissingImports]
 
 import onebit_jax
+from onebit_jax.sharding import on_mesh
 
 
 @OptimizerConfig.register_subclass("onebit_adam")
@@ -132,7 +133,7 @@ class OnReplicas:
         return [pspec_for(x, self._mapping) if _is_named(x) else P() for x in named]
 
     def _on_mesh(self, specs: list[P]) -> optax.GradientTransformationExtraArgs:
-        return onebit_jax.on_mesh(self._tx, self._mesh, axis_name=self._axis, specs=specs)
+        return on_mesh(self._tx, self._mesh, axis_name=self._axis, specs=specs)
 
 
 class ReplicaTrainer(Trainer):

@@ -23,6 +23,7 @@ from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImp
 from maxtext.utils import sharding  # pyright: ignore[reportMissingImports]
 
 import onebit_jax
+from onebit_jax.sharding import on_mesh
 
 AXIS = "diloco"
 
@@ -77,7 +78,7 @@ def get_optimizer(
     tx = OPTIMIZERS[name](config, schedule)
     if max_norm:
         tx = optax.chain(onebit_jax.clip_by_common_norm(max_norm, AXIS), tx)
-    return onebit_jax.on_mesh(tx, mesh, axis_name=AXIS, specs=specs)
+    return on_mesh(tx, mesh, axis_name=AXIS, specs=specs)
 
 
 def main(argv: Sequence[str]) -> None:

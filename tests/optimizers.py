@@ -7,7 +7,6 @@ import jax
 import optax
 
 import onebit_jax
-
 from onebit_jax import contrib
 
 WARMUP, LEARNING_RATE = 3, 1e-2
@@ -78,7 +77,7 @@ def _made_by(
 
 
 def matrices(params: Any) -> Any:
-    """What Muon takes; Optax's divides by the size of a matrix."""
+    """The matrices that Muon takes; Optax's divides by the size of a matrix."""
     return jax.tree.map(lambda p: p.ndim == 2 and p.size > 0, params)
 
 

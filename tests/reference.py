@@ -49,29 +49,29 @@ def zero_residuals(size, workers, chunk=None):
     )
 
 
-def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
-    """Error-compensated one-bit all-reduce of one block; dead elements come back as 0.
+def ec1(z, residuals, active=None, kind="rms", chunk=None, one_shot=None):
+    """Error-compensated one-bit all-reduce of one block; inactive elements come back as 0.
 
-    In one stage everybody averages what all workers sent; by default so do up to two workers.
+    In one shot every worker averages the values of all; the default for up to two workers.
     """
     workers, size = len(z), z[0].size
-    one_stage = workers <= 2 if one_stage is None else one_stage
-    live = np.ones(size, bool) if live is None else live
+    one_shot = workers <= 2 if one_shot is None else one_shot
+    active = np.ones(size, bool) if active is None else active
     sent, new_e = [], []
     for i in range(workers):
-        c = np.where(live, z[i].astype(np.float32) + residuals.e[i], np.float32(0))
-        decoded = np.where(live, scale(c[live], kind) * sgn(c), np.float32(0))
+        c = np.where(active, z[i].astype(np.float32) + residuals.e[i], np.float32(0))
+        decoded = np.where(active, scale(c[active], kind) * sgn(c), np.float32(0))
         sent.append(decoded)
         new_e.append(c - decoded)
-    if one_stage:
+    if one_shot:
         mean = np.asarray(np.mean(sent, axis=0, dtype=np.float32))
         return mean, Residuals(new_e, residuals.E)
     result, new_E = np.zeros(size, np.float32), []
     for j, (lo, hi) in enumerate(chunk_bounds(size, workers, chunk)):
-        alive = live[lo:hi]
+        on = active[lo:hi]
         a = np.mean([x[lo:hi] for x in sent], axis=0, dtype=np.float32)
-        a = np.where(alive, a + residuals.E[j], np.float32(0))
-        decoded = np.where(alive, scale(a[alive], kind) * sgn(a), np.float32(0))
+        a = np.where(on, a + residuals.E[j], np.float32(0))
+        decoded = np.where(on, scale(a[on], kind) * sgn(a), np.float32(0))
         result[lo:hi] = decoded
         new_E.append(a - decoded)
     return result, Residuals(new_e, new_E)
@@ -80,17 +80,17 @@ def ec1(z, residuals, live=None, kind="rms", chunk=None, one_stage=None):
 class Hierarchy:
     """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
 
-    def __init__(self, size, nodes, per_node, one_stage=None, shape=None):
+    def __init__(self, size, nodes, per_node, one_shot=None, shape=None):
         self.nodes, self.per_node = nodes, per_node
-        self.one_stage = nodes <= 2 if one_stage is None else one_stage
-        chunks = 1 if self.one_stage else nodes
+        self.one_shot = nodes <= 2 if one_shot is None else one_shot
+        chunks = 1 if self.one_shot else nodes
         self.chunk = chunk_size(shape or (size,), chunks * per_node)
         self.shards = chunk_bounds(size, per_node, chunks * self.chunk)
         self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
 
-    def all_reduce(self, z, live=None, kind="rms"):
+    def all_reduce(self, z, active=None, kind="rms"):
         """The mean of all devices' values, those of a node standing together in the list."""
-        live = np.ones(z[0].size, bool) if live is None else live
+        active = np.ones(z[0].size, bool) if active is None else active
         nodes = [z[k * self.per_node : (k + 1) * self.per_node] for k in range(self.nodes)]
         means = np.stack([np.mean(node, axis=0, dtype=np.float32) for node in nodes])
         if self.nodes == 1:
@@ -99,7 +99,7 @@ class Hierarchy:
         for i, (lo, hi) in enumerate(self.shards):
             shard = list(means[:, lo:hi])
             part, self.residuals[i] = ec1(
-                shard, self.residuals[i], live[lo:hi], kind, self.chunk, self.one_stage
+                shard, self.residuals[i], active[lo:hi], kind, self.chunk, self.one_shot
             )
             parts.append(part)
         return np.concatenate(parts)
@@ -135,16 +135,16 @@ class OnebitAdam:
         return next(self.means) if self.means else np.mean(g, axis=0, dtype=np.float32)
 
     def correction(self):
-        """What v falls short by."""
+        """The divisor of v."""
         return 1 - self.b2**self.variance_at if self.bias_correction else 1
 
     def refresh(self, g):
         """v as if the gradient had been this one since it last changed."""
         mean, decay = self.mean(g), self.b2 ** (self.count + 1 - self.variance_at)
-        alive, self.variance_at = self.v > 0, self.count + 1
-        self.m = np.where(alive, self.m, 0)
+        on, self.variance_at = self.v > 0, self.count + 1
+        self.m = np.where(on, self.m, 0)
         followed = decay * self.v + (1 - decay) * mean**2
-        self.v = np.where(alive, followed, mean**2 * self.correction())
+        self.v = np.where(on, followed, mean**2 * self.correction())
 
     def update(self, gradients):
         """Makes one update from the workers' own gradients."""
@@ -172,7 +172,7 @@ class OnebitAdam:
         return self.p
 
     def step(self, u):
-        """What the parameters move by, once the update is counted."""
+        """The step of the parameters, once the update is counted."""
         return self.lr * (u + self.weight_decay * self.p)
 
 
@@ -358,21 +358,21 @@ class Birder(Tensor):
     def __init__(self, p, workers, lr, b, weight_decay=0.0):
         super().__init__(p, workers, lr, weight_decay)
         self.m, self.a = (np.zeros((workers, self.p.size), np.float32) for _ in range(2))
-        self.live = np.zeros(self.p.size, bool)
+        self.active = np.zeros(self.p.size, bool)
         self.b = b
 
     def update(self, gradients, own_uniforms, server_uniforms):
         """Makes one update from the workers' own gradients and everybody's random numbers."""
         g = np.stack([x.astype(np.float32).reshape(-1) for x in gradients])
-        seen = self.live | np.any(g != 0, axis=0)
+        seen = self.active | np.any(g != 0, axis=0)
         if self.count == 0:
-            self.live = seen
+            self.active = seen
         self.m = self.b * self.m + (1 - self.b) * g
         self.a = self.b * self.a + (1 - self.b) * np.abs(g)
         z = np.where(self.a > 0, self.m / np.where(self.a > 0, self.a, 1), 0)
         u = binarize(np.mean(binarize(z, own_uniforms), axis=0), server_uniforms)
-        u = np.where(self.live, u, 0)
-        self.live = seen
+        u = np.where(self.active, u, 0)
+        self.active = seen
         return self.step(self.lr, u)
 
 
@@ -488,7 +488,7 @@ def drive_means(values, layout, keys, server_keys=None, unbiased=True):
       values: float32 ``[workers, elements]``.
       layout: from :func:`quantized_layout` for one bit.
       keys: each worker's words, ``[workers, 2]``.
-      server_keys: each server's, likewise; None for one stage, in which everybody averages.
+      server_keys: each server's, likewise; None for one shot, in which every worker averages.
       unbiased: whether the scale is that of unbiased decoding.
     """
     H = np.ones((1, 1))

@@ -40,12 +40,10 @@ class OnebitLambPublished:
         self.p = [p.astype(np.float32).reshape(-1) for p in params]
         self.m = [np.zeros_like(p) for p in self.p]
         self.v = [np.zeros_like(p) for p in self.p]
-        self.fresh, self.live = [], []
+        self.fresh, self.active = [], []
         size = sum(p.size for p in self.p)
         self.residuals = zero_residuals(size, workers)
-        self.hierarchy = per_node and Hierarchy(
-            size, workers // per_node, per_node, one_stage=False
-        )
+        self.hierarchy = per_node and Hierarchy(size, workers // per_node, per_node, one_shot=False)
         self.coefficients = np.zeros(len(self.p), np.float32)
         self.ratios = np.ones(len(self.p), np.float32)
         self.momentum_scales = np.ones(len(self.p), np.float32)
@@ -83,8 +81,8 @@ class OnebitLambPublished:
 
     def compressed(self, g):
         if not self.fresh:
-            self.live, self.fresh = [v > 0 for v in self.v], [v.copy() for v in self.v]
-            sigma = [scale(m[alive]) for m, alive in zip(self.m, self.live, strict=True)]
+            self.active, self.fresh = [v > 0 for v in self.v], [v.copy() for v in self.v]
+            sigma = [scale(m[on]) for m, on in zip(self.m, self.active, strict=True)]
             moving = [s for s in sigma if s > 0]
             for i, s in enumerate(sigma):
                 self.momentum_scales[i] = np.mean(moving) / s if s > 0 else 1
@@ -95,11 +93,11 @@ class OnebitLambPublished:
             np.concatenate([k * x for k, x in zip(self.momentum_scales, own, strict=True)])
             for own in own_m
         ]
-        live = np.concatenate(self.live)
+        active = np.concatenate(self.active)
         if self.hierarchy:
-            F = self.hierarchy.all_reduce(fused, live, self.kind)
+            F = self.hierarchy.all_reduce(fused, active, self.kind)
         else:
-            F, self.residuals = ec1(fused, self.residuals, live, self.kind, one_stage=False)
+            F, self.residuals = ec1(fused, self.residuals, active, self.kind, one_shot=False)
         ends = np.cumsum([p.size for p in self.p])[:-1]
         for i, F_l in enumerate(np.split(F, ends)):
             m, before = F_l / self.momentum_scales[i], self.m[i]
@@ -107,11 +105,11 @@ class OnebitLambPublished:
             self.m[i] = m
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
             root = np.sqrt(self.v[i]) + self.eps
-            q = np.where(self.live[i], m / root, 0)
+            q = np.where(self.active[i], m / root, 0)
             u = q + self.weight_decays[i] * self.p[i]
             f = 1.0
-            if self.live[i].any():
-                f = np.max((root / (np.sqrt(self.fresh[i]) + self.eps))[self.live[i]])
+            if self.active[i].any():
+                f = np.max((root / (np.sqrt(self.fresh[i]) + self.eps))[self.active[i]])
             if self.weight_decays[i] > 0 and norm(u) > 0:
                 w = min(1.0, norm(q) / norm(u))
                 f = f * w + 1 - w

@@ -97,9 +97,7 @@ def replicated(tree, mesh=MESH):
 
 def abstract(tree):
     """The target by which Orbax restores arrays like these."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def assert_replicas_agree(tree):

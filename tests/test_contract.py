@@ -329,26 +329,17 @@ def test_what_does_not_fit_is_refused(name):
             jax.eval_shape(bound, *grads_and_params)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "mean_gradients"])
-def test_integers_are_named(name):
-    params = {"kernel": np.ones((8, 3), np.float32), "table": np.arange(5, dtype=np.int32)}
-    with pytest.raises(ValueError, match=r"\['table'\] has dtype int32.*optax.partition"):
-        onebit_jax.init(OPTIMIZERS[name].make("data"), params, small_task.MESH)
-
-
-@pytest.mark.slow
 @by_name
-def test_an_embedding_of_a_million_rows(name):
-    """Of which a batch sees a few: all others have gradients of 0."""
-    rows = 1_000_000
-    params = draw(0, shapes={"w": (rows, 4), "v": (4,)})
-    ids = np.random.default_rng(1).integers(0, rows, 16 * WORKERS)
-    step, (params, opt_state) = small_task.start(
-        OPTIMIZERS[name].make("data"),
-        params=params,
-        loss_fn=lambda params, ids: jnp.mean((params["w"][ids] + params["v"]) ** 2),
-    )
-    for _ in range(WARMUP + 1):
-        params, opt_state, metrics = step(params, opt_state, ids)
-        assert np.isfinite(metrics["loss"])
-    assert_replicas_agree((opt_state, () if OPTIMIZERS[name].is_local else params))
+def test_integers_are_named_and_stay_where_a_partition_leaves_them_out(name):
+    params = {"kernel": np.ones((8, 3), np.float32), "table": np.arange(5, dtype=np.int32)}
+    tx = OPTIMIZERS[name].make("data")
+    with pytest.raises(ValueError, match=r"\['table'\] has dtype int32.*optax.partition"):
+        onebit_jax.init(tx, params, small_task.MESH)
+    labels = {"kernel": "floats", "table": "integers"}
+    parted = optax.partition({"floats": tx, "integers": optax.set_to_zero()}, labels)
+
+    def update(params):
+        return parted.update(params, parted.init(params), params)[0]
+
+    updates = jax.eval_shape(jax.vmap(update, axis_name="data"), replicate(params, WORKERS))
+    assert updates["table"].dtype == np.int32

@@ -61,7 +61,7 @@ def averaged(
 
     means, residual = jax.device_get(on_workers(worker, sizes, binding)(values))
     assert_workers_agree((means, residual))
-    return flat(means, 2)[0], flat(residual)[0] if residual else np.zeros(0)
+    return flat(means, 2)[0], flat(residual)[0] if residual != () else np.zeros(0)
 
 
 # Dynamic Communication Thresholding.
@@ -144,7 +144,7 @@ def test_drive_follows_numpy(scale, workers, form, calls):
     values = draw(0, workers, calls, shapes=shapes)
     means, _ = averaged(contrib.Drive(scale, seed=3), values, workers, form=form)
     sizes = [x.shape[2:] for x in jax.tree.leaves(values)]
-    layout = reference.quantized_layout(sizes, workers, 1)
+    layout = reference.quantized_layout(sizes, workers if form == "two-shot" else 1, 1)
     # A server draws when the call is counted.
     keys, server_keys = (
         [key_of(3, calls - 1 + shot, i, shot) for i in range(workers)] for shot in (0, 1)

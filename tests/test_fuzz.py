@@ -63,7 +63,7 @@ PARAMS = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
 
 
 def makes_what_it_should_or_says_why(function, arguments):
-    """What is made of arguments that it takes can be used; all else is refused in words."""
+    """The result for arguments that it takes can be used; all else is refused in words."""
     try:
         made = function(**arguments)
     except (ValueError, TypeError, AttributeError) as error:
@@ -83,7 +83,7 @@ def assert_makes_updates_or_says_why(tx):
     bound = jax.vmap(update, axis_name="data", axis_size=4, in_axes=None)
     try:
         updates, _ = jax.eval_shape(bound, PARAMS)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         return assert_says_why(error)
     shapes = jax.tree.map(lambda x: (x.shape[1:], x.dtype), updates)
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), PARAMS)

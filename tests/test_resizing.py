@@ -119,7 +119,9 @@ MOVED = [x for x in OPTIMIZERS if x not in ("mean_gradients", "birder", "fetch_s
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
-        pytest.param(name, *sizes, marks=() if name in FAST and sizes == (4, 3) else pytest.mark.slow)
+        pytest.param(
+            name, *sizes, marks=() if name in FAST and sizes == (4, 3) else pytest.mark.slow
+        )
         for name in MOVED
         for sizes in [(4, 3), ((2, 4), (4, 2))]
         if sizes == (4, 3) or name in WITH_NODES
@@ -278,8 +280,8 @@ def test_sizes_in_the_wrong_order_and_another_optimizer_are_refused(before, swap
     with pytest.raises(ValueError, match="opt_state"):
         onebit_jax.resize(state, tx, params, to, from_axes=axes(swapped))
     onebit_jax.resize(state, tx, params, to, from_axes=axes(before))
+    other = optax.sgd(0.1)
     with pytest.raises(ValueError, match="another number of states with an exchange"):
-        other = optax.sgd(0.1)
         onebit_jax.resize(state, other, params, to, from_axes=axes(before), from_tx=tx)
 
 

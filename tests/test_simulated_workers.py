@@ -21,7 +21,6 @@ from tests.small_task import (
     loss_and_metrics,
     loss_fn,
     make_batches,
-    make_mesh,
     make_params,
     onebit,
     start,
@@ -159,18 +158,15 @@ def test_an_optimizer_with_parameters_of_a_workers_own_is_refused():
 
 def test_a_model_that_is_split_is_refused():
     mesh = AbstractMesh((2, 2), ("data", "fsdp"))
-    with pytest.raises(ValueError, match=r"has none: workers.*model whole.*Leave out axis_name"):
+    with pytest.raises(ValueError, match="must be a mesh of devices"):
         onebit_jax.train_step(loss_fn, onebit(), mesh, axis_name="data")
 
 
-def test_a_state_of_devices_or_of_another_number_of_workers_is_refused():
+def test_a_state_of_another_number_of_workers_is_refused():
     tx, [batch] = onebit(), make_batches(1)
     step = onebit_jax.train_step(loss_fn, tx, SIMULATED)
-    on_devices = onebit_jax.init(tx, make_params(), MESH)
-    with pytest.raises(ValueError, match="Give init and train_step the same mesh"):
-        step(make_params(), on_devices, batch)
     of_eight = onebit_jax.init(tx, make_params(), AbstractMesh((8,), ("data",)))
-    with pytest.raises(ValueError, match=r"resize takes \w+ to another number of workers"):
+    with pytest.raises(ValueError, match=r"resize takes a state to another number of workers"):
         step(make_params(), of_eight, batch)
 
 
@@ -183,19 +179,3 @@ def test_a_models_state_that_would_differ_between_workers_is_refused():
     [batch] = make_batches(1)
     with pytest.raises(ValueError, match="largest"):
         step(params, state, batch, model_state={"largest": jnp.int32(0)})
-
-
-@pytest.mark.parametrize("begin", [onebit_jax.init, onebit_jax.train_step, onebit_jax.diagnose])
-def test_a_mesh_without_axes_or_with_manual_ones_is_refused(begin):
-    others = {
-        onebit_jax.init: (onebit(), make_params()),
-        onebit_jax.train_step: (loss_fn, onebit()),
-        onebit_jax.diagnose: (make_params(), ()),
-    }
-    manual = make_mesh(kind=AxisType.Manual)
-    for mesh in (AbstractMesh((), ()), manual.abstract_mesh):
-        with pytest.raises(ValueError, match=r"must then have axes, and none that is manual"):
-            begin(*others[begin], mesh)
-    for mesh in (manual, None):
-        with pytest.raises(ValueError, match=r"must be a mesh of devices.*Auto or Explicit"):
-            begin(*others[begin], mesh)

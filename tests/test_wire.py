@@ -5,18 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import onebit_jax
 from onebit_jax import wire
 from onebit_jax.collectives.xla import overwrite_if
 from tests import small_task
-from tests.workers import lowered_update
-from train.bert.model import BertConfig, init_params
 
 AXES = ("node", "local")
 SIZES = {"node": 2, "local": 4}
@@ -81,39 +76,14 @@ def test_fractions_of_a_byte_round_up():
     assert found.bytes_sent == 6  # 2 * 2/3 * 4 = 5.33
 
 
-@settings(deadline=None, max_examples=25)
-@given(
-    n=st.integers(1, 9),
-    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3),
-    dtype=st.sampled_from([jnp.uint8, jnp.bfloat16, jnp.float32, jnp.complex64, jnp.bool_]),
-)
-def test_all_to_all_and_all_gather_of_any_shape(n, shape, dtype):
-    def worker(x):
-        return lax.all_to_all(x, "data", 0, 0, tiled=True), lax.all_gather(x, "data")
-
-    mesh = AbstractMesh((n,), ("data",), axis_types=(AxisType.Auto,))
-    operand = n * math.prod(shape) * jnp.dtype(dtype).itemsize
-    argument = jax.ShapeDtypeStruct((n * n * shape[0], *shape[1:]), dtype)
-    found = wire.collectives(lower(worker, mesh, argument), mesh)
-    sent = {c.op: (c.operand_bytes, c.bytes_sent, c.group_size, c.axis) for c in found}
-    # JAX itself drops an all-to-all among one, and all of them for arrays without elements.
-    expected = {
-        "all-to-all": (operand, (n - 1) * operand // n, n, "data"),
-        "all-gather": (operand, (n - 1) * operand, n, "data"),
-    }
-    assert sent == {op: expected[op] for op in sent}
-    assert "all-gather" in sent
-    assert n == 1 or "all-to-all" in sent
-
-
 def test_groups_that_follow_no_axis_are_unknown(mesh):
     def halves(x):
         return lax.psum(x, "data", axis_index_groups=[[0, 3, 5, 6], [1, 2, 4, 7]])
 
     flat = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     lowered = lower(halves, flat, FLOATS)
-    for given in (flat, None):
-        [found] = wire.collectives(lowered, given)
+    for known in (flat, None):
+        [found] = wire.collectives(lowered, known)
         assert (found.axis, found.group_size) == ("?", 4)
 
 
@@ -132,15 +102,6 @@ def test_device_order_of_the_mesh_does_not_matter():
     lowered = lower(lambda x: lax.psum(x, "local"), mesh, FLOATS)
     for program in (lowered, lowered.compile()):
         assert [c.axis for c in wire.collectives(program, mesh)] == ["local"]
-
-
-def test_one_worker_sends_nothing():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    lowered = lower(lambda x: lax.psum(x, "data") + shift(x, "data"), mesh, FLOATS)
-    for program in (lowered, lowered.compile()):
-        found = wire.collectives(program, mesh)
-        assert {c.axis for c in found} == {"data"}
-        assert wire.bytes_sent(found) == 0
 
 
 def test_automatic_partitioning_shows_in_the_compiled_program_only(mesh):
@@ -298,53 +259,24 @@ def test_phases_side_by_side(mesh):
     assert wire.bytes_sent(phases["compression"]) == 4039
 
 
-@pytest.mark.parametrize("named", ["rng", "model_state", "value"])
-def test_phases_of_a_step_that_takes_more(named):
+def test_phases_of_a_step_that_takes_more():
     """Its model's state is averaged over the workers; others cost nothing."""
-    sent = {"rng": jax.random.key(0), "model_state": {"mean": jnp.zeros(300)}, "value": 1.0}
 
-    def loss_with(params, batch, rng=None, model_state=None):
-        noise = 0.0 if rng is None else jax.random.normal(rng, ())
-        loss = small_task.loss_fn(params, batch) + noise * jnp.sum(params["layer"]["bias"])
-        return loss if model_state is None else (loss, {}, model_state)
+    def loss_with(params, batch, rng, model_state):
+        noise = jax.random.normal(rng, ()) * jnp.sum(params["layer"]["bias"])
+        return small_task.loss_fn(params, batch) + noise, {}, model_state
 
     step, state = small_task.start(small_task.onebit(), loss_fn=loss_with)
     [batch] = small_task.make_batches(1)
-    phases = wire.by_phase(
-        step, *state, batch, mesh=small_task.MESH, phases=["compression"], **{named: sent[named]}
-    )
+    named = {"rng": jax.random.key(0), "model_state": {"mean": jnp.zeros(300)}}
+    phases = wire.by_phase(step, *state, batch, mesh=small_task.MESH, phases=["compression"], **named)
     [compressed] = phases.values()
     assert {c.op for c in compressed} == {"all-to-all", "all-gather", "all-reduce"}
     floats = sum(c.operand_bytes for c in compressed if c.op == "all-reduce")
-    assert (floats > 4 * 300) == (named == "model_state")
+    assert 4 * 300 < floats < 4 * 350
 
 
 def test_the_table_adds_up_what_is_alike():
     one = wire.Collective("all-gather", "u8", 700_000, 3, "data", "", 2, 2_800_000)
     line = wire.table([one, one._replace(executions=1, bytes_sent=1_400_000)]).splitlines()[1]
     assert " ".join(line.split()) == "all-gather u8 data 3 3 4.2 MB 4,200,000"
-
-
-# BERT-Base, of which no array is made.
-
-WORKERS = 8
-# The collectives are settled before machine code is generated, which would take most of the time.
-QUICKLY: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-
-
-@pytest.mark.slow
-def test_compression_sends_one_bit_a_parameter_each_way():
-    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
-    tx = onebit_jax.onebit_adam(1e-4, weight_decay=0.01, warmup=1000, axis_name="data")
-    config = BertConfig.of_size("base", vocab_size=30_522)
-    params = jax.eval_shape(lambda: init_params(config, seed=0))
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    update = lowered_update(tx, mesh, params, phase="compression")
-    sent = wire.collectives(update.compile(QUICKLY), mesh)
-    assert parameters == pytest.approx(110e6, rel=0.01)
-    assert [(c.op, c.dtype, c.where) for c in sent] == [
-        ("all-to-all", "u8", ""),
-        ("all-gather", "u8", ""),
-    ]
-    bound = 2 * (WORKERS - 1) / WORKERS * parameters / 8
-    assert bound <= wire.bytes_sent(sent) <= 1.02 * bound

@@ -49,23 +49,20 @@ def f1(labels: np.ndarray, predictions: np.ndarray) -> float:
     return float(metrics.f1_score(labels, predictions, zero_division=0.0))
 
 
-def matthews(labels: np.ndarray, predictions: np.ndarray) -> float:
-    """Matthews' correlation; 0 where all labels or all predictions are one class."""
-    return float(metrics.matthews_corrcoef(labels, predictions))
+def _or_zero(f: Callable[[np.ndarray, np.ndarray], Any]) -> Metric:
+    """The same metric; 0 of what is constant, where SciPy and scikit-learn would warn."""
 
-
-def _correlation(f: Callable[[np.ndarray, np.ndarray], tuple[float, float]]) -> Metric:
-    def correlation(labels: np.ndarray, predictions: np.ndarray) -> float:
-        # A constant correlates with nothing; SciPy would warn and say NaN.
+    def metric(labels: np.ndarray, predictions: np.ndarray) -> float:
         if np.ptp(labels) == 0 or np.ptp(predictions) == 0:
             return 0.0
-        return float(f(labels, predictions)[0])
+        return float(f(labels, predictions))
 
-    return correlation
+    return metric
 
 
-pearson = _correlation(stats.pearsonr)
-spearman = _correlation(stats.spearmanr)
+matthews = _or_zero(metrics.matthews_corrcoef)
+pearson = _or_zero(lambda x, y: stats.pearsonr(x, y)[0])
+spearman = _or_zero(lambda x, y: stats.spearmanr(x, y)[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,10 +104,9 @@ def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
         if over and spec == P():
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} would differ between workers without being "
-                f"marked as each worker's own: a checkpoint would keep worker 0's, and replicas "
-                f"silently diverge. If it is to see each worker's own gradients, wrap it, as in "
-                f"onebit_jax.per_worker(optax.trace(0.9)); else place it after the exchange, or "
-                f"put onebit_jax.mean_gradients({_argument(axes)}) before it. In place of "
+                f"marked as each worker's own, and replicas would silently diverge. If it is to "
+                f"see each worker's own gradients, wrap it in onebit_jax.per_worker; else put "
+                f"onebit_jax.mean_gradients({_argument(axes)}) before it. In place of "
                 f"optax.MultiSteps give train_step accumulation=k; in place of "
                 f"optax.apply_if_finite take onebit_jax.skip_nonfinite."
             )
@@ -121,9 +120,8 @@ def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
             f"the updates of {len(differing)} parameters, the first of them "
             f"{jax.tree_util.keystr(differing[0])}, differ between workers: nothing averages their "
             f"gradients over {axes}, and replicas would silently diverge. Put "
-            f"onebit_jax.mean_gradients({_argument(axes)}) before what trains them; of an "
-            f"optax.partition in every branch that exchanges nothing. optax.masked passes other "
-            f"parameters' gradients through as they are: take optax.partition in its place."
+            f"onebit_jax.mean_gradients({_argument(axes)}) before what trains them, in every "
+            f"branch of optax.partition; optax.partition also takes the place of optax.masked."
         )
 
 

@@ -177,7 +177,9 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
     text = attributes.partition("replica_groups=")[2] or "{}"
     if whole_replicas or text.startswith("{}"):
         if devices is None:
-            raise ValueError(f"the program does not say how many devices its {op} runs on; give mesh")
+            raise ValueError(
+                f"the program does not say how many devices its {op} runs on; give mesh"
+            )
         return [list(range(devices))]
     if text.startswith("{{"):
         return _lists(text)

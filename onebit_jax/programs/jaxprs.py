@@ -142,12 +142,10 @@ def _check_condition(predicate: Axes, *programs: Program) -> None:
         if shared := predicate & axes_of(eqn):
             raise ValueError(
                 f"the {eqn.primitive.name} over {sorted(axes_of(eqn))} is called under a condition "
-                f"that workers along {sorted(shared)} need not share, such as a condition on one "
-                f"worker's gradients (optax.apply_if_finite around an optimizer that averages over "
-                f"workers has one): they would wait for each other for ever. Base the condition on "
-                f"values that are equal on all workers, for example by jax.lax.pmin of a flag; for "
-                f"gradients that are not finite take onebit_jax.skip_nonfinite(tx, axis), which "
-                f"train_step has built in."
+                f"that workers along {sorted(shared)} need not share, such as one on a worker's own "
+                f"gradients in optax.apply_if_finite: they would wait for each other for ever. "
+                f"Base the condition on values that are equal on all workers, for example by "
+                f"jax.lax.pmin of a flag; to skip bad gradients take onebit_jax.skip_nonfinite."
             )
 
 

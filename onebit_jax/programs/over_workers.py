@@ -55,7 +55,8 @@ def over_workers(
     Args:
       f: in the worker view; the axes of the mesh are bound.
       mesh: the mesh.
-      in_specs: of the arguments, ``P()`` or ``P(mesh.axis_names)``, one for several leaves at will.
+      in_specs: of the arguments, ``P(mesh.axis_names)``, or one that names no axis for what all
+        workers share; one for several leaves at will.
       out_specs: of the results.
     """
     if isinstance(mesh, Mesh):
@@ -66,16 +67,16 @@ def over_workers(
 
     def run(*arguments: Any) -> Any:
         given = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(arguments)
-        in_axes = jax.tree.map(lambda spec: None if spec == P() else 0, given)
+        in_axes = jax.tree.map(lambda spec: 0 if any(spec) else None, given)
 
         def rows(spec: P, x: Any) -> Any:
-            if spec == P():
+            if not any(spec):
                 return x
             return x.reshape(*sizes, x.shape[0] // mesh.size, *x.shape[1:])
 
         def whole(spec: P, x: jax.Array) -> jax.Array:
             """What all workers have, once; of each one's own all rows, one after another."""
-            if spec == P():
+            if not any(spec):
                 return x[(0,) * len(sizes)]
             of_worker, *others = x.shape[len(sizes) :]
             return x.reshape(mesh.size * of_worker, *others)

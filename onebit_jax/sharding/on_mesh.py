@@ -15,13 +15,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import named_leaves
 from onebit_jax.programs.over_workers import over_workers
+from onebit_jax.sharding.worker_step_check import update_of_one_worker
 from onebit_jax.states import placed as layout
 from onebit_jax.states.flax_variables import with_shardings, without_shardings
-from onebit_jax.states.specs import MeshAxes, Specs, parameter_specs, spec_in_type
-from onebit_jax.sharding.worker_step_check import update_of_one_worker
 from onebit_jax.states.placement import Workers
+from onebit_jax.states.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 
 
 def _with_and_without_arrays(

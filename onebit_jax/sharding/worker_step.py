@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import on_one_worker
-from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
 from onebit_jax.sharding.worker_step_check import check_replicas_of_step
+from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -56,10 +56,9 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
             if jnp.shape(x)[:1] != (axes.workers,):
                 raise ValueError(
                     f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
-                    f"{axes.workers} workers along {axes.slow!r}: make the state by "
-                    f"onebit_jax.sharding.worker_copies(state, mesh, axis_name={axes.slow!r}), or take what "
-                    f"the last step returned; onebit_jax.resize takes an optimizer's from another "
-                    f"number of workers."
+                    f"{axes.workers} workers along {axes.slow!r}: make the state by worker_copies, "
+                    f"or take what the last step returned; onebit_jax.resize takes an optimizer's "
+                    f"from another number of workers."
                 )
         shares = jax.tree.map(lambda x: worker_shares(axes, x), batch)
 
@@ -129,10 +128,8 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
         if set(names_of(spec)) & set(axes.slow_names):
             raise ValueError(
                 f"state{jax.tree_util.keystr(path)} is split by {spec}, but along "
-                f"{axes.slow!r} lie the workers, each of which gets all of it: it has their axis "
-                f"already, as what worker_copies or onebit_jax.init returned, or is to be split "
-                f"over other axes. Give one worker's state, with what the init of an optimizer "
-                f"from onebit_jax.sharding.on_mesh returned."
+                f"{axes.slow!r} lie the workers, each of which gets all of it: give one worker's "
+                f"state, with what the init of an optimizer from on_mesh returned."
             )
         return NamedSharding(mesh, P(axes.slow, *spec))
 

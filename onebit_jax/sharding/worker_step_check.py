@@ -20,29 +20,21 @@ from onebit_jax.states.placed import is_placed_node
 from onebit_jax.states.specs import MeshAxes
 
 _NO_VMAP = (
-    "onebit_jax.sharding.on_mesh: update was called without jax.vmap over the workers, so that all of them "
-    "would have one gradient, and nothing says whose. Run the whole training step by "
-    "onebit_jax.sharding.worker_step(step, mesh, axis_name=...), or under jax.vmap with "
-    "spmd_axis_name=axis_name (on Explicit meshes without)."
+    "onebit_jax.sharding.on_mesh: update was called without jax.vmap over the workers. Run the "
+    "whole training step by onebit_jax.sharding.worker_step(step, mesh, axis_name=...)."
 )
 
 _PASSED_BY = (
-    "after a step {name} would differ between workers, and replicas silently diverge: it "
-    "depends on each worker's own gradients or loss, not by way of the exchange alone. A "
-    "condition on them around onebit_jax.sharding.on_mesh does that (optax.apply_if_finite, a loss "
-    "scale, jnp.where on a loss that is not finite), and what gets gradients that nothing "
-    "exchanges (the other parameters of optax.masked, a branch of optax.partition). Put such "
-    "a wrapper inside on_mesh, which checks it; to skip bad gradients there take "
-    "onebit_jax.skip_nonfinite(tx, axis), by which all workers decide alike; give every "
-    "branch an exchange, such as onebit_jax.sharding.on_mesh(onebit_jax.mean_gradients(axis), ...)."
+    "after a step {name} would differ between workers, and replicas silently diverge: it depends "
+    "on each worker's own gradients or loss, not by way of the exchange alone. Put wrappers such "
+    "as optax.masked, optax.partition and optax.apply_if_finite inside onebit_jax.sharding.on_mesh, "
+    "with an exchange in every branch; to skip bad gradients take onebit_jax.skip_nonfinite."
 )
 
 _NO_EXCHANGE = (
-    "after a step {name} would differ between workers, and replicas silently diverge: worker_step "
-    "gives each worker its own gradients, and this step has no optimizer from onebit_jax.sharding.on_mesh, "
-    "by which they would be exchanged. Put one of onebit_jax inside it, or average before one of "
-    "Optax: optax.chain(onebit_jax.sharding.on_mesh(onebit_jax.mean_gradients(axis), mesh, axis_name=axis), "
-    "optax.adamw(...)). To evaluate, take onebit_jax.sharding.worker_copy(state) and no worker_step."
+    "after a step {name} would differ between workers, and replicas silently diverge: this step "
+    "has no optimizer from onebit_jax.sharding.on_mesh, by which gradients would be exchanged. To "
+    "evaluate, take onebit_jax.sharding.worker_copy(state)."
 )
 
 # Operations whose result is the same array, with another dtype, place or name.

@@ -1,10 +1,8 @@
 """From a run of Adam into compression, and back."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -70,9 +68,7 @@ def from_adam(
     held = this.by_place(jax.tree.map(on_host, workers.init(params)))
     node = _only(ScaleByOnebitAdamState, held)
     of_params = _only(ScaleByOnebitAdamState, this.placed).v_then_inverse_root
-    mu, nu = (
-        map_placed(lambda p, x: by_place(workers.axes, p, x), of_params, x) for x in moments
-    )
+    mu, nu = (map_placed(lambda p, x: by_place(workers.axes, p, x), of_params, x) for x in moments)
     upcoming = np.array([code("warmup"), -1], np.int32)
     progress = node.progress._replace(
         count=np.broadcast_to(adam.count, node.progress.count.shape),
@@ -87,7 +83,11 @@ def from_adam(
         if isinstance(x, ScaleByOnebitAdamState):
             return carried
         if hasattr(x, "count") and set(x._fields) <= {"count", *_INJECTED}:
-            rest = {name: jax.tree.map(filled, getattr(x, name), is_leaf=_counts) for name in x._fields if name in ("inner_state", "hyperparams_states")}
+            rest = {
+                name: jax.tree.map(filled, getattr(x, name), is_leaf=_counts)
+                for name in x._fields
+                if name in ("inner_state", "hyperparams_states")
+            }
             return x._replace(count=np.broadcast_to(adam.count, np.shape(x.count)), **rest)
         return x
 

@@ -6,6 +6,7 @@ its shard, is split as the parameter is. Any other array may differ between the 
 it has a first axis over the fast axes of the mesh. Scalars are the same on all.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import is_key, is_per_worker
+from onebit_jax.markers import is_key, is_masked, is_per_worker
 from onebit_jax.states.specs import MeshAxes, names_in, names_of
 
 
@@ -83,13 +84,21 @@ def place_leaves(
         )
     }
     lengths = sorted({len(path) for path in parameters}, reverse=True)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_masked)
+    paths = {path for path, _ in leaves}
+
+    @functools.cache
+    def begins_parameters(begin: Any) -> bool:
+        """False for a list of arrays of another kind: it lacks some parameters' places."""
+        return all((*begin, *path) in paths for path in parameters)
+
     devices = math.prod(axes.mesh.shape[name] for name in axes.fast_names)
 
     def of_leaf(path: Any, x: Any, own: bool) -> Placed:
         shape = x.shape[1:] if own and of_shards else x.shape
         for length in lengths:
             held, whole, spec = parameters.get(path[len(path) - length :], (None, (), P()))
-            if len(path) >= length and held == shape:
+            if held == shape and begins_parameters(path[: len(path) - length]):
                 return Placed(whole, x.dtype, spec, False, own)
         leading = bool(axes.fast_names) and bool(shape or (own and of_shards))
         shape = (devices, *shape) if leading and of_shards else shape

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import jax
@@ -182,7 +182,6 @@ class Workers:
         """The state before the first step."""
         validation.check_parameters(params)
         specs = self.specs(params)
-        check_split("params", params, specs, self.devices)
         with computing_on(self.devices):
             placed, of_state = self.placed(params), self.state_specs(params)
             check_simulated(self.state_shapes(params), self.axes.mesh)
@@ -205,7 +204,6 @@ class Workers:
     def check_state(self, params: Any, opt_state: Any) -> None:
         """Checks a state that no step on this mesh has returned, such as a restored one."""
         _check_shapes(opt_state, self.state_shapes(params), self.axes.workers)
-        check_split("opt_state", opt_state, self.state_specs(params), self.devices)
         check_plans(self.tx, opt_state, params, self.axes)
 
 
@@ -320,28 +318,6 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(put, tree, shardings)
 
 
-def check_split(name: str, tree: Any, specs: Any, mesh: Mesh) -> None:
-    """Raises ``ValueError`` for arrays that a mesh splits otherwise than specs say.
-
-    Arrays on fewer devices are placed; arrays that are split would have to be gathered.
-    """
-    for (leaf, x), spec in zip(named_leaves(tree, name), jax.tree.leaves(specs), strict=True):
-        known = getattr(x, "sharding", None)
-        if isinstance(x, jax.core.Tracer) or not isinstance(known, NamedSharding):
-            continue
-        if not isinstance(known.mesh, Mesh) or known.is_fully_replicated:
-            continue
-        expected = NamedSharding(mesh, spec)
-        if not known.is_equivalent_to(expected, x.ndim):
-            raise ValueError(
-                f"{leaf} is split by {known.spec} of a mesh of {dict(known.mesh.shape)}, but "
-                f"{spec} of {dict(mesh.shape)} is needed: every worker must have all of a "
-                f"parameter. If it is split over axes that workers do not lie along, give "
-                f"onebit_jax.init and train_step axis_name= and param_specs= as it lies; if it "
-                f"fits a device, gather it by jax.device_put(params, NamedSharding(mesh, jax.P()))."
-            )
-
-
 def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:
     """Raises ``ValueError`` for an optimizer that workers which are simulated cannot have."""
     in_params = len(nodes_with("own_parameters", opt_state))
@@ -417,12 +393,11 @@ def _check_elementwise(program: Program) -> None:
         most = max((np.prod(getattr(x.aval, "shape", ())) for x in arrays), default=0)
         if _MIXING.match(eqn.primitive.name) and most > 1:
             raise ValueError(
-                f"the optimizer computes {eqn.primitive.name} over elements of a tensor, as "
-                f"clipping by a norm, trust ratios, orthogonalization, optax.flatten and noise do, "
-                f"but parameters are split, and an optimizer has shards alone. To clip, take "
+                f"the optimizer computes {eqn.primitive.name} over elements of a tensor, but "
+                f"parameters are split, and an optimizer has shards alone. To clip, take "
                 f"onebit_jax.clip_by_common_norm; leave optax.flatten out; let what needs whole "
-                f"tensors stand outside, as in optax.chain(onebit_jax.sharding.on_mesh("
-                f"onebit_jax.compressed_mean(axis), mesh, axis_name=axis, specs=specs), "
+                f"tensors, as trust ratios and orthogonalization do, stand outside: "
+                f"optax.chain(onebit_jax.sharding.on_mesh(onebit_jax.compressed_mean(axis), ...), "
                 f"optax.contrib.muon(0.02))."
             )
         for value in eqn.params.values():

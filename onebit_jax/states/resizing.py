@@ -1,7 +1,7 @@
 """Optimizer states taken from one number of workers to another."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -101,9 +101,9 @@ class Side(NamedTuple):
         """Undoes :meth:`carried`, for these workers; each worker's own values are averaged."""
         count = self.workers.axes.workers
         dealt = jax.tree.map(
-            lambda x: jax.tree.map(functools.partial(deal, workers=count), x)
-            if is_per_worker(x)
-            else x,
+            lambda x: (
+                jax.tree.map(functools.partial(deal, workers=count), x) if is_per_worker(x) else x
+            ),
             state,
             is_leaf=is_per_worker,
         )

@@ -140,17 +140,6 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, Any, Metrics, Any]
     weight = None
     if isinstance(loss, WeightedLoss):
         loss, weight = loss.total, jnp.asarray(loss.weight, jnp.float32)
-    if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise ValueError(
-            f"loss_fn returned a loss of shape {jnp.shape(loss)} and dtype "
-            f"{jnp.result_type(loss)}, expected a float scalar: take its mean over the batch."
-        )
-    if not isinstance(metrics, dict) or any(jnp.shape(x) for x in metrics.values()):
-        raise ValueError(
-            f"loss_fn returned metrics of type {type(metrics).__name__}, expected a dict of real "
-            f"scalars by name, such as {{'accuracy': accuracy}}: the step reports means over "
-            f"workers."
-        )
     if model_state is not None:
         _check_same_state(new_state, model_state)
     metrics = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), metrics)
@@ -179,11 +168,6 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     ]
     return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
-
-
-def differs(x: Any) -> bool:
-    """Whether a leaf may differ between workers: floats, which are averaged, and random keys."""
-    return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
 def _check_same_state(new: Any, given: Any) -> None:

@@ -107,8 +107,17 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
         return _gradients(setup, given._replace(params=params, batch=batch), worker)
 
     name: Any = axes.slow if isinstance(axes.slow, str) else None
-    mapped = jax.vmap(of_worker, axis_name=name, spmd_axis_name=axes.spmd_axis_name)
+    # Of a model's state whole numbers must be the same on all workers: vmap refuses others.
+    is_own = jax.tree.map(gradients.differs, given.model_state)
+    out_axes = jax.tree.map(lambda own: 0 if own else None, is_own)
+    mapped = jax.vmap(
+        of_worker,
+        out_axes=LossAndGradients(0, 0, 0, out_axes, 0),
+        axis_name=name,
+        spmd_axis_name=axes.spmd_axis_name,
+    )
     computed = mapped(own, shares, index)
+    is_own = jax.tree.map(lambda _: True, computed)._replace(model_state=is_own)
     if axes.spmd_axis_name is None:
         # Types state Explicit axes alone; how gradients lie on Auto ones XLA decides.
         stated = jax.tree.map(
@@ -118,20 +127,20 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
             of_rows,
         )
         rows = NamedSharding(axes.mesh, P(axes.slow))
-        computed = jax.tree.map(lambda x: jax.reshard(x, rows), computed._replace(grads=()))._replace(
-            grads=jax.tree.map(jax.reshard, computed.grads, stated)
-        )
+        moved = jax.tree.map(lambda own, x: jax.reshard(x, rows) if own else x, is_own, computed)
+        computed = moved._replace(grads=jax.tree.map(jax.reshard, computed.grads, stated))
     told = {"param_specs": workers.specs_by_path(specs)}
 
     def of_shards(params: Any, opt_state: Any, computed: Any, same: Any) -> Results:
-        computed = jax.tree.map(lambda x: x[0], computed)
+        computed = jax.tree.map(lambda own, x: x[0] if own else x, is_own, computed)
         state = to_worker_rows(placed, opt_state)
         model_state, extra_args, skips = same
         local = Arguments(params, state, model_state, (), None, extra_args, skips)
         made = _update(setup, local, computed, phase, workers_axes(axes), told)
         return made._replace(opt_state=from_worker_rows(placed, made.opt_state))
 
-    of_computed = jax.tree.map(lambda _: P(axes.slow), computed)._replace(grads=of_rows)
+    of_computed = jax.tree.map(lambda own: P(axes.slow) if own else P(), is_own)
+    of_computed = of_computed._replace(grads=of_rows)
     in_specs = specs, of_state, of_computed, P()
     out_specs = Results(specs, of_state, P(), P(), P(), P())
     same = given.model_state, given.extra_args, given.skips

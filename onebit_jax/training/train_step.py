@@ -15,7 +15,7 @@ from onebit_jax import validation
 from onebit_jax.markers import named_leaves
 from onebit_jax.programs.jaxprs import axes_of_results
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
-from onebit_jax.states.placement import Workers, check_split, computing_on, place
+from onebit_jax.states.placement import Workers, computing_on, place
 from onebit_jax.states.resizing import put
 from onebit_jax.states.specs import Specs, names_in
 from onebit_jax.training.agreement import check_agreement
@@ -222,7 +222,6 @@ class TrainStep:
                 batch=jax.tree_util.tree_map_with_path(self._batch_spec, given.batch),
             )
             workers.check(params, given.extra_args)
-            check_split("params", params, specs.params, workers.devices)
             kinds = *(x[:2] for x in leaves), *jax.tree.leaves(specs)
             self._plans[key] = Plan(specs, workers.shardings(specs), (key[0], *kinds))
         return self._plans[key]
@@ -238,9 +237,10 @@ class TrainStep:
                 f"{self._setup.accumulation}. Change the batch size or the accumulation."
             )
         known = getattr(getattr(x, "sharding", None), "spec", None)
-        if known and names_in(known[0])[: len(axes.slow_names)] == axes.slow_names:
-            return known
-        return P(axes.slow)
+        # What workers share out alone lies in one way, and is one program.
+        split = self._setup.workers.split and known
+        first = names_in(known[0])[: len(axes.slow_names)] if split else ()
+        return known if split and first == axes.slow_names else P(axes.slow)
 
     def _program(self, plan: "Plan", placed: Arguments, phase: Phase | None) -> Any:
         """The jitted step."""

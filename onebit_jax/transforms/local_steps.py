@@ -264,9 +264,10 @@ class LocalSteps(Algorithm):
     def foreign(self, state: State, update: Update) -> tuple[Any, State]:
         """The steps of both optimizers."""
         steps, _ = self.inner.update(update.grads, own(state.inner), own(state.own))
-        group = Fragments(steps, self.fragments).group(steps, 0)
+        fragments = Fragments(steps, self.fragments)
+        group = fragments.group(steps, 0)
         moves, _ = self.outer.update(group, state.outer[0], group)
-        return steps, state._replace(exchange=moves)
+        return fragments.replaced(steps, 0, moves), state
 
     def _exchanges(self, update: Update) -> list[Any]:
         fragments = Fragments(update.params, self.fragments)

@@ -147,7 +147,9 @@ def _residuals(exchange: BoundExchange, state: Any) -> Any:
     layout, compressor = exchange.layout, exchange.compressor
     e, E = compressor.residuals(layout, state)  # pyright: ignore[reportAttributeAccessIssue]
     E = [lax.all_gather(x, exchange.axes.node, axis=1) for x in E]
-    own, served = (layout.scatter(exchange.of_all_shards(x)) if x else layout.full(0.0) for x in (e, E))
+    own, served = (
+        layout.scatter(exchange.of_all_shards(x)) if x else layout.full(0.0) for x in (e, E)
+    )
     return own, served
 
 

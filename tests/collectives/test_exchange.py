@@ -145,7 +145,9 @@ def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
 def test_buckets_hold_all_bytes_once():
     buckets = buckets_of([300, 40, 200, 100], 256)
     assert [sum(end - start for _, start, end in x) for x in buckets] == [150, 150, 240, 100]
-    assert buckets_of([300, 40, 200, 100], 640) == [[(0, 0, 300), (1, 0, 40), (2, 0, 200), (3, 0, 100)]]
+    assert buckets_of([300, 40, 200, 100], 640) == [
+        [(0, 0, 300), (1, 0, 40), (2, 0, 200), (3, 0, 100)]
+    ]
 
 
 # With error feedback.
@@ -245,5 +247,7 @@ def test_a_state_takes_the_bytes_that_the_docs_say(name):
     taken = sum(x.size * x.dtype.itemsize for x in leaves(exchange.fresh)) / 4
     of_value = 2 if name == "bfloat16" else 4
     of_scales = 1 / 8 if isinstance(compressor, OneBit) else 4 / BLOCK
-    expected = size * ((of_value + of_scales) + (of_value + (of_scales if of_scales < 0.1 else 0)) / 4)
+    expected = size * (
+        (of_value + of_scales) + (of_value + (of_scales if of_scales < 0.1 else 0)) / 4
+    )
     assert expected <= taken <= 1.01 * expected

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from onebit_jax.collectives.axes import Axes, bound_axes
+from onebit_jax.collectives.axes import Axes, bound_axes, check_told_of_shards
 from onebit_jax.collectives.layout import Grouping, Layout
 from onebit_jax.collectives.packing import pack, unpack
-from onebit_jax.collectives.axes import check_told_of_shards
 from tests.runs import axis_of
 from tests.workers import (
     LOCAL,

@@ -24,7 +24,7 @@ def numpy_mean(there: reference.Hierarchy, values, active, compressor):
     if there.nodes > 1:
         return there.all_reduce(list(values), active, kind)
     mean, there.residuals[0] = reference.ec1(
-        list(values), there.residuals[0], active, kind, there.chunk, there.one_stage
+        list(values), there.residuals[0], active, kind, there.chunk, there.one_shot
     )
     return mean
 
@@ -49,7 +49,9 @@ def nonzero(tree):
         ((2, 2), "shard_map", OneBit(), "auto"),
         ((3, 2), "vmap", OneBit("mean_abs"), "auto"),
         pytest.param(4, "vmap", OneBit(), "one-shot", marks=pytest.mark.slow),
-        pytest.param((3, 2), "vmap", OneBit("mean_abs", fused=True), "auto", marks=pytest.mark.slow),
+        pytest.param(
+            (3, 2), "vmap", OneBit("mean_abs", fused=True), "auto", marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -63,10 +65,10 @@ def test_it_agrees_with_numpy(sizes, binding, compressor, form):
     exchange.state = exchange.over(BoundExchange.init)
     exchange.activate(some)
     nodes, per_node = (sizes, 1) if isinstance(sizes, int) else sizes
-    one_stage = form == "one-shot" or (form == "auto" and nodes <= 2)
+    one_shot = form == "one-shot" or (form == "auto" and nodes <= 2)
     shapes = [np.shape(x)[1:] for x in leaves(exchange.active) if np.size(x)]
     there = [
-        reference.Hierarchy(x.shape[1], nodes, per_node, one_stage, shape)
+        reference.Hierarchy(x.shape[1], nodes, per_node, one_shot, shape)
         for x, shape in zip(
             blocks(exchange.active, fused), [None] if fused else shapes, strict=True
         )
@@ -79,7 +81,7 @@ def test_it_agrees_with_numpy(sizes, binding, compressor, form):
         means = exchange(values)
         active = nonzero(exchange.active) // exchange.workers
         assert nonzero(exchange.state.worker.value.values) == nodes * active
-        assert nonzero(exchange.state.server.value.values) == (0 if one_stage else active)
+        assert nonzero(exchange.state.server.value.values) == (0 if one_shot else active)
         trees = (means, values, exchange.active, *exchange.residuals())
         trees = (blocks(tree, fused) for tree in trees)
         for numpy, mean, z, alive, e, E in zip(there, *trees, strict=True):

@@ -121,7 +121,11 @@ def test_geomesh_follows_numpy(weights, binding):
 
     expected = jax.tree.map(by_hand, gradients)
     for t, shared in enumerate(seen):
-        at = jax.tree.map(lambda h, t=t: h[t], expected, is_leaf=lambda x: isinstance(x, list) and len(x) == UPDATES)
+        at = jax.tree.map(
+            lambda h, t=t: h[t],
+            expected,
+            is_leaf=lambda x: isinstance(x, list) and len(x) == UPDATES,
+        )
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x[0], y, atol=2e-6), shared, at)
     assert np.any(seen[-1]["large"])
 
@@ -157,7 +161,9 @@ def test_one_vector_may_hold_all_weights(sizes, weights):
     grads = np.repeat(signs[:, None], 40, 1)
     together = np.tile(np.float32(weights), (WORKERS, 1))
     for result in on_workers(vote, sizes)(grads, np.float32(weights), together):
-        np.testing.assert_array_equal(result, np.full((WORKERS, 40), np.sign(np.dot(signs, weights))))
+        np.testing.assert_array_equal(
+            result, np.full((WORKERS, 40), np.sign(np.dot(signs, weights)))
+        )
 
 
 def test_weights_of_another_number_of_workers_are_refused():

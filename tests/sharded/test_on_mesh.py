@@ -11,7 +11,14 @@ from tests.sharded.meshes import CASES, SLOW
 from tests.sharded.updates import assert_as_shards
 
 # A scale, or a draw, for each shard: nothing is of whole tensors, nor of blocks that lie otherwise.
-BY_SHARDS = ("compressed_mean", "signum", "distributed_lion", "ef_signsgd", "zero_one_adam", "birder")
+BY_SHARDS = (
+    "compressed_mean",
+    "signum",
+    "distributed_lion",
+    "ef_signsgd",
+    "zero_one_adam",
+    "birder",
+)
 STEPS = 32
 
 

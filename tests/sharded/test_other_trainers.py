@@ -1,7 +1,4 @@
-"""MaxText, unmodified, and Levanter, by `examples`.
-
-`ONEBIT_MAXTEXT` and `ONEBIT_LEVANTER` are Pythons that have them.
-"""
+"""MaxText, unmodified, by `examples`; `ONEBIT_MAXTEXT` is a Python that has it."""
 
 import collections
 import json
@@ -67,9 +64,6 @@ def run(python, out, *arguments):
     return output, json.loads(report)
 
 
-# MaxText.
-
-
 def maxtext(out, launcher, *options):
     own = python("ONEBIT_MAXTEXT")
     config = subprocess.run([own, "-c", _CONFIG], capture_output=True, text=True, check=True)
@@ -127,24 +121,3 @@ def test_a_value_of_the_configuration_selects_the_optimizer(tmp_path, optimizer)
     # The fortieth step is the last of ten: what replicas share is added to their own, rounded.
     rounding = 0 if optimizer == "onebit_muon" else 1e-6
     assert report["replicas_differ_by"] <= rounding
-
-
-# Levanter.
-
-
-@pytest.mark.slow
-def test_bits_alone_cross_between_replicas_of_levanter(tmp_path):
-    one_bit, dense = (
-        run(python("ONEBIT_LEVANTER"), tmp_path, "levanter_run.py", name, "0.01")[1]
-        for name in ("onebit_adam", "adam")
-    )
-    assert one_bit["losses"][0] == pytest.approx(dense["losses"][0], rel=1e-4)
-    assert one_bit["losses"][-1] < 0.6 * one_bit["losses"][0]
-    assert one_bit["replicas_equal"]
-    between = [x for x in one_bit["sent"] if "replica" in x[2]]
-    # The loss besides.
-    assert {dtype for _, dtype, _, size in between if size > 8} == {"u8"}
-    assert {dtype for _, dtype, axis, size in dense["sent"] if "replica" in axis} == {"f32"}
-    # Two replicas of two devices: each has a quarter of the rows.
-    assert one_bit["state"]
-    assert set(one_bit["state"]) == {0.25}

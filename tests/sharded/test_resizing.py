@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax.checkpoint import Checkpoints
-from onebit_jax.states.specs import MeshAxes
 from onebit_jax.states.placed import Placed, by_place, from_places
+from onebit_jax.states.specs import MeshAxes
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.workers import make_mesh
@@ -171,7 +171,9 @@ def test_another_split_is_refused():
     params = draw(before)
     opt_state = onebit_jax.init(tx, params, before, **split_of(before))
     four = jax.make_mesh((2, 4), (SLOW, "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    with pytest.raises(ValueError, match=r"is to go on with a model that is split over \{'fsdp': 4\}"):
+    with pytest.raises(
+        ValueError, match=r"is to go on with a model that is split over \{'fsdp': 4\}"
+    ):
         onebit_jax.resize(opt_state, tx, params, four, from_axes=before, **split_of(four))
 
 

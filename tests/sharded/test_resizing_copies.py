@@ -32,9 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
     "local_steps": lambda axis: onebit_jax.local_steps(
         optax.adam(2e-2), optax.sgd(1.0), every=3, axis_name=axis, bits=4
     ),
-    "zero_one_adam": lambda axis: onebit_jax.zero_one_adam(
-        2e-2, variance_freeze=3, axis_name=axis
-    ),
+    "zero_one_adam": lambda axis: onebit_jax.zero_one_adam(2e-2, variance_freeze=3, axis_name=axis),
 }
 
 

@@ -4,15 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
 from onebit_jax import sharding
-from onebit_jax.states.specs import MeshAxes
 from onebit_jax.states.placed import place_leaves
+from onebit_jax.states.specs import MeshAxes
 from tests.optimizers import OPTIMIZERS
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
@@ -84,30 +83,6 @@ def test_a_list_of_pieces_is_not_taken_for_the_parameters():
     assert placed["pieces"][0].shape == (2, 4, 8)
 
 
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-def test_orbax_gives_back_a_run(tmp_path, kind):
-    task = meshes.task("fsdp, tensor", kind)
-    with jax.set_mesh(task.mesh):
-        begun, step = task.begin(on_task(task))
-        state, _ = task.trained(begun, step, 5)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "run", state)
-        with ocp.StandardCheckpointer() as checkpointer:
-            target = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), begun
-            )
-            restored = checkpointer.restore(tmp_path / "run", target)
-        assert jax.tree.structure(restored) == jax.tree.structure(state)
-        # Without a mesh: numpy arrays of all workers.
-        with ocp.StandardCheckpointer() as checkpointer:
-            plain = checkpointer.restore(
-                tmp_path / "run", jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), begun)
-            )
-        jax.tree.map(np.testing.assert_array_equal, plain, jax.device_get(state))
-        one, other = (task.trained(x, step, 3)[0] for x in (state, restored))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 OPTAX_CONTRACT = [
     "compressed_mean",
     "signum",
@@ -126,8 +101,8 @@ def test_optax_contract_of_types(name):
     abstract = tx.init(jax.ShapeDtypeStruct(shape=(2, 4, 8), dtype=jnp.float32))
     assert abstract is not None
     with jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, P(None, "x"))
-        params = jnp.zeros((2, 8, 4), dtype=jnp.float16, out_sharding=sharding)
+        split = NamedSharding(mesh, P(None, "x"))
+        params = jnp.zeros((2, 8, 4), dtype=jnp.float16, out_sharding=split)
         state = tx.init(params)
         assert types(state) == types(jax.jit(tx.init)(params))
         params, state = sharding.worker_copies((params, state), mesh, axis_name=SLOW)

@@ -110,35 +110,6 @@ def test_all_devices_skip_a_step_for_one_shard():
 
 
 @pytest.mark.slow
-def test_bits_cross_between_nodes_alone_beside_a_sharded_model():
-    axes, pair = ("node", "local", "fsdp"), ("node", "local")
-    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
-    specs = {"w": P("fsdp", None), "b": P()}
-    tx: Any = sharding.on_mesh(
-        onebit_jax.onebit_adam(1e-2, warmup=3, axis_name=pair), mesh, axis_name=pair, specs=specs
-    )
-    params = {"w": np.zeros((64, 32), np.float32), "b": np.zeros(32, np.float32)}
-
-    def loss_fn(p, batch):
-        return ((batch["x"] @ p["w"] + p["b"] - batch["y"]) ** 2).mean()
-
-    train_step = meshes.train_step(tx, loss_fn)
-    state = sharding.worker_copies((params, tx.init(params)), mesh, axis_name=pair)
-    step = jax.jit(sharding.worker_step(train_step, mesh, axis_name=pair))
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.standard_normal((32, 64), np.float32), "y": np.ones((32, 32), np.float32)}
-    found = wire.collectives(step.lower(state, batch).compile(), mesh)
-    # Floats of more than a metric stay within a node.
-    assert {x.dtype for x in found if "node" in x.axis and x.operand_bytes > 4} == {"u8"}
-    losses = []
-    for _ in range(30):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < 0.8 * losses[0]
-    meshes.assert_replicas_agree(state[0])
-
-
-@pytest.mark.slow
 def test_inside_and_around_other_transformations():
     """Two kinds of parameters, a learning rate in the state, and one that follows losses."""
     task = meshes.task("fsdp, tensor", "Auto")
@@ -175,33 +146,6 @@ def test_inside_and_around_other_transformations():
     scales = np.asarray(opt_state[1].scale)
     assert scales[0] == scales[1]
     assert np.isfinite(losses).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("slow", "fast"), [("Auto", "Explicit"), ("Explicit", "Auto")])
-def test_a_mesh_of_two_types_of_axes(slow, fast):
-    types = (meshes.TYPES[slow], meshes.TYPES[fast])
-    mesh = jax.make_mesh((2, 2), (SLOW, "model"), devices=jax.devices()[:4], axis_types=types)
-    spec = P(None, "model")
-    tx: Any = sharding.on_mesh(
-        onebit_jax.onebit_adam(5e-2, warmup=3, axis_name=SLOW),
-        mesh,
-        axis_name=SLOW,
-        specs=spec if fast == "Auto" else None,
-    )
-
-    train_step = meshes.train_step(tx, lambda w, x: ((x @ w - 1) ** 2).mean())
-    with jax.set_mesh(mesh):
-        w = jax.device_put(np.zeros((16, 8), np.float32), NamedSharding(mesh, spec))
-        state = sharding.worker_copies((w, tx.init(w)), mesh, axis_name=SLOW)
-        x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
-        x = jax.device_put(x, NamedSharding(mesh, P(SLOW)))
-        step = jax.jit(sharding.worker_step(train_step, mesh, axis_name=SLOW))
-        for _ in range(10):
-            state, metrics = step(state, x)
-            loss = float(metrics["loss"])
-    assert loss < 0.4
-    meshes.assert_replicas_agree(state[0])
 
 
 @pytest.mark.parametrize("fast", ["Auto", "Explicit"])

@@ -7,7 +7,6 @@ import numpy as np
 import optax
 from jax import lax
 
-import onebit_jax
 from onebit_jax import sharding
 from onebit_jax.states.specs import names_in
 from tests.sharded.meshes import SLOW, assert_places_agree

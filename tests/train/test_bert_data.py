@@ -1,14 +1,11 @@
 import itertools
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from train.bert import data
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, load_tokenizer
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 from train.corpus import read_corpus, split_heldout
 from train.stream import stream
 
@@ -128,36 +125,7 @@ def test_masking_is_80_10_10_and_half_the_pairs_are_next(corpus):
     assert masked.sum() / batch["attention_mask"].sum() == pytest.approx(0.15, abs=0.01)
 
 
-def test_every_chunk_comes_once_an_epoch_and_anew_in_the_next():
-    corpus = numbered_corpus(documents=4, sentences=32, longest=1)
-    # Sentences of one token: 4 documents of 4 chunks of 8, whose A begins each chunk.
-    made = batches(corpus, batch_size=16, sequence_length=11)
-    epochs = [next(made), next(made)]
-    for epoch in epochs:
-        restored = epoch["input_ids"].copy()
-        rows = np.arange(16)[:, None]
-        masked = epoch["masked_weights"] == 1
-        restored[rows.repeat(2, 1)[masked], epoch["masked_positions"][masked]] = epoch[
-            "masked_labels"
-        ][masked]
-        # The first chunk's A may have lost its beginning, never its end.
-        assert len(set((restored[:, 1] - 5) // 8)) == 16
-    assert np.any(epochs[0]["input_ids"] != epochs[1]["input_ids"])
-    assert not set(epochs[0]["example_seed"]) & set(epochs[1]["example_seed"])
-
-
-def test_what_gives_no_sequences(corpus, tokenizer):
-    with pytest.raises(ValueError, match="the corpus is one document"):
-        batches(numbered_corpus(documents=1, sentences=100, longest=9))
-    with pytest.raises(ValueError, match="there are 0 sequences"):
-        batches(data.tokenize([["\u200b"]], tokenizer))
-    with pytest.raises(ValueError, match="sequence_length is 7; it must be at least 8"):
-        batches(corpus, sequence_length=7)
-
-
 # Text and vocabulary.
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def write(folder: pathlib.Path, **texts: str) -> pathlib.Path:
@@ -172,35 +140,6 @@ def test_files_are_read_in_order_and_blank_lines_part_documents(tmp_path):
     assert read_corpus(tmp_path) == [["one", "two"], ["three"], ["four"], ["five"]]
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (None, r"corpus folder .*nowhere has no text in 0 \.txt files"),
-        ({"a.txt": b"", "b.txt": b"\n \n"}, r"has no text in 2 \.txt files: give a folder"),
-        (
-            {"a.txt": b"fine", "b.txt": "é".encode() + "café".encode("latin-1")},
-            r"b\.txt is not UTF-8: byte 0xe9 at offset 5",
-        ),
-    ],
-)
-def test_folders_without_a_text_that_can_be_read(files, message, tmp_path):
-    for name, content in (files or {}).items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_corpus(tmp_path / "nowhere" if files is None else tmp_path)
-
-
-def test_embedded_corpus_has_each_paragraph_once_and_on_one_line():
-    documents = read_corpus(None)
-    paragraphs = [paragraph for document in documents for paragraph in document]
-    assert len(documents) > 50
-    assert sum(map(len, paragraphs)) > 250_000
-    assert len(set(paragraphs)) == len(paragraphs)
-    assert not any("\n" in paragraph for paragraph in paragraphs)
-    assert not any(set(paragraph) <= set("*=-+|~^ ") for paragraph in paragraphs)
-    assert documents == read_corpus(None)
-
-
 def test_heldout_is_a_twentieth_and_parts_the_documents():
     documents = [[f"{d} {p}" for p in range(400)] for d in range(4)]
     train, heldout = split_heldout(documents)
@@ -213,53 +152,3 @@ def test_heldout_is_a_twentieth_and_parts_the_documents():
     for document in train + heldout:
         book, first = map(int, document[0].split())
         assert document == [f"{book} {first + i}" for i in range(len(document))]
-
-
-def test_too_little_text_to_hold_out():
-    with pytest.raises(ValueError, match="the corpus has 152 paragraphs, too few to hold out 8"):
-        split_heldout([["paragraph"] * 76] * 2)
-
-
-def test_training_gives_the_same_vocabulary_in_every_process():
-    # Few words and many ties: the trainer alone differs here from one process to the next.
-    program = (
-        "from train.corpus import read_corpus\n"
-        "from train.bert.tokenizer import train_tokenizer\n"
-        "print(train_tokenizer(read_corpus(None)[:8], 2000).vocabulary)"
-    )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": seed},
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    assert len({run.stdout for run in runs}) == 1
-    assert "[MASK]" in runs[0].stdout
-
-
-def test_encoding_lowers_strips_accents_and_continues_words():
-    tokenizer = WordPieceTokenizer([*SPECIAL_TOKENS, "cafe", "##s", "!", "[", "]", "mask"])
-    text = tokenizer.encode(["Cafés! [MASK] 東"])[0]
-    assert text.dtype == np.int32
-    tokens = [tokenizer.vocabulary[i] for i in text]
-    assert tokens == ["cafe", "##s", "!", "[", "mask", "]", "[UNK]"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[PAD]\n[CLS]\n[SEP]\nthe\n", r"no \[UNK\], \[MASK\]: BERT needs \[PAD\]"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\na\n", r"token 'a' occurs 2 times"),
-        (b"[PAD]\n\xff", r"v\.txt is not UTF-8: byte 0xff at offset 6"),
-    ],
-)
-def test_bad_vocabulary(tmp_path, content, message):
-    path = tmp_path / "v.txt"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_tokenizer(path)

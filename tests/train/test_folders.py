@@ -3,12 +3,10 @@
 import dataclasses
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from train.folder import check_folder, check_together, locked, write_config, write_together
-from train.glue import Config as GlueConfig
 from train.lm import pretrain
 from train.lm.pretrain import Config
 from train.report import read_run
@@ -65,19 +63,6 @@ def test_runs_of_another_program(begun):
     other = dataclasses.replace(begun, seeds=(2, 3))
     with pytest.raises(ValueError, match="of train.lm.pretrain, this one has".replace(".", r"\.")):
         begin(other, program="train.bert.pretrain")
-
-
-def test_tasks_of_glue_are_side_by_side(tmp_path):
-    given: Any = {"weights": "W", "data": "GLUE", "out": str(tmp_path)}
-
-    def asked(name, **options):
-        config = GlueConfig(**given, tasks=(name,), **options)
-        return config, config.of_seeds(name, 100, tasks=(name,))
-
-    begin(*asked("mrpc"))
-    begin(*asked("cola"))
-    with pytest.raises(ValueError, match=r"--epochs 3\.0, this one has 2\.0"):
-        begin(*asked("mrpc", epochs=2.0, seeds=(1,)))
 
 
 def test_a_folder_of_something_else_stays_as_it_is(tmp_path, capsys):

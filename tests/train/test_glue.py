@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tests.train.runs import assert_refused, result, save_tiny_bert
-from train import glue
-from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer, join, shorten
+from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
 from train.glue import TASKS, accuracy, f1, main, matthews, pearson, read_examples, spearman
 
 VOCABULARY = (*SPECIAL_TOKENS, "good", "bad", "film", "a", "is", "the", "it")
@@ -107,51 +106,7 @@ def test_metrics():
     assert pearson(numbers, numbers**3) < 1
 
 
-def test_metrics_of_one_class_are_0():
-    ones, zeros = np.ones(3, np.int32), np.zeros(3, np.int32)
-    assert matthews(ones, ones) == f1(zeros, zeros) == 0
-    assert spearman(np.arange(3.0), np.ones(3)) == pearson(np.ones(3), np.arange(3.0)) == 0
-
-
 # What BERT reads.
-
-
-def test_a_pair_between_special_tokens():
-    first, second = np.array([5, 6], np.int32), np.array([7], np.int32)
-    made = join(TOKENIZER, first, second, 8)
-    pad, cls, sep = TOKENIZER.pad_id, TOKENIZER.cls_id, TOKENIZER.sep_id
-    assert made["input_ids"].tolist() == [cls, 5, 6, sep, 7, sep, pad, pad]
-    assert made["token_type_ids"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
-    assert made["attention_mask"].tolist() == [1] * 6 + [0, 0]
-    alone = join(TOKENIZER, first, None, 5)
-    assert alone["input_ids"].tolist() == [cls, 5, 6, sep, pad]
-    assert alone["token_type_ids"].tolist() == [0] * 5
-
-
-@pytest.mark.parametrize(
-    ("lengths", "kept"),
-    [
-        ((3, 3), (3, 3)),
-        ((9, 2), (5, 2)),
-        ((2, 9), (2, 5)),
-        ((9, 9), (4, 3)),
-        ((9, None), (8, None)),
-    ],
-)
-def test_the_longer_text_is_cut(lengths, kept):
-    second = None if lengths[1] is None else np.arange(lengths[1], dtype=np.int32)
-    made = shorten(np.arange(lengths[0], dtype=np.int32), second, 10)
-    assert tuple(None if x is None else len(x) for x in made) == kept
-
-
-def test_the_examples_of_all_parts_follow_one_another(tmp_path):
-    _, dev = glue.load(TASKS["mrpc"], write(tmp_path, "mrpc"), TOKENIZER)
-    examples = glue.examples(list(dev.values()) * 2, 16)
-    made = [examples.make(index, np.random.default_rng(0)) for index in range(examples.count)]
-    assert [int(one["part"]) for one in made] == [0] * 16 + [1] * 16
-    for one, other in zip(made[:16], made[16:], strict=True):
-        np.testing.assert_array_equal(one["input_ids"], other["input_ids"])
-        assert one["labels"] == other["labels"]
 
 
 # A whole run.
@@ -179,34 +134,6 @@ def test_a_whole_run(tmp_path):
     assert found["heldout_examples"] == 16
     percent = found["metrics"]["accuracy"]
     assert f"| accuracy, percent | {percent:.1f} |" in (tmp_path / "run/report.md").read_text()
-
-
-@pytest.mark.slow
-def test_seeds_optimizers_and_going_on(tmp_path, capsys):
-    write(tmp_path / "glue", "sst-2")
-    names, warmup = ("adam", "onebit_adam_frozen"), ["--warmup", "0.15"]
-    command = [*options(tmp_path), "--tasks", "sst-2", *warmup, "--optimizers", *names]
-    assert main([*command, "--seeds", "0", "1"]) == 0
-    printed = capsys.readouterr().out
-    out = tmp_path / "run"
-    assert printed.splitlines()[-1] == str(out / "metrics.png")
-    results = {
-        (seed, name): result(out / f"sst-2-{seed}" / name) for seed in (0, 1) for name in names
-    }
-    for found in results.values():
-        assert found["steps"] == 8
-        assert found["heldout_examples"] == 16
-        assert 0 <= found["metrics"]["accuracy"] <= 100
-    sent = {name: results[0, name]["bytes_a_step"] for name in names}
-    assert sent["onebit_adam_frozen"]["compression"] < sent["adam"]["warmup"] / 8
-    text = (out / "report.md").read_text()
-    accuracies = [results[seed, "adam"]["metrics"]["accuracy"] for seed in (0, 1)]
-    first, second = accuracies
-    assert f"| accuracy, percent | {(first + second) / 2:.1f}; {first:.1f}, {second:.1f} |" in text
-    assert "| warm-up ended | - | after step 1 |" in text
-    trained = {path: path.stat().st_mtime_ns for path in out.glob("*/*/result.json")}
-    assert main([*command, "--seeds", "0", "1"]) == 0
-    assert {path: path.stat().st_mtime_ns for path in out.glob("*/*/result.json")} == trained
 
 
 @pytest.mark.parametrize(

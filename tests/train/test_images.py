@@ -7,7 +7,6 @@ from pyarrow import parquet
 
 from tests.train.cifar10 import LABELS, PIXELS, encoded, of_bytes, write
 from train import images
-from train.resnet import MEAN, STDDEV
 
 
 def test_a_file_is_read_in_its_order(tmp_path):
@@ -50,12 +49,3 @@ def test_what_is_no_parquet_or_empty_is_refused(tmp_path):
     parquet.write_table(table.slice(0, 0), path)
     with pytest.raises(ValueError, match="has no rows"):
         images.read_images(path)
-
-
-def test_the_real_files(shared_dir):
-    pixels, labels = images.read_images(shared_dir / "data/cifar10" / images.TEST)
-    assert pixels.shape == (10_000, 32, 32, 3)
-    np.testing.assert_array_equal(np.bincount(labels), np.full(10, 1000))
-    # Of the training images, but those are no others.
-    np.testing.assert_allclose((pixels / 255).mean((0, 1, 2)), MEAN, atol=0.01)
-    np.testing.assert_allclose((pixels / 255).std((0, 1, 2)), STDDEV, atol=0.01)

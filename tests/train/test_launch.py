@@ -13,7 +13,7 @@ from tests.slices import devices_of_slices
 from tests.small_task import MESH
 from tests.train.runs import rows
 from tests.train.together import SECONDS, ended, free_address, run, started
-from train import digest, program
+from train import program
 from train.lm.pretrain import Config
 
 PROGRAM = "train.lm.pretrain"
@@ -23,20 +23,6 @@ RUN = (
     f"--steps {STEPS} --warmup 6 --schedule-warmup 2 --checkpoint-every 5 --eval-batches 2 "
     "--process-timeout 300"
 ).split()
-
-
-def test_digests_tell_inputs_apart(tmp_path):
-    text = np.arange(6, dtype=np.uint16)
-    inputs = [text, text.astype(np.int32), text.reshape(2, 3), text[::-1]]
-    assert len({digest.of_arrays(array) for array in inputs}) == len(inputs)
-    assert digest.of_arrays(text, text) == digest.of_arrays(text.copy(), text)
-    files = [tmp_path / "a", tmp_path / "b"]
-    for path in files:
-        path.write_text("text")
-    before = digest.of_files(files)
-    assert before == digest.of_files(files) != digest.of_files(files[::-1])
-    files[1].write_text("test")
-    assert before != digest.of_files(files)
 
 
 def test_rows_of_a_mesh_are_the_slices_of_a_tpu(monkeypatch):

@@ -3,14 +3,11 @@
 import json
 import signal
 
-import jax
 import numpy as np
 import pytest
 
 from tests.train.runs import assert_refused, at_step, metrics, result, saved, sigterm, smaller
 from train.lm import model, pretrain
-from train.lm.pretrain import Config
-from train.lm.sharding import param_specs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "small_model")
 
@@ -54,24 +51,6 @@ def losses(folder):
 )
 def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_path, capsys):
     assert_refused(pretrain.main, [*RUN, *options.split()], complaint, tmp_path / "out", capsys)
-
-
-def test_every_matrix_is_split_over_both_axes():
-    params = jax.eval_shape(lambda: model.init_params(model.LMConfig.of_size("nano"), 0))
-    specs = jax.tree_util.tree_leaves_with_path(param_specs(["fsdp", "tensor"], params))
-    assert specs
-    for path, spec in specs:
-        names = () if path[-1].key == "scale" else ("fsdp", "tensor")
-        assert tuple(sorted(spec)) == names
-
-
-def test_the_slow_axis_alone_is_data_parallel_training():
-    config = Config(mesh="data=3")
-    assert (config.worker_count, config.axes, config.fast_axes) == (3, {"data": 3}, {})
-    assert Config(workers=3, mesh="data=3,fsdp=1").axes == {"data": 3}
-    nodes = Config(mesh="data=4,fsdp=2", nodes=2)
-    assert nodes.axes == {"node": 2, "local": 2, "fsdp": 2}
-    assert nodes.batch_axes == ("node", "local", "fsdp")
 
 
 @pytest.fixture(scope="module")

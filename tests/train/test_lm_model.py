@@ -1,6 +1,5 @@
 """The language model: its attention, its loss, options of how it is computed."""
 
-import dataclasses
 import functools
 
 import jax
@@ -67,20 +66,3 @@ def test_options_of_how_it_is_computed_change_the_loss_little(params):
     assert_options_change_little(
         lambda config, params: next_token_loss(config)(params, BATCH), CONFIG, params, atol=1e-6
     )
-
-
-@pytest.mark.slow
-def test_dropout_follows_the_first_example_seed(params):
-    def loss(seeds, **options):
-        config = dataclasses.replace(CONFIG, dropout=0.2, **options)
-        batch = BATCH | {"example_seed": jnp.array(seeds, jnp.uint32)}
-        return float(jax.jit(next_token_loss(config))(params, batch)[0])
-
-    plain = loss_of(params)
-    dropped = loss([3, 4])
-    assert abs(dropped - plain) > 1e-3 * plain
-    assert loss([3, 5]) == dropped
-    assert loss([3, 4], remat=True) == pytest.approx(dropped, rel=1e-6)
-    assert loss([4, 4]) != dropped
-    judged = next_token_loss(dataclasses.replace(CONFIG, dropout=0.2), train=False)
-    assert float(jax.jit(judged)(params, BATCH)[0]) == pytest.approx(plain, rel=1e-6)

@@ -1,6 +1,5 @@
 """The language model's program: a whole small run, resuming, and bad input."""
 
-import json
 import math
 import re
 import shutil
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.train.runs import assert_refused, metrics, printed, result
-from train import compare, program
+from train import program
 from train.lm import pretrain
 from train.lm.data import train_bpe
 
@@ -145,21 +144,6 @@ def test_it_goes_on_with_another_number_of_workers(finished, tmp_path):
         np.testing.assert_allclose(*losses, rtol=tolerance)
 
 
-@pytest.mark.slow
-def test_optimizers_are_compared_on_it(tmp_path, capsys):
-    options = "--steps 4 --warmup 2 --schedule-warmup 1 --batch-size 4 --sequence-length 16"
-    task = ["--task", "lm", "--workers", "2", "--eval-batches", "2"]
-    chosen = ["--optimizers", "adam", "--learning-rates", "1e-2"]
-    folder = ["--out", str(tmp_path / "run")]
-    assert compare.main([*options.split(), *task, *chosen, *folder]) == 0
-    title = capsys.readouterr().out.splitlines()[2]
-    assert title.startswith("Language model nano, ")
-    assert "4 steps of 4 sequences of 16 bytes" in title
-    [figure] = json.loads((tmp_path / "run" / "comparison.json").read_text())["figures"]
-    assert figure["losses"][0] == pytest.approx(math.log(256), abs=0.1)
-    assert figure["losses"][-1] < figure["losses"][0]
-
-
 BPE = (*RUN, "--tokenizer", "bpe", "--vocab-size", "300", "--optimizers", "adam")
 
 
@@ -188,14 +172,6 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(pairs, tmp_path, capsys):
     train_bpe([own], 310).save(out)
     assert pretrain.main(again) == 2
     assert f"{path} has 310 tokens, not --vocab-size 300; put back" in capsys.readouterr().err
-    path.unlink()
-    assert pretrain.main([*again, "--vocab-size", "310"]) == 2
-    assert "with --vocab-size 300, this one has 310" in capsys.readouterr().err
-    assert pretrain.main([*again, "--tokenizer", "bytes"]) == 2
-    assert "with --tokenizer bpe, this one has bytes" in capsys.readouterr().err
-    # The same text gives the same tokenizer again.
-    assert pretrain.main(again) == 0
-    assert path.read_text() == own
 
 
 @pytest.mark.parametrize(

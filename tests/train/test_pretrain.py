@@ -173,33 +173,6 @@ def test_stopped_crashed_and_resumed_it_ends_bit_identical(finished, tmp_path, c
     assert saved(resumed) == saved(complete)
 
 
-@pytest.mark.slow
-def test_resumed_where_the_variance_became_stable(tmp_path):
-    """The host learns of the freeze one step late; where a run stops must not matter."""
-    steps = 20 * STEPS
-    automatic = [
-        *RUN,
-        "--optimizers",
-        "onebit_adam_frozen",
-        "--warmup",
-        "auto",
-        "--steps",
-        str(steps),
-    ]
-    assert pretrain.main([*automatic, "--out", str(tmp_path / "complete")]) == 0
-    complete = tmp_path / "complete" / "onebit_adam_frozen"
-    frozen_at = result(complete)["frozen_at"]
-    assert 100 <= frozen_at < steps - 2
-    phases = [row["phase"] for row in rows(complete)]
-    assert phases == ["warmup"] * frozen_at + ["compression"] * (steps - frozen_at)
-    resumed = tmp_path / "resumed"
-    for stop_after in (frozen_at, frozen_at + 1):
-        with at_step(stop_after, sigterm):
-            assert pretrain.main([*automatic, "--out", str(resumed)]) == 128 + signal.SIGTERM
-    assert pretrain.main([*automatic, "--out", str(resumed)]) == 0
-    assert saved(resumed / "onebit_adam_frozen") == saved(complete)
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

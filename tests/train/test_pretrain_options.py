@@ -109,12 +109,6 @@ def test_exponential_schedule():
     assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
 
 
-def test_cosine_schedule():
-    schedule = Config(schedule_warmup=10, steps=110).learning_rate_schedule()
-    rates = [np.asarray(schedule(step)) for step in (0, 9, 10, 60, 110)]
-    assert rates == pytest.approx([1e-4, 1e-3, 1e-3, 5e-4, 0], rel=1e-5, abs=1e-9)
-
-
 def test_steps_may_grow_where_no_learning_rate_depends_on_them(tmp_path):
     write_config(Config(out=str(tmp_path), schedule="exponential", steps=800))
     check_folder(Config(out=str(tmp_path), schedule="exponential", steps=900, optimizers=("adam",)))

@@ -8,20 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.cifar10 import IMAGES, LABELS, PIXELS, write
-from tests.train.options import assert_options_change_little
+from tests.train.cifar10 import LABELS, PIXELS, write
 from tests.train.runs import assert_refused, at_step, metrics, result, sigterm, smaller
 from train import images, resnet
 from train.resnet import (
     ResNetConfig,
     apply,
-    classification_loss,
     init_params,
     init_statistics,
-    judge,
     main,
 )
-from train.stream import in_order, stream
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -34,36 +30,6 @@ applied = jax.jit(functools.partial(apply, CONFIG), static_argnames="train")
 
 
 # Batches.
-
-
-def cropped_pixel_by_pixel(image, top, left, mirrored):
-    made = np.zeros_like(image)
-    for y, x in itertools.product(range(32), repeat=2):
-        row, column = y + top - 4, (31 - x if mirrored else x) + left - 4
-        if 0 <= row < 32 and 0 <= column < 32:
-            made[y, x] = image[row, column]
-    return made
-
-
-@pytest.mark.parametrize("mirrored", [False, True])
-@pytest.mark.parametrize(("top", "left"), [(0, 0), (4, 4), (8, 3), (2, 8)])
-def test_a_crop_is_the_reference(top, left, mirrored):
-    expected = cropped_pixel_by_pixel(PIXELS[0], top, left, mirrored)
-    np.testing.assert_array_equal(images.cropped(PIXELS[0], top, left, mirrored), expected)
-
-
-def test_every_crop_is_drawn():
-    """With its image's label, which its one pixel says too."""
-    labels, pixel = np.arange(3000, dtype=np.int32) % 10, np.zeros((3000, 32, 32, 3), np.uint8)
-    pixel[:, 10, 12] = 1 + labels[:, None]
-    found = set()
-    examples = images.cropped_images(images.Images(pixel, labels))
-    for batch in itertools.islice(stream(examples, batch_size=100), 30):
-        np.testing.assert_array_equal(batch["image"].max((1, 2, 3)), 1 + batch["label"])
-        found |= {tuple(np.argwhere(image[..., 0])[0]) for image in batch["image"]}
-    rows = set(range(10 - 4, 10 + 5))
-    columns = {*range(12 - 4, 12 + 5), *range(19 - 4, 19 + 5)}
-    assert found == set(itertools.product(rows, columns))
 
 
 # The model.
@@ -94,27 +60,6 @@ def test_statistics_are_used_where_nothing_is_trained():
     np.testing.assert_allclose(norm["var"], made.var((0, 1, 2)), rtol=1e-3, atol=1e-4)
     again, _ = applied(params, full, PIXELS, train=False)
     np.testing.assert_allclose(again, trained, rtol=1e-3, atol=1e-3)
-
-
-def test_options_of_how_it_is_computed_change_little():
-    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-
-    def loss(config, params):
-        batch = {"image": PIXELS, "label": LABELS}
-        value, _, changed = classification_loss(config)(params, batch, state)
-        return value, changed
-
-    assert_options_change_little(loss, CONFIG, params, rounding=0.05)
-
-
-def test_judged_by_hand():
-    params, state = init_params(CONFIG, 0), init_statistics(CONFIG)
-    found = judge(CONFIG)(params, in_order(images.heldout(IMAGES), batch_size=6), model_state=state)
-    logits = np.asarray(applied(params, state, PIXELS, train=False)[0], np.float64)
-    losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(16), LABELS]
-    assert found["heldout_loss"] == pytest.approx(losses.mean(), rel=1e-4)
-    assert found["heldout_accuracy"] == np.mean(logits.argmax(-1) == LABELS)
-    assert found["heldout_images"] == 16
 
 
 # A whole run.

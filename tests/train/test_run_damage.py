@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tyro
 
-from tests.train.runs import at_step, result, rows
+from tests.train.runs import result, rows
 from train.folder import write_config
 from train.lm import pretrain
 from train.lm.pretrain import Config
@@ -78,29 +78,12 @@ def test_a_damaged_file_a_broken_result_and_a_torn_log(copied, finished, damage,
     assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
 
 
-def test_a_finished_run_is_reported_with_the_workers_that_it_had(copied, capsys):
-    """Where it is asked for again with others, nothing is trained anew."""
-    report = (copied / "report.md").read_text()
-    assert pretrain.main([*RUN, "--workers", "4", "--out", str(copied)]) == 0
-    capsys.readouterr()
-    assert (copied / "report.md").read_text() == report
-
-
 @pytest.mark.parametrize("content", [b"", b"[1]"])
 def test_a_broken_configuration(copied, content, capsys):
     (copied / "config.json").write_bytes(content)
     code, [error] = run(copied, capsys)
     assert code == 2
     assert error.startswith(f"error: {copied}/config.json is damaged: ")
-
-
-@pytest.mark.slow
-def test_a_folder_that_is_removed_while_it_runs(tmp_path, capsys):
-    out = tmp_path / "run"
-    with at_step(3, lambda: shutil.rmtree(out)):
-        code, [error] = run(out, capsys)
-    assert code == 2
-    assert error.startswith("error: ")
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from train.stream import Examples, in_order, stream
 
@@ -40,14 +39,6 @@ def test_an_epoch_has_every_example_once_and_the_next_one_in_another_order():
     assert (epochs[0] != epochs[1]).any()
 
 
-def test_the_seed_alone_decides():
-    assert_same(take(9, seed=3), take(9, seed=3))
-    assert_same(take(6, 4, seed=3), take(3, 8, seed=3))
-    whole, other = take(5, seed=3), take(5, seed=4)
-    assert (whole["index"] != other["index"]).any()
-    assert len(set(take(10)["drawn"].tolist())) == 80
-
-
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_share_the_global_batch(processes):
     # More batches than an epoch has, so that some reach from one epoch into the next.
@@ -58,16 +49,6 @@ def test_processes_share_the_global_batch(processes):
     whole = stream(EXAMPLES, batch_size=12, seed=5)
     for _ in range(7):
         assert_same(joined([next(own) for own in streams]), next(whole))
-
-
-def test_resumed_from_a_checkpoint(tmp_path):
-    before, after = (stream(EXAMPLES, batch_size=BATCH) for _ in range(2))
-    for _ in range(7):
-        next(before)
-    ocp.save_checkpointables(tmp_path / "checkpoint", {"data": before})
-    expected = next(before)
-    restored = ocp.load_checkpointables(tmp_path / "checkpoint", {"data": after})["data"]
-    assert_same(next(restored), expected)
 
 
 def test_in_order_every_example_comes_once():

@@ -1,4 +1,4 @@
-"""What stands before an exchange: clipping by one factor for all, state of each worker's own."""
+"""Transformations before an exchange: clipping by one factor, and state of each worker's own."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def trajectory(tx, params, gradients, phase=None) -> tuple[Any, Any]:
 
 
 def draw_keys(sizes, count):
-    """Of every update and shard the keys of each node's draws, and that of the second draw."""
+    """The keys of all draws, `[updates, shards, nodes + 1]`; the last ones are the servers'."""
     nodes, per_node = (sizes, 1) if isinstance(sizes, int) else sizes
     key = jax.random.wrap_key_data(jax.random.bits(jax.random.key(SEED), (2,), jnp.uint32))
 
@@ -136,7 +136,7 @@ def test_one_node_takes_the_plain_mean_and_draws_nothing():
 
 @pytest.mark.parametrize(("b", "binding"), [(0.95, "vmap"), (1 - 2.0**-24, "shard_map")])
 def test_m_is_never_larger_than_a(b, binding):
-    """Of hard numbers, and of cancelling, growing and shrinking ones, in a large program."""
+    """With hard numbers, and cancelling, growing and shrinking ones, in a large program."""
     rng, shape = np.random.default_rng(0), (2**9, 2**10)
     hard = np.array([0, -0.0, 1e-45, 1e-40, 1.2e-38, 2**-100, 2**-120, 1, 1 + 2**-23, 3e38])
     tx = scale_by_birder(b)

@@ -43,7 +43,7 @@ def test_beside_float64_a_decay_of_float64_changes_no_dtype():
 
 
 def numpy_means(gradients, kind="rms", per_node=None, decay=1.0) -> Any:
-    """What EC1 in NumPy makes of gradients `[workers, updates, ...]`: `[updates, ...]`."""
+    """The means by EC1 in NumPy of gradients `[workers, updates, ...]`: `[updates, ...]`."""
 
     def of_tensor(g):
         workers, steps = g.shape[:2]

@@ -176,7 +176,7 @@ def test_agrees_with_numpy(case):
 
 
 def assert_same_residuals(case, state, params, adams):
-    """Of all shards of a node, and of all servers."""
+    """Compares the residuals of all shards of a node, and of all servers."""
     how = onebit_jax.ExchangeOptions(scale=case.scale).at_bits(axis_of(case.sizes), 1)
     per_node = 1 if isinstance(case.sizes, int) else case.sizes[1]
     both = residuals(how, state.momentum, params, case.sizes)

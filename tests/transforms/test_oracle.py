@@ -32,11 +32,11 @@ class Recording:
         self.initial = {name: self._data[f"p0/{name}"] for name in self.names}
 
     def tree(self, kind: str) -> dict[str, np.ndarray]:
-        """What was recorded for every tensor, `[updates, workers, ...]`: `g`, `p`, `we`, `se`."""
+        """The recording of every tensor, `[updates, workers, ...]`: `g`, `p`, `we`, `se`."""
         return {name: self._data[f"{kind}/{name}"][1:] for name in self.names}
 
     def array(self, kind: str) -> np.ndarray:
-        """What was recorded of the whole model, `[updates, workers, ...]`, such as LAMB's `we`."""
+        """The recording of the whole model, `[updates, workers, ...]`, such as LAMB's `we`."""
         return self._data[kind][1:]
 
 

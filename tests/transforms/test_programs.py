@@ -1,4 +1,4 @@
-"""What updates send, read off their programs; what states take; and how an axis is bound."""
+"""Bytes that updates send and states take, and every way to bind an axis or choose a phase."""
 
 import functools
 from typing import Any

@@ -70,7 +70,7 @@ def test_a_parameter_without_any_gradient_does_not_walk(name, workers, bound):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_schedule_and_masked_decay(name):
-    """What decay adds is the learning rate times it, on the leaves it is told."""
+    """Decay adds the learning rate times it, on the leaves of the mask."""
     schedule, mask = optax.linear_schedule(0.1, 0.0, 6), {"a": True, "b": False}
     shapes = {"a": (3, 7), "b": (13,)}
     params, gradients = draw(0, 2, shapes=shapes), draw(1, 2, shapes=shapes)

@@ -58,7 +58,7 @@ def data(seed: int, workers: int) -> tuple[Any, Any]:
 
 
 def blocks(tree: Any, sizes: Sizes, leading: int) -> list[np.ndarray]:
-    """What has a scale of its own, `[..., size]`: tensors or, between nodes, their shards."""
+    """All that have a scale, `[..., size]`: tensors or, between nodes, their shards."""
     flat = [
         np.reshape(x, (*x.shape[:leading], math.prod(x.shape[leading:])))
         for x in jax.tree.leaves(tree)
