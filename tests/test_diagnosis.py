@@ -1,6 +1,7 @@
 """`diagnose`: replicas that differ in a bit are found and named, and ill runs are told of."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,12 +93,12 @@ def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bi
 def test_states_with_an_axis_of_workers_are_as_those_on_the_mesh(kind):
     """As a step of `jax.pmap` returns them, from replicated ones, or one of `worker_copies`."""
     tx, batches = onebit(), make_batches(5)
-    state = begun("data")[1:]
-    step = onebit_jax.train_step(loss_fn, tx, MESH)
+    state: Any = begun("data")[1:]
+    step: Any = onebit_jax.train_step(loss_fn, tx, MESH)
     state = tuple(jax.tree.map(jnp.copy, state))
     for batch in batches:
         *state, _ = step(*state, batch)
-    expected = onebit_jax.diagnose(*state, MESH)
+    expected = onebit_jax.diagnose(state[0], state[1], MESH)
     assert expected.figures["residual_ratio"] > 0
 
     def update(state, batch):
@@ -107,11 +108,10 @@ def test_states_with_an_axis_of_workers_are_as_those_on_the_mesh(kind):
 
     inner, params = tx, make_params()
     if kind == "pmap":
-        devices = {"devices": jax.devices()[:4]}
-        rows = replicate(params, 4)
-        state = rows, jax.pmap(tx.init, axis_name="data", **devices)(rows)
+        devices, rows = jax.devices()[:4], replicate(params, 4)
+        state = rows, jax.pmap(tx.init, axis_name="data", devices=devices)(rows)
         shares = lambda x: x.reshape(4, -1, *x.shape[1:])  # noqa: E731
-        stepped = jax.pmap(update, axis_name="data", **devices)
+        stepped = jax.pmap(update, axis_name="data", devices=devices)
         for batch in batches:
             state, _ = stepped(state, jax.tree.map(shares, batch))
     else:
@@ -121,7 +121,7 @@ def test_states_with_an_axis_of_workers_are_as_those_on_the_mesh(kind):
         stepped = jax.jit(sharding.worker_step(update, MESH, axis_name="data"))
         for batch in batches:
             state, _ = stepped(state, batch)
-    diagnosis = onebit_jax.diagnose(*state, MESH)
+    diagnosis = onebit_jax.diagnose(state[0], state[1], MESH)
     assert diagnosis.compared == expected.compared
     assert diagnosis.figures.keys() == expected.figures.keys()
     for name, value in expected.figures.items():

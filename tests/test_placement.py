@@ -53,7 +53,7 @@ def test_state_is_sharded_or_replicated_as_its_marker_says(nodes):
         opt_state = train(step, params, opt_state, [BATCH])[1]
     specs = onebit_jax.state_specs(opt_state, axes)
     for node in jax.tree.leaves(specs, is_leaf=is_per_worker):
-        assert set(jax.tree.leaves(node)) == {P(axes) if is_per_worker(node) else P()}
+        assert {*jax.tree.leaves(node)} <= {P(axes) if is_per_worker(node) else P()}
     devices = mesh.devices.reshape(-1).tolist()
 
     def check(leaf, spec):
@@ -188,7 +188,7 @@ def test_restored_without_a_target(saved):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, opt_state = ocp.load(saved[0])
-    words = r"^opt_state is not a state of this optimizer.*lost its PerWorker nodes.*as its target"
+    words = r"^opt_state is not a state of this optimizer.*without its PerWorker nodes.*diverge"
     refused(MESH, opt_state, words)
     opt_state = onebit_jax.init(onebit(), make_params(), MESH)
     unmarked = jax.tree.map(
@@ -196,17 +196,17 @@ def test_restored_without_a_target(saved):
         opt_state,
         is_leaf=is_per_worker,
     )
-    refused(MESH, unmarked, "lost its PerWorker nodes.*silently diverge")
+    refused(MESH, unmarked, words)
 
 
 def test_a_run_goes_on_from_another_kind_of_mesh_and_from_other_devices(mesh, other_kind, saved):
     folder, expected, batches = saved
     step = onebit_jax.train_step(loss_fn, onebit(), mesh)
-    state = restored_onto(make_mesh(kind=other_kind), folder)
-    assert_equal(train(step, *state, batches), expected)
+    params, opt_state = restored_onto(make_mesh(kind=other_kind), folder)
+    assert_equal(train(step, params, opt_state, batches), expected)
     others = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[-WORKERS:])
-    state = restored_onto(others, folder)
-    assert_equal(train(step, *jax.device_get(state), batches), expected)
+    params, opt_state = jax.device_get(restored_onto(others, folder))
+    assert_equal(train(step, params, opt_state, batches), expected)
 
 
 @pytest.mark.parametrize(
@@ -216,19 +216,20 @@ def test_a_run_goes_on_from_another_kind_of_mesh_and_from_other_devices(mesh, ot
 )
 def test_of_another_optimizer(tx):
     opt_state = onebit_jax.init(tx, make_params(), MESH)
-    refused(MESH, opt_state, r"^opt_state is not a state of this optimizer.* differ.* Call .*init")
+    refused(MESH, opt_state, r"^opt_state is not a state of this optimizer.* expected .*init")
 
 
 def test_of_other_options_or_parameters():
     coarse = onebit(exchange=onebit_jax.ExchangeOptions(residual_dtype="bfloat16"))
     opt_state = onebit_jax.init(coarse, make_params(), MESH)
-    refused(MESH, opt_state, r"dtype bfloat16, but .* float32 is needed.*optimizer's options")
+    refused(
+        MESH, opt_state, r"compensated.*\(bfloat16\)\), expected .*'float32'.*onebit_jax.resize"
+    )
     other = {"layer": {"kernel": np.ones((9, 6), np.float32), "bias": np.ones(6, np.float32)}}
-    words = r"^opt_state\[0\].*has shape \(6,\).*\(5,\) and float32 is needed.*parameters' shapes"
-    refused(MESH, onebit_jax.init(onebit(), other, MESH), words)
+    refused(MESH, onebit_jax.init(onebit(), other, MESH), r"\(\(6,\), .*expected \(\(5,\), ")
     renamed = {"head": make_params()["layer"]}
     opt_state = onebit_jax.init(onebit(), renamed, MESH)
-    refused(MESH, opt_state, r"\['layer'\]\['bias'\] differ")
+    refused(MESH, opt_state, r"\['layer'\]\['bias'\] is None, expected")
 
 
 def test_of_another_number_of_workers(mesh, other_kind):
@@ -240,13 +241,12 @@ def test_of_another_number_of_workers(mesh, other_kind):
     refused(mesh, jax.device_get(opt_state), words)
 
 
-def test_sharded_parameters(mesh):
-    opt_state = onebit_jax.init(onebit(), make_params(), mesh)
-    whole = {"kernel": jnp.ones((8, 5)), "bias": jnp.ones(5)}
+def test_parameters_that_are_split_are_gathered(mesh):
+    params = {"layer": {"kernel": np.ones((8, 5), np.float32), "bias": np.ones(5, np.float32)}}
+    whole = jax.tree.map(jnp.asarray, params)
     split = NamedSharding(mesh, P("data"))
-    params = {"layer": whole | {"kernel": jax.device_put(whole["kernel"], split)}}
-    words = r"^params\['layer'\]\['kernel'\] is split.*param_specs= .*jax.device_put\(params"
-    with pytest.raises(ValueError, match=words):
-        onebit_jax.init(onebit(), params, mesh)
-    opt_state = onebit_jax.init(onebit(), {"layer": whole}, mesh)
-    refused(mesh, opt_state, words, params=params)
+    apart = {"layer": whole["layer"] | {"kernel": jax.device_put(whole["layer"]["kernel"], split)}}
+    loss = lambda p, x: jnp.mean((x["x"][:, :8] @ p["layer"]["kernel"] - x["y"]) ** 2)  # noqa: E731
+    step = onebit_jax.train_step(loss, dense(), mesh)
+    results = [train(step, x, onebit_jax.init(dense(), x, mesh), [BATCH]) for x in (whole, apart)]
+    assert_equal(results[1], results[0])

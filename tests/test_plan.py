@@ -211,17 +211,6 @@ def test_it_pays_below_the_bandwidth_at_which_runs_take_the_same_time(per_node):
             assert (onebit < dense) == (bandwidth < below), name
 
 
-def test_where_one_bit_loses_in_between_and_wins_again_the_lowest_bandwidth_counts():
-    # Slow local links limit the dense exchange; the flat form still gains from a faster network.
-    setting = Setting(340e6, 64, 1e9, 0.45, 10**6, per_node=8, warmup=0.0, latency=0.0)
-    row = FLAT._replace(encoding=118)
-    below = plan._pays_below(row, setting)
-    between, above = (setting._replace(bandwidth=x) for x in (1.05 * below, 1e18))
-    assert 0 < below < 1e12
-    assert predict(row, between).run > predict(BFLOAT16, between).run
-    assert predict(row, above).run < predict(BFLOAT16, above).run
-
-
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
@@ -262,7 +251,7 @@ def test_the_command_prints_the_verdict_and_a_row_per_optimizer(capsys):
     assert first == "1-bit Adam, hierarchical, is 2.5x as fast as dense bfloat16 here: use it."
     assert run.startswith("340,000,000 parameters, 64 workers, 4-device nodes, 10 Gbit/s each, ")
     assert head.split()[:4] == ["step", "total", "speedup", "pays"]
-    cells = {x: y for x, *y in (re.split(r"\s{2,}", row) for row in rows[:16])}
+    cells = {x: y for x, *y in (re.split(r"\s{2,}", row) for row in rows[: len(ROWS) + 2])}
     assert cells.keys() == {"dense float32", "dense bfloat16", *ROWS}
     expected = ["561.7 ms", "24.7 h", "2.5x", "192 Gbit/s", "2.83 GB", "79.7 MB"]
     assert cells[HIERARCHICAL.name] == expected

@@ -94,9 +94,9 @@ CASES = {
     "precision": "JAX's settings",
     "prng": "JAX's settings",
     "flags": "XLA_FLAGS",
-    "seed": "params['w']",
-    "checkpoint": "opt_state[0].progress.count",
-    "later checkpoint": "opt_state[0].progress.count",
+    "seed": "['params']['w']",
+    "checkpoint": "['opt_state'][0].progress.count",
+    "later checkpoint": "['opt_state'][0].progress.count",
     "nothing": "",
 }
 
@@ -142,8 +142,8 @@ def main(folder: pathlib.Path, processes: int, rank: int) -> dict[str, np.ndarra
         tx = onebit_jax.onebit_adam(learning_rate, warmup=warmup, axis_name="data")
         if case == "direction":
             tx = optax.chain(tx, optax.stateless(functools.partial(running_sums, second)))
-        options = {"max_skipped": 3} if second and case == "max_skipped" else {}
-        step = onebit_jax.train_step(loss_fn, tx, mesh, **options)
+        max_skipped = 3 if second and case == "max_skipped" else 10
+        step = onebit_jax.train_step(loss_fn, tx, mesh, max_skipped=max_skipped)
         try:
             params, state = begun(case, step, tx, mesh, rank)
             prng = "rbg" if second and case == "prng" else "threefry2x32"

@@ -162,14 +162,6 @@ def test_one_that_needs_a_value_is_checked_and_one_that_needs_more_once_it_is_kn
         step(make_params(), state, jnp.ones(8))
 
 
-def test_other_errors_stay_as_they_are():
-    def update(updates, state, params=None):
-        raise ValueError("one of the optimizer's own")
-
-    with pytest.raises(ValueError, match=r"^one of the optimizer's own"):
-        check(optax.GradientTransformation(optax.identity().init, update))
-
-
 def test_what_init_has_checked_a_step_does_not_trace_again():
     traced = []
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -152,7 +153,7 @@ class Workers:
         shards = self._shards(params, specs)
         of_workers = state_specs(initial_shapes(self.tx, shards, mesh, P()), self.axes.slow)
         state = initial_shapes(self.tx, shards, mesh, of_workers)
-        told = {"param_specs": self.specs_by_path(specs)} if self.split else {}
+        told: dict[str, Any] = {"param_specs": self.specs_by_path(specs)} if self.split else {}
         arguments = self.tx, shards, state, of_workers, mesh, extra_args, self.axes.slow_names
         check_replicas(*arguments, **told)
         if any(set(names_of(x)) & set(self.axes.fast_names) for x in jax.tree.leaves(specs)):
@@ -161,7 +162,9 @@ class Workers:
     def _shards(self, params: Any, specs: Any) -> Any:
         """The shapes of one device's shards of the parameters."""
         return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), x.dtype),
+            lambda x, spec: jax.ShapeDtypeStruct(
+                self.axes.shape_of_shard(x.shape, spec), jnp.result_type(x)
+            ),
             params,
             specs,
         )
@@ -337,7 +340,7 @@ def check_plans(
 ) -> None:
     """Checks the schedules in a state that must be the optimizer's."""
     saved = nodes_with("check_plan", opt_state)
-    unknown = jax.ShapeDtypeStruct, jax.core.Tracer
+    unknown = jax.ShapeDtypeStruct, Tracer
     if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
         return
     like = jax.eval_shape(lambda x: x, params)

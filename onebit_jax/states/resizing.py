@@ -250,7 +250,8 @@ def _on_host(state: Any, *, copies: bool) -> Any:
 
 def _on_devices(state: Any, like: Side, mesh: Mesh | AbstractMesh, *, copies: bool) -> Any:
     """Undoes :func:`_on_host`."""
-    workers = Workers(like.workers.tx, mesh, like.workers.axes.slow, like.workers.param_specs)
+    of, slow, specs = like.workers, like.workers.axes.slow, like.workers.param_specs
+    workers = Workers(of.tx, mesh, slow, specs) if of.split else Workers(of.tx, mesh)
 
     def one(p: Any, x: Any) -> Any:
         spec = p.spec_on(workers.axes)

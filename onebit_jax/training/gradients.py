@@ -170,6 +170,11 @@ def remains_finite(given: Any, new: Any) -> jax.Array:
     return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
 
 
+def differs(x: Any) -> bool:
+    """Whether a leaf may differ between workers: floats, which are averaged, and random keys."""
+    return is_key(x) or bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+
+
 def _check_same_state(new: Any, given: Any) -> None:
     """Checks the state that a loss returned against the state that it was given."""
     got, wanted = (

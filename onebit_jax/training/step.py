@@ -48,8 +48,8 @@ class Arguments(NamedTuple):
     opt_state: Any
     model_state: Any
     batch: Any
-    rng: Any = None
-    extra_args: Any = {}
+    rng: Any
+    extra_args: Any
     skips: Skips = no_skips()
 
 
@@ -69,9 +69,9 @@ class Results(NamedTuple):
     params: Any
     opt_state: Any
     model_state: Any
-    metrics: Metrics
-    outlook: jax.Array
-    skips: Skips
+    metrics: Any
+    outlook: Any
+    skips: Any
 
 
 def whole_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
@@ -109,10 +109,10 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     name: Any = axes.slow if isinstance(axes.slow, str) else None
     # Of a model's state whole numbers must be the same on all workers: vmap refuses others.
     is_own = jax.tree.map(gradients.differs, given.model_state)
-    out_axes = jax.tree.map(lambda own: 0 if own else None, is_own)
+    out_axes: Any = 0, 0, 0, jax.tree.map(lambda own: 0 if own else None, is_own), 0
     mapped = jax.vmap(
         of_worker,
-        out_axes=LossAndGradients(0, 0, 0, out_axes, 0),
+        out_axes=LossAndGradients(*out_axes),
         axis_name=name,
         spmd_axis_name=axes.spmd_axis_name,
     )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +140,7 @@ class TrainStep:
         given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
         setup = self._setup
         # In a jitted loop of steps the host cannot read a state's phase.
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             with computing_on(setup.workers.devices):
                 plan = self._plan(given)
                 placed = place(given, plan.shardings)
@@ -236,7 +237,7 @@ class TrainStep:
                 f"a multiple of {parts} = {axes.workers} workers x accumulation "
                 f"{self._setup.accumulation}. Change the batch size or the accumulation."
             )
-        known = getattr(getattr(x, "sharding", None), "spec", None)
+        known: Any = getattr(getattr(x, "sharding", None), "spec", None)
         # What workers share out alone lies in one way, and is one program.
         split = self._setup.workers.split and known
         first = names_in(known[0])[: len(axes.slow_names)] if split else ()
@@ -334,7 +335,8 @@ def train_step(
         over tokens that are not padding, it returns in place of the scalar
         ``onebit_jax.WeightedLoss(total, weight)``, a sum and its weight, such as the number of
         tokens: then all tokens of the batch weigh the same, however they lie on workers and
-        microbatches, some of which may have none. If the step is called with a random key or a model's state,
+        microbatches, some of which may have none. If the step is called with a random key or a
+        model's state,
         ``loss_fn`` takes ``rng`` and ``model_state`` by keyword; with a ``model_state`` it returns
         ``loss, metrics, model_state``.
       tx: the optimizer. It must average over the mesh itself, as this library's optimizers do; put
@@ -386,7 +388,8 @@ def train_step(
       ``metrics`` are scalars on all workers:
 
       - ``loss`` and the metrics that ``loss_fn`` returned: means over the workers;
-      - ``grad_norm``, if gradients are clipped: the root of the workers' mean squared gradient norm,
+      - ``grad_norm``, if gradients are clipped: the root of the workers' mean squared gradient
+        norm,
         before clipping;
       - ``phase`` of the update, by its place in "warmup", "compression", "local", "sync" and
         "refresh"; -1 if it was refused, or skipped before any was made; 0 for an optimizer without
@@ -403,9 +406,9 @@ def train_step(
       one. Optimizers that are in different phases use a program that contains all phases.
 
       A call with the state that the last call returned continues its run; any other state begins a
-      run. After an error for skipped steps the same state may be passed again, with good batches. No call
-      checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last call waits
-      for that call and raises if the last ``max_skipped`` steps were skipped.
+      run. After an error for skipped steps the same state may be passed again, with good batches.
+      No call checks the steps after it: ``step.skips.check(params, max_skipped)`` after the last
+      call waits for that call and raises if the last ``max_skipped`` steps were skipped.
 
       Inside ``jax.jit``, as in a ``lax.scan`` of the step, no account passes from one step to the
       next: ``skipped`` and ``skipped_in_a_row`` are 0 or 1, and no step raises. Count there with
@@ -428,16 +431,17 @@ def train_step(
     Raises:
       NonFiniteError: from the step, after ``max_skipped`` skipped steps in a row, the last of them
         two calls ago or earlier.
-      ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range, and a ``tx`` or ``mesh`` of the wrong type. From the
-        step, before anything is compiled: for a batch that does not divide into workers and
-        microbatches; a state that does not fit the optimizer, these parameters and this mesh, lacks
-        :class:`~onebit_jax.PerWorker` nodes, or was saved by a :func:`onebit_jax.local_steps` with
-        another schedule; parameters that are split between devices; a ``loss_fn`` whose results have a wrong type or shape; updates that would differ
-        between workers, with the parameter's name; a collective under a condition that may differ
-        between workers, which would then wait for each other for ever; processes with different
-        steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from this
-        library's optimizers, for an axis that is not in the mesh, or a mesh axis that they would
-        not average over.
+      ValueError: for ``accumulation``, ``max_grad_norm`` or ``max_skipped`` outside their range,
+        and a ``tx`` or ``mesh`` of the wrong type. From the step, before anything is compiled: for
+        a batch that does not divide into workers and microbatches; a state that does not fit the
+        optimizer, these parameters and this mesh, lacks :class:`~onebit_jax.PerWorker` nodes, or
+        was saved by a :func:`onebit_jax.local_steps` with another schedule; parameters that are
+        split between devices; a ``loss_fn`` that returns another number of values; updates that
+        would differ between workers, with the parameter's name; a collective under a condition that
+        may differ between workers, which would then wait for each other for ever; processes with
+        different steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from
+        this library's optimizers, for an axis that is not in the mesh, or a mesh axis that they
+        would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax

@@ -19,6 +19,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import unfit_of
 from onebit_jax.collectives.layout import tensor_id
 from onebit_jax.collectives.xla import restore_unless
+from onebit_jax.markers import nodes_with
 from onebit_jax.transforms.algorithm import Task, states_of
 
 # Causes other than a tensor, in place of its id.
@@ -166,13 +167,15 @@ def guarded_update(
         health = agree(jnp.where(unfit == 0, unfit_of(updates), unfit), axes)
         made, new = tx.update(updates, state, params, **extra_args)
         new = jax.tree.map(lambda x, y: jnp.where(health.fit, x, y), new, state)
-    finite = _looks_finite(made, axes)
+    # Of local steps every worker has updates of its own.
+    local = axes.names if nodes_with("synced_parameters", state) else ()
+    finite = _looks_finite(made, (*local, *axes.shards))
     tensor = jnp.where(health.fit & ~finite, UPDATE, health.tensor)
     health = health._replace(fit=health.fit & finite, tensor=tensor)
     return Guarded(jax.tree.map(lambda u: jnp.where(health.fit, u, 0), made), new, health)
 
 
-def _looks_finite(updates: optax.Updates, axes: Axes) -> jax.Array:
+def _looks_finite(updates: optax.Updates, names: tuple[str, ...]) -> jax.Array:
     """Whether the smallest update of a matrix, of a vector and so on is finite.
 
     NaNs that are not in gradients come of schedules, which change all tensors, or of weight decay,
@@ -183,7 +186,7 @@ def _looks_finite(updates: optax.Updates, axes: Axes) -> jax.Array:
     if not smallest:
         return jnp.bool(True)
     finite = jnp.stack([jnp.isfinite(x).all() for x in smallest]).all()
-    return lax.pmin(finite.astype(jnp.int32), axes.shards) > 0 if axes.shards else finite
+    return lax.pmin(finite.astype(jnp.int32), names) > 0 if names else finite
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -257,7 +260,9 @@ def skip_nonfinite(
     ) -> tuple[optax.Updates, SkipNonfiniteState]:
         state = cast(SkipNonfiniteState, state)
         if task != "update":
-            updates, kept = inner.update(updates, state.inner_state, params, task=task, **extra_args)
+            updates, kept = inner.update(
+                updates, state.inner_state, params, task=task, **extra_args
+            )
             return updates, SkipNonfiniteState(state.skips, kept)
         made = guarded_update(
             inner, updates, state.inner_state, params, bound_axes(axis_name), **extra_args

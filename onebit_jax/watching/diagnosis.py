@@ -247,8 +247,8 @@ def _program(
         opt_state = structure.unflatten(views)["opt_state"]
         bound = workers_axes(axes)
 
-        def figures_of(node: Any) -> dict[str, jax.Array]:
-            found = dict(metrics_of(node))
+        def figures_of(node: Any) -> dict[str, Any]:
+            found: dict[str, Any] = dict(metrics_of(node))
             for part in nodes_with("diagnostics", node):
                 for name, x in part.diagnostics(bound).items():
                     found[name] = jnp.maximum(found.get(name, x), x)

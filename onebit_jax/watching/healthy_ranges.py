@@ -63,7 +63,7 @@ RANGES = (
         "onebit_jax.train_step does, and onebit_jax.sharding.worker_step where a model is sharded; "
         "and each worker batches of its own. Right after a restore it means that all workers were "
         "given one worker's state, as jax_utils.replicate(jax_utils.unreplicate(state)) does, and "
-        "the residuals of the others are lost: save and restore the state with its axis of workers.",
+        "those of the others are lost: save and restore the state with its axis of workers.",
     ),
     Range(
         "scale_spread",
