@@ -32,15 +32,17 @@ def check_step(step: Callable[..., Any], state: Any, *others: Any, axis_name: st
         parts of the new state, outside a :class:`onebit_jax.PerWorker`, would differ between
         workers, as after optimizers that average nothing.
 
-    >>> import jax, jax.numpy as jnp, optax
+    >>> import functools, jax, jax.numpy as jnp, optax
     >>> @functools.partial(jax.pmap, axis_name="batch")
     ... def step(params, x):
     ...     grads = jax.grad(lambda p: jnp.mean((x - p) ** 2))(params)
     ...     return optax.apply_updates(params, grads), grads
-    >>> rows = jnp.ones((4, 2))
-    >>> check_step(step, rows, rows, axis_name="batch")
-    Traceback (most recent call last):
-    ValueError: after a step, state would differ between workers, ...
+    >>> rows = jnp.ones((4, 2))  # one row per worker
+    >>> try:
+    ...     check_step(step, rows, rows, axis_name="batch")
+    ... except ValueError as error:
+    ...     str(error)[:52]
+    'after a step, state would differ between workers, an'
     """
     specs = state_specs(state, axis_name)
     workers = len(jax.tree.leaves(state)[0])

@@ -167,6 +167,11 @@ def distributed_lion(
     Adam's loss use :func:`onebit_jax.onebit_adam`, whose documentation also says where ``init`` and
     ``update`` run. A worker whose gradient is NaN votes -1 from then on.
 
+    A sign does not shrink with its momentum: if an element's gradients end, as a rare token's do,
+    it walks on until the momentum is 0 in float32. Measured after 50 updates with gradients: 8,500
+    learning rates in one direction with ``b2=0.99``, as Lion's own do. Decay such elements, or
+    train them by another optimizer.
+
     Args:
       learning_rate: a number, or a schedule of the number of updates made.
       b1: weight of the momentum in the vote, in [0, 1).
@@ -241,7 +246,8 @@ def signum(
 
     When to choose it: as the simplest method with one bit per parameter from the first step on; if
     some workers may be wrong or hostile, since each has one vote; and as the baseline that a method
-    with error feedback must beat. Without error feedback rounding errors are lost, and if workers
+    with error feedback must beat. If an element's gradients end, it walks on, measured 820 learning
+    rates in one direction with ``b1=0.9`` (:func:`onebit_jax.distributed_lion`). Without error feedback rounding errors are lost, and if workers
     disagree only their number counts, not the size of their gradients. For state, learning rate and
     NaN see :func:`onebit_jax.distributed_lion`.
 

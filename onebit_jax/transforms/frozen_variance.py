@@ -130,7 +130,9 @@ class FrozenVariance(Algorithm):
             return exchange.layout.gather(self.dense(exchange, momentum))
         return exchange.decode(momentum.received, own_shard=True)
 
-    def frozen(self, exchange: BoundExchange, momentum: Momentum, active: Any, decay: Any) -> Momentum:
+    def frozen(
+        self, exchange: BoundExchange, momentum: Momentum, active: Any, decay: Any
+    ) -> Momentum:
         """The momentum at the end of warm-up, from which compression begins.
 
         Args:
@@ -151,7 +153,7 @@ class FrozenVariance(Algorithm):
     def compressed(
         self, exchange: BoundExchange, state: Any, grads: Any, m_i: list[jax.Array]
     ) -> tuple[Momentum, Any, jax.Array]:
-        """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and the id of an unfit tensor."""
+        """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and an unfit tensor's id."""
         layout, momentum = exchange.layout, state.momentum
         noticed = momentum.ignored, grads, state.v_then_inverse_root, momentum.exchange.active
         momentum = momentum._replace(ignored=ignored(*noticed))

@@ -226,7 +226,7 @@ def onebit_muon(
             optax.scale_by_learning_rate(adam_learning_rate or 0.0),
         )
         parts = {"muon": in_float32(muon), "adam": in_float32(adam)}
-        return optax.chain(optax.partition(parts, labels), notice_unmoved())
+        return optax.chain(optax.partition(parts, lambda _: labels), notice_unmoved())
 
     def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         tx = made(updates if params is None else params)
@@ -266,11 +266,14 @@ def _dimensions(matrices: Any, params: Any, adam_learning_rate: Any) -> tuple[An
             )
         return choice
 
-    spread = jax.tree.map(
-        lambda choice, of: jax.tree.map(lambda _: choice, of), chosen, params, is_leaf=_is_dimensions
-    )
+    # None chooses Adam, but may also be a part of a model without parameters, as Equinox has it.
+    choices: list[Any] = []
+
+    def spread(choice: Any, of: Any) -> None:
+        choices.extend([choice] * len(jax.tree.leaves(of)))
+
+    jax.tree.map(spread, chosen, params, is_leaf=_is_dimensions)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    choices = jax.tree.leaves(spread, is_leaf=_is_dimensions)
     found = [numbers(path, c, p) for (path, p), c in zip(leaves, choices, strict=True)]
     labels = ["adam" if x is None else "muon" for x in found]
     return structure.unflatten(found), structure.unflatten(labels)

@@ -4,7 +4,6 @@ import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,11 @@ from tests.small_task import MESH
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/your-loop.md").read_text()
 BEGINNING, WEIGHTED, FROM_PROCESSES = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.M)
 DIFFS = dict(
-    re.findall(r"^(?:#+ |(?=Flax's))([^\n]+)\n(?:(?!^#|^```diff).)*?^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.M)
+    re.findall(
+        r"^(?:#+ |(?=Flax's))([^\n]+)\n(?:(?!^#|^```diff).)*?^```diff\n(.*?)^```$",
+        PAGE,
+        re.DOTALL | re.M,
+    )
 )
 
 
