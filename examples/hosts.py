@@ -1,4 +1,4 @@
-"""Trains a small network on all devices of one host or of many; docs/clusters.md: how to launch it.
+"""Trains a small network on all devices of one host or many; docs/clusters.md has launch lines.
 
 python examples/hosts.py                                  # all GPUs or TPU chips of this host
 srun python examples/hosts.py --nodes 2                   # Slurm; Open MPI 4 in the same way
