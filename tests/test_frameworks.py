@@ -161,7 +161,7 @@ def test_a_state_that_nnx_split_is_refused():
     with pytest.raises(ValueError, match="is not a state of this optimizer"):
         step(params, split, batch)
     for lost in (split["opt_state"], nnx.to_pure_dict(split)["opt_state"]):
-        with pytest.raises(ValueError, match=r"PerWorker nodes.*nnx\.split"):
+        with pytest.raises(ValueError, match="without its PerWorker nodes"):
             step(params, lost, batch)
     opt_state = onebit_jax.init(tx, params, MESH)
     assert step(params, opt_state, batch)[2]["phase"] == 0
