@@ -87,14 +87,14 @@ def differ_outside_state(opt_state: Any) -> bool:
 def are_apart(opt_state: Any) -> bool:
     """Whether the last step, for which this waits, was local: workers have not met since."""
     nodes = nodes_with("synced_parameters", opt_state)
-    return any(int(node.progress.phase) == _LOCAL for node in nodes)
+    return any(int(node.progress.phase.ravel()[0]) == _LOCAL for node in nodes)
 
 
 def last_phase(opt_state: Any) -> Phase | None:
     """The phase of a run's last step: workers meet in it if it would be local; None for its own."""
     for node in nodes_with("synced_parameters", opt_state):
-        if int(node.progress.upcoming[0]) == code("local"):
-            return sync_of(int(getattr(node, "fragment", 0)))
+        if int(node.progress.upcoming.ravel()[0]) == code("local"):
+            return sync_of(int(node.fragment.ravel()[0]) if hasattr(node, "fragment") else 0)
     return None
 
 

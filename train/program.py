@@ -14,10 +14,9 @@ from typing import Any, Generic, TypeVar, cast
 import jax
 import tyro
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import onebit_jax
-from onebit_jax.states.specs import MeshAxes, parameter_specs
 from train.config import RunConfig, option_name, shared_options
 from train.folder import check_folder, check_together, locked, write_config, write_together
 from train.launch import Stopped, StopRequest, agree, check_shared, join
@@ -136,8 +135,13 @@ def _check(config: RunConfig, task: Task, mesh: AnyMesh) -> None:
     """Raises `ValueError` for what would fail once a run has begun."""
     config.check()
     if task.param_specs is not None:
-        axes = MeshAxes(cast(Mesh, mesh), config.axis_name)
-        parameter_specs(axes, task.param_specs, jax.eval_shape(task.init))
+        shapes = jax.eval_shape(task.init)
+        specs = task.param_specs(shapes)
+        jax.tree.map(
+            lambda x, spec: NamedSharding(cast(Mesh, mesh), spec).shard_shape(x.shape),
+            shapes,
+            specs,
+        )
     for name in config.optimizers:
         make_optimizer(name, config, task.mask)
     task.batches()

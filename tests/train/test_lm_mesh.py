@@ -42,8 +42,7 @@ def losses(folder):
         ("--mesh data=2,fsdp=4 --batch-size 12", "--batch-size 12: expected a multiple of 8"),
         (
             "--mesh data=1,tensor=3",
-            "parameter ['blocks'][0]['attention']['key']['kernel'] has shape (64, 64), but its "
-            "spec P(None, 'tensor') splits an axis of 64 into 3 parts",
+            "axis 1 is partitioned 3 times, but the dimension size is 64",
         ),
         ("--scale-per tensor", "--scale-per tensor: expected shard, since no --mesh splits"),
         ("--mesh data=2,fsdp=2 --scale-per tensor --optimizers adam", "expected nothing, since"),
