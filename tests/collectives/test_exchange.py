@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from onebit_jax import wire
-from onebit_jax.collectives.exchange import BoundExchange, buckets_of
+from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, buckets_of
 from onebit_jax.collectives.k_bits import KBits
-from onebit_jax.collectives.layout import BLOCK
+from onebit_jax.collectives.layout import BLOCK, tensor_id
 from onebit_jax.collectives.one_bit import OneBit
 from tests.collectives.exchanging import (
     COMPRESSORS,
@@ -251,3 +251,18 @@ def test_a_state_takes_the_bytes_that_the_docs_say(name):
         (of_value + of_scales) + (of_value + (of_scales if of_scales < 0.1 else 0)) / 4
     )
     assert expected <= taken <= 1.01 * expected
+
+
+def test_the_id_is_that_of_the_tensor_that_is_not_finite():
+    """Also where tensors of one shape, which are compressed together, are not neighbours."""
+    tree = {"a": np.ones((4, 8), np.float32), "b": np.ones((4, 16), np.float32)}
+    tree["c"] = np.ones((4, 8), np.float32)
+
+    def unfit(values: Any) -> Any:
+        exchange = how.over(values)
+        return exchange.mean(values, exchange.begin())[2]
+
+    how = ExchangeOptions().of(AXIS, OneBit())
+    for name in tree:
+        damaged = tree | {name: tree[name] * np.nan}
+        assert (jax.vmap(unfit, axis_name=AXIS)(damaged) == tensor_id(f"['{name}']")).all()
