@@ -66,7 +66,7 @@ WORKS = [
     "optax.chain(mean, onebit)",
 ]
 # The essential words of the errors.
-LATER = r"would differ between workers.*replicas silently diverge.*per_worker"
+LATER = r"would differ between workers.*replicas would silently diverge.*per_worker"
 REFUSED = {
     "optax.chain(optax.zero_nans(), onebit)": LATER,
     "optax.chain(optax.trace(0.9), bits, rate)": LATER,
