@@ -46,7 +46,7 @@ def test_four_processes_train_as_one_does(tmp_path):
     compensated = [
         value
         for name, value in together.items()
-        if name.startswith("step") and "m_then_compensated.value[0]" in name
+        if name.startswith("step") and "m_then_compensated.value['out']" in name
     ]
     assert len(np.unique(compensated, axis=0)) == WORKERS
 

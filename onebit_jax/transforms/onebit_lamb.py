@@ -81,7 +81,11 @@ def decay_rates(weight_decay: Any, mask: Any, params: Any, count: jax.Array) -> 
 def squared_norms(tree: Any, axis_name: Any) -> jax.Array:
     """The squared norm of each tensor, whole; float32 ``[P]``."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return sum_over_shards(jnp.stack(squares), bound_axes(axis_name)) if squares else jnp.zeros(0, jnp.float32)
+    return (
+        sum_over_shards(jnp.stack(squares), bound_axes(axis_name))
+        if squares
+        else jnp.zeros(0, jnp.float32)
+    )
 
 
 def coefficients(params: Any, u: Any, low: Any, high: Any, axis_name: Any) -> jax.Array:
