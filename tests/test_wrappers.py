@@ -76,17 +76,10 @@ REFUSED = {
     "optax.contrib.mechanize(onebit)": LATER,
     'optax.partition({"matrices": onebit, "vectors": adamw}, labels)': r"differ between workers",
     "optax.masked(onebit, matrices)": (
-<<<<<<< HEAD
-        r"\['bias'\], differ between workers.*optax.partition also.*optax.masked"
-    ),
-    "optax.apply_if_finite(onebit, 3)": (
-        r"wait for each other for ever.*onebit_jax.skip_nonfinite"
-=======
         r"\['bias'\], differ between workers.*place of optax.masked"
     ),
     "optax.apply_if_finite(onebit, 3)": (
         r"optax.apply_if_finite: they would wait for each other for ever"
->>>>>>> 591f032236afe31bdb13683ef4bc70a21841dccb
     ),
     "optax.conditionally_transform(onebit, lambda step: step % 2 == 0)": (
         r"the updates of 2 parameters.*differ between workers"
