@@ -196,7 +196,7 @@ def test_fetch_sgd_follows_numpy():
     tensor = reference.FetchSgd(np.zeros(SIZE), 0.1, 0.8, sketch.columns, 12, hashed)
     g, got = flat(gradients, 2), flat(run.params, 2)
     for t in range(steps):
-        tensor.lr = float(rate(t))
+        tensor.lr = float(jnp.asarray(rate(t)))
         np.testing.assert_allclose(got[0, t], tensor.update(list(g[:, t])), atol=1e-5)
     assert 12 < np.count_nonzero(got[0, -1]) < 12 * steps
 

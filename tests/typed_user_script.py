@@ -31,7 +31,7 @@ def train(batches: list[jax.Array]) -> Params:
         assert_type(params, Params)
         print(float(metrics["loss"]))
     print(opt_state[1][0].progress.count)
-    model_state = {"mean": jnp.zeros(3)}
+    model_state: dict[str, jax.Array] = {"mean": jnp.zeros(3)}
     params, opt_state, model_state, _ = step(
         params, opt_state, batches[0], rng=jax.random.key(0), model_state=model_state
     )

@@ -6,6 +6,7 @@ python -m tests.checkpoint.failing_worker ADDRESS RANK FOLDER
 import errno
 import os
 import sys
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ def main(address: str, rank: int, folder: str) -> None:
         run.save(1, params, state)
         run.close()
         if rank == 1:
-            ocp.JsonCheckpointHandler._save_fn = full
+            cast(Any, ocp.JsonCheckpointHandler)._save_fn = full
         run.save(2, params, state)
         if rank == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -142,7 +142,8 @@ def test_a_save_may_be_followed_at_once_by_a_step_that_donates(tmp_path):
 def test_a_save_outside_a_block_is_complete_when_it_returns(tmp_path):
     """At the end of Python nobody waits for it."""
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(np.int64(1), PARAMS, STATE)
+    step: Any = np.int64(1)
+    checkpoints.save(step, PARAMS, STATE)
     assert (tmp_path / "1" / "checksums.json").exists()
     with checkpoints:
         checkpoints.save(2, PARAMS, STATE)
@@ -185,7 +186,7 @@ def test_a_save_between_exchanges_has_what_workers_share(tx, tmp_path):
     state, ends = fresh(), []
     with Checkpoints(tmp_path, keep_last=30) as checkpoints:
         for i in range(1, 23):
-            state = step(*state, x)[:2]
+            state = step(state[0], state[1], x)[:2]
             if i >= 20:
                 checkpoints.save(i, *state)
     restored = Checkpoints(tmp_path).restore(*fresh())

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,7 +21,7 @@ from tests.workers import AXIS, assert_workers_agree, draw, on_workers
 def test_votes_of_rows_are_counted_in_binary(workers):
     rows = np.random.default_rng(workers).integers(0, 256, (workers, 2, 5), np.uint8)
     rows[..., 0] = 255  # all workers' votes
-    digits = np.asarray(count_rows(rows))
+    digits = np.asarray(count_rows(jnp.asarray(rows)))
     bits = np.unpackbits(digits[..., None], axis=-1, bitorder="little")
     counts = np.tensordot(2 ** np.arange(len(bits)), bits, 1)
     expected = np.unpackbits(rows[..., None], axis=-1, bitorder="little").sum(0, dtype=np.int64)

@@ -11,6 +11,7 @@ import pytest
 
 import onebit_jax
 from onebit_jax.states import placement
+from onebit_jax.states.specs import MeshAxes
 from onebit_jax.transforms.algorithm import PHASES, sync_of
 from tests import reference
 from tests.runs import Sizes, axis_of
@@ -243,7 +244,8 @@ def begun(every, fragments) -> tuple[Any, Any]:
 )
 def test_a_state_saved_between_exchanges_belongs_to_its_plan(every, fragments, message):
     params, opt_state = begun(4, 2)
-    placement.check_plans(make_tx(2, axis_name="data", every=4), params, opt_state, MESH)
+    same = make_tx(2, axis_name="data", every=4)
+    placement.check_plans(same, opt_state, params, MeshAxes(MESH, "data"))
     tx = make_tx(fragments, axis_name="data", every=every)
     other = onebit_jax.train_step(lambda p, b: jnp.sum(p["layer"]["bias"] * b["y"]), tx, MESH)
     with pytest.raises(ValueError, match=message):

@@ -92,9 +92,11 @@ def test_a_value_out_of_range_is_named(make):
 
 
 def test_numbers_are_those_that_python_takes():
-    for rate in (np.array(1e-3), np.float64(1e-3), jnp.bfloat16(1e-3), np.array([[1e-3]])[0, 0]):
-        onebit_jax.onebit_adam(rate, warmup=np.array(5), axis_name=AXIS)
-    onebit_jax.compressed_mean(AXIS, np.int64(4))
+    rates: Any = np.array(1e-3), np.float64(1e-3), jnp.bfloat16(1e-3), np.array([[1e-3]])[0, 0]
+    counts: Any = np.array(5), np.int64(4)
+    for rate in rates:
+        onebit_jax.onebit_adam(rate, warmup=counts[0], axis_name=AXIS)
+    onebit_jax.compressed_mean(AXIS, counts[1])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,8 @@ def test_a_function_among_the_parameters_is_named():
     """As in an Equinox model."""
 
     def begin(w):
-        return onebit_jax.birder(**SEEDED).init({"w": w, "activation": jnp.tanh})
+        params: Any = {"w": w, "activation": jnp.tanh}
+        return onebit_jax.birder(**SEEDED).init(params)
 
     with pytest.raises(ValueError, match=r"parameter \['activation'\] is a .*eqx.filter"):
         jax.vmap(begin, axis_name=AXIS)(jnp.ones((2, 3)))
@@ -201,6 +204,6 @@ def test_masks_are_checked_by_every_optimizer(make, options):
 def test_tensors_of_more_elements_than_int32_counts_can_be_lowered(make):
     tx = make(1e-2, axis_name="data", **({"seed": 0} if make is onebit_jax.birder else {}))
     params: Any = {"w": jax.ShapeDtypeStruct((2**16, 2**16), "f4")}
-    state = placement.state_shapes(tx, params, MESH)
+    state = placement.Workers(tx, MESH).state_shapes(params)
     step = onebit_jax.train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, MESH)
     assert step.lower(params, state, jax.ShapeDtypeStruct((8,), "f4")).as_text()

@@ -26,7 +26,7 @@ def make(name):
         return OPTIMIZERS[name].make(AXIS)
     adam = optax.adam(0.01)
 
-    def update(grads, state, params=None):
+    def update(grads, state, params=None, **_):
         return adam.update(lax.pmean(grads, AXIS), state, params)
 
     return optax.GradientTransformation(adam.init, update)
