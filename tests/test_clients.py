@@ -1,6 +1,7 @@
 """What other people's programs do: each was silent, or failed in words that helped nobody."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import flax.linen as nn

@@ -29,7 +29,7 @@ def make(name):
     def update(grads, state, params=None, **_):
         return adam.update(lax.pmean(grads, AXIS), state, params)
 
-    return optax.GradientTransformation(adam.init, update)
+    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def with_fault(grads, value, worker, rng):
