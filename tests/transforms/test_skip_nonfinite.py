@@ -1,5 +1,7 @@
 """One worker's NaN, infinity or overflow: all skip the step, as if it had not been."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +28,10 @@ def make(name):
         return OPTIMIZERS[name].make(AXIS)
     adam = optax.adam(0.01)
 
-    def update(grads, state, params=None, **_):
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
         return adam.update(lax.pmean(grads, AXIS), state, params)
 
-    return optax.GradientTransformationExtraArgs(adam.init, update)
+    return optax.GradientTransformation(adam.init, update)
 
 
 def with_fault(grads, value, worker, rng):
