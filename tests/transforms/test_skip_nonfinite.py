@@ -1,6 +1,6 @@
 """One worker's NaN, infinity or overflow: all skip the step, as if it had not been."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def make(name):
     def update(grads: Any, state: Any, params: Any = None) -> Any:
         return adam.update(lax.pmean(grads, AXIS), state, params)
 
-    return optax.GradientTransformation(adam.init, update)
+    return optax.GradientTransformation(adam.init, cast(Any, update))
 
 
 def with_fault(grads, value, worker, rng):
