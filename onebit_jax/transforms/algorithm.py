@@ -33,7 +33,7 @@ from onebit_jax.collectives.axes import (
 )
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.xla import overwrite_if, restore_unless
-from onebit_jax.markers import PerWorker, outermost, own
+from onebit_jax.markers import PerWorker, Share, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
@@ -369,7 +369,7 @@ def notice_unmoved() -> optax.GradientTransformationExtraArgs:
 
     def shares(f: Callable[..., jax.Array], params: Any, *trees: Any) -> Unmoved:
         def of_tensor(p: Any, *others: Any) -> Any:
-            return f(p, *others)[None] if jnp.result_type(p).itemsize < 4 else None
+            return Share(f(p, *others)[None]) if jnp.result_type(p).itemsize < 4 else None
 
         return Unmoved(PerWorker(jax.tree.map(of_tensor, params, *trees)))
 

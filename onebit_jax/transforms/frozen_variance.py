@@ -17,7 +17,7 @@ from jax import lax
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
-from onebit_jax.markers import PerWorker, as_own, named_leaves, own
+from onebit_jax.markers import PerWorker, Share, as_own, named_shares, own
 from onebit_jax.transforms.algorithm import Algorithm
 
 
@@ -49,12 +49,12 @@ class Momentum(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Those of the exchange, and the shares of gradients that were ignored."""
-        return self.lent(axes).diagnostics(axes) | ignored_shares(self.ignored)
+        return self.lent(axes).diagnostics(axes) | named_shares("ignored_share", self.ignored)
 
 
 def none_ignored(params: Any) -> PerWorker:
     """No gradients ignored yet: 0 for each tensor."""
-    return as_own(jax.tree.map(lambda _: jnp.float32(0), params))
+    return as_own(jax.tree.map(lambda _: Share(jnp.float32(0)), params))
 
 
 def ignored(before: PerWorker, grads: Any, inverse_root: Any, active: Any) -> PerWorker:
@@ -68,21 +68,16 @@ def ignored(before: PerWorker, grads: Any, inverse_root: Any, active: Any) -> Pe
     """
 
     def shares() -> Any:
-        def share(g: jax.Array, y: jax.Array) -> jax.Array:
-            return jnp.sum((g != 0) & (y == 0), dtype=jnp.float32) / max(g.size, 1)
+        def share(g: jax.Array, y: jax.Array) -> Share:
+            return Share(jnp.sum((g != 0) & (y == 0), dtype=jnp.float32) / max(g.size, 1))
 
         return jax.tree.map(share, grads, inverse_root)
 
     # A model without inactive elements needs no pass over its gradients. Sums wrap alike.
     size = sum(x.size for x in jax.tree.leaves(inverse_root)) % 2**32
     some = jnp.sum(active.counts.astype(jnp.uint32)) != np.uint32(size)
-    now = lax.cond(some, shares, lambda: jax.tree.map(lambda _: jnp.float32(0), grads))
+    now = lax.cond(some, shares, lambda: own(none_ignored(grads)))
     return as_own(jax.tree.map(jnp.maximum, own(before), now))
-
-
-def ignored_shares(shares: PerWorker) -> dict[str, jax.Array]:
-    """The figures of :func:`ignored`, by tensor."""
-    return {f"ignored_share of {name}": x[0] for name, x in named_leaves(shares.value)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,12 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfit_of
-from onebit_jax.markers import PerWorker, as_own, in_place_of, own
+from onebit_jax.markers import PerWorker, as_own, in_place_of, named_shares, own
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
 from onebit_jax.transforms.frozen_variance import (
     FrozenVariance,
     ignored,
-    ignored_shares,
     none_ignored,
 )
 from onebit_jax.transforms.onebit_adam import bounded, for_uncorrected, zero_share
@@ -81,7 +80,7 @@ class ZeroOneAdamState(NamedTuple):
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""
         del axes
-        shares = ignored_shares(self.ignored)
+        shares = named_shares("ignored_share", self.ignored)
         return {"inactive_share": zero_share(self.inverse_root)} | shares
 
     def own_parameters(self) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.markers import named_leaves, nodes, nodes_with
+from onebit_jax.markers import named_shares, nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states.flax_variables import without_variables
 from onebit_jax.states.placement import computing_on, state_specs
@@ -266,8 +266,7 @@ def _program(
         sent = [(jnp.max(x), checksum(x)) for x in scales]
         for _, node in nodes(opt_state):
             if isinstance(node, Unmoved):
-                for name, x in named_leaves(node.shares.value):
-                    figures[f"unmoved_share of {name}"] = x[0]
+                figures |= named_shares("unmoved_share", node.shares)
         count = jnp.array([x.progress.count for x in states_of(opt_state)], jnp.float32)
         return lax.all_gather((row, figures, sent, count), mesh.axis_names)
 
