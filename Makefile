@@ -2,7 +2,7 @@
 # The newest that is found, pyenv's too: JAX's newest version needs Python 3.12.
 PYTHON ?= $(shell for v in 3.14 3.13 3.12; do \
   for p in python$$v $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$v*/bin/python; do \
-  $$p -c 'import venv' 2>/dev/null && echo $$p && exit; done; done; echo python3)
+  $$p -c 'import ensurepip, venv' 2>/dev/null && echo $$p && exit; done; done; echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
