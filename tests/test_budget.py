@@ -14,7 +14,7 @@ class Limit(NamedTuple):
 
 
 BUDGET = [
-    Limit("onebit_jax: lines", 7_000, today=7_617),
+    Limit("onebit_jax: lines", 7_000, today=7_613),
     Limit("onebit_jax: files", 70),
     Limit("onebit_jax: lines of the longest module", 300),
     Limit("onebit_jax: lines of the longest function", 80),
@@ -22,7 +22,7 @@ BUDGET = [
     Limit("parameters of onebit_adam", 11),
     Limit("parameters of all that make a transformation", 200),
     Limit("train: lines", 4_000),
-    Limit("tests: lines", 14_000, today=14_036),
+    Limit("tests: lines", 14_000, today=14_039),
     Limit("benchmarks: lines", 3_000),
 ]
 

@@ -38,27 +38,25 @@ def without_shardings(state: Any, params: Any) -> Any:
     ``nnx.Optimizer`` does so before it calls ``update``, a step of one's own does not. Variables of
     parameters, at paths that end in a parameter's, stay.
     """
-    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    variables = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_variable)
+    paths = {path for path, _ in variables}
 
     def inner(path: Any, x: Any) -> Any:
-        leaves = jax.tree_util.tree_leaves_with_path(x)
-        if not _is_variable(x) or not leaves:
+        of_parameter = any(path[i:] in paths for i in range(len(path)))
+        if not _is_variable(x) or of_parameter or not jax.tree.leaves(x):
             return x
-        [(below, leaf)] = leaves
-        whole = (*path, *below)
-        of_parameter = any(whole[i:] in paths for i in range(len(whole)))
-        return x if of_parameter else leaf
+        return _value(x)
 
     return jax.tree_util.tree_map_with_path(inner, state, is_leaf=_is_variable)
 
 
 def without_variables(tree: Any) -> Any:
-    """Takes all leaves out of Flax NNX's Variables; other nodes stay."""
-    return jax.tree.map(
-        lambda x: next(iter(jax.tree.leaves(x)), None) if _is_variable(x) else x,
-        tree,
-        is_leaf=_is_variable,
-    )
+    """Takes all values out of Flax NNX's Variables; other nodes stay."""
+    return jax.tree.map(lambda x: _value(x) if _is_variable(x) else x, tree, is_leaf=_is_variable)
+
+
+def _value(variable: Any) -> Any:
+    return next(iter(jax.tree.leaves(variable, is_leaf=lambda x: x is not variable)), None)
 
 
 def _is_variable(node: Any) -> bool:
