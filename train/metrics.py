@@ -131,7 +131,8 @@ class MetricsLog:
         if self._writes:
             rate, saved = self._learning_rates[step].item(), self._saved()
             shown = (
-                f"loss {values['loss']:.3f}, {phase}, lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
+                f"loss {values['loss']:.3f}, {'dense' if sent >= self._dense else phase}, "
+                f"lr {rate:.2g}, {saved / 1e6:,.0f} MB saved"
             )
             self.bar.set_postfix_str(shown, refresh=False)
             self.bar.update()
@@ -140,8 +141,11 @@ class MetricsLog:
         return self.progress
 
     def _saved(self) -> int:
-        """Bytes that a worker has sent less than it would at full precision."""
-        return round(self._dense * self.progress.step) - self.progress.bytes_sent
+        """Bytes that a worker has sent less than it would at full precision.
+
+        A dense step sends a few more than gradients have, for the loss.
+        """
+        return max(round(self._dense * self.progress.step) - self.progress.bytes_sent, 0)
 
     def diagnosed(self, diagnosis: Diagnosis) -> None:
         """Logs what was found after the last step that landed, and says what is wrong."""
