@@ -170,7 +170,7 @@ def check_mesh(mesh: Any, *, simulated: bool = False) -> None:
 
 def _check_floating(kind: str, tree: Any, mend: str) -> None:
     for name, leaf in named_leaves(tree):
-        dtype = getattr(leaf, "dtype", None)
+        dtype = None if isinstance(leaf, jax.ShapeDtypeStruct) else getattr(leaf, "dtype", None)
         if dtype is None and isinstance(leaf, (int, float)):
             dtype = jnp.result_type(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):

@@ -403,8 +403,8 @@ def test_numbers_of_numpy_are_numbers(options):
 
 @pytest.mark.parametrize(
     "leaf",
-    [jax.nn.relu, np.array([None]), jnp.ones(2, jnp.complex64)],
-    ids=["a function", "an object array", "complex"],
+    [jax.nn.relu, np.array([None]), jnp.ones(2, jnp.complex64), jax.ShapeDtypeStruct((2,), "f4")],
+    ids=["a function", "an object array", "complex", "a shape"],
 )
 def test_a_leaf_that_is_no_array_of_floats_is_named(leaf):
     with pytest.raises(ValueError, match=r"parameter \['f'\]"):
