@@ -76,19 +76,20 @@ FROZEN = {
 @pytest.mark.parametrize("name", FROZEN)
 def test_gradients_that_a_frozen_variance_ignores_are_told_of_by_tensor(name):
     params = {"late": jnp.ones(8), "w": jnp.ones(8)}
-    for late in (0, 1):
-        batches = [{"late": (i > 4) * late * draw(i, 4, 8), "w": draw(i, 4, 8)} for i in range(8)]
+    # Others than 1 are no gradients: rounding errors may be that large.
+    for late in (0, 1e-10, 1):
+        batches = [{"late": (i > 4) * late * draw(i, 4, 8), "w": draw(i, 4, 8)} for i in range(18)]
         params_after, opt_state, _ = run(FROZEN[name](), params, batches)
         found = warned_of(onebit_jax.diagnose(params_after, opt_state, MESH), "ignored_share")
-        assert len(found) == late
+        assert len(found) == (late == 1)
     assert found[0].startswith("ignored_share of ['late']=1: ")
     np.testing.assert_array_equal(params_after["late"], 1)
 
 
 def test_a_refresh_ends_that():
     params = {"late": jnp.ones(8), "w": jnp.ones(8)}
-    batches = [{"late": (i > 4) * draw(i, 4, 8), "w": draw(i, 4, 8)} for i in range(9)]
-    params, opt_state, _ = run(adam(variance_refreshes=8), params, batches)
+    batches = [{"late": (i > 4) * draw(i, 4, 8), "w": draw(i, 4, 8)} for i in range(22)]
+    params, opt_state, _ = run(adam(variance_refreshes=20), params, batches)
     assert "ignored_share of ['late']" not in onebit_jax.diagnose(params, opt_state, MESH).figures
     assert np.all(np.asarray(params["late"]) != 1)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
@@ -57,26 +58,38 @@ def none_ignored(params: Any) -> PerWorker:
     return as_own(jax.tree.map(lambda _: Share(jnp.float32(0)), params))
 
 
-def ignored(before: PerWorker, grads: Any, inverse_root: Any, active: Any) -> PerWorker:
+# One update in so many looks for ignored gradients. Smaller ones than this share of the root mean
+# square of all are rounding errors of zeros, such as those of the biases of attention's keys.
+_LOOKS, _NOISE = 16, 1e-7
+
+
+def ignored(
+    before: PerWorker, count: jax.Array, grads: Any, inverse_root: Any, active: Any
+) -> PerWorker:
     """The largest share of each tensor that had gradients in one update and was inactive.
 
     Args:
       before: this, after the update before.
+      count: the number of updates made.
       grads: the worker's own gradients.
       inverse_root: 0 for inactive elements.
       active: of the exchange.
     """
 
     def shares() -> Any:
+        size = sum(g.size for g in jax.tree.leaves(grads))
+        noise = _NOISE * optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / size**0.5
+
         def share(g: jax.Array, y: jax.Array) -> Share:
-            return Share(jnp.sum((g != 0) & (y == 0), dtype=jnp.float32) / max(g.size, 1))
+            told = (jnp.abs(g) > noise) & (y == 0)
+            return Share(jnp.sum(told, dtype=jnp.float32) / max(g.size, 1))
 
         return jax.tree.map(share, grads, inverse_root)
 
-    # A model without inactive elements needs no pass over its gradients. Sums wrap alike.
+    # Without inactive elements no pass is needed. Sums wrap alike.
     size = sum(x.size for x in jax.tree.leaves(inverse_root)) % 2**32
     some = jnp.sum(active.counts.astype(jnp.uint32)) != np.uint32(size)
-    now = lax.cond(some, shares, lambda: own(none_ignored(grads)))
+    now = lax.cond(some & (count % _LOOKS == 0), shares, lambda: own(none_ignored(grads)))
     return as_own(jax.tree.map(jnp.maximum, own(before), now))
 
 
@@ -150,8 +163,9 @@ class FrozenVariance(Algorithm):
     ) -> tuple[Momentum, Any, jax.Array]:
         """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and an unfit tensor's id."""
         layout, momentum = exchange.layout, state.momentum
-        noticed = momentum.ignored, grads, state.v_then_inverse_root, momentum.exchange.active
-        momentum = momentum._replace(ignored=ignored(*noticed))
+        count, active = state.progress.count, momentum.exchange.active
+        found = ignored(momentum.ignored, count, grads, state.v_then_inverse_root, active)
+        momentum = momentum._replace(ignored=found)
         if not exchange.compresses:
             m = layout.scatter(m_i)
             kept = self.stored(exchange, m)

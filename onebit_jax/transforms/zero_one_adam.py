@@ -224,7 +224,8 @@ class ZeroOneAdam(FrozenVariance):
         return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
     def _ignored(self, state: State, update: Update) -> PerWorker:
-        return ignored(state.ignored, update.grads, state.inverse_root, state.exchange.active)
+        count, active = state.progress.count, state.exchange.active
+        return ignored(state.ignored, count, update.grads, state.inverse_root, active)
 
     def local_step(self, state: State, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
