@@ -88,7 +88,7 @@ def _waits(
 ) -> list[tuple[int, int]]:
     """For each message how many messages, and how many gradients of kernels, it waits for."""
     mesh, params = make_mesh((workers,), (AXIS,)), jax.eval_shape(_params)
-    state = jax.eval_shape(lambda: onebit_jax.init(tx, params, mesh))
+    state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), params)
     step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
     text = step.lower(params, state, _batch(workers, 0), phase=phase).as_text("hlo")
     op = "all-to-all" if workers > 2 else "all-gather"
