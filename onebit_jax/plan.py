@@ -41,7 +41,7 @@ class Setting(NamedTuple):
       steps: training steps; None assumes 100,000.
       per_node: devices that share one node's network.
       shards: devices that each worker's model is split over, by fast links.
-      warmup: fraction of the steps before compression begins.
+      warmup: fraction of the steps before compression begins, which is after 160 or later.
       every: steps between two syncs of local steps (DiLoCo's H).
       overlap: fraction of ``step_time`` during which gradients are already sent.
       latency: seconds of one message between nodes.
@@ -213,8 +213,9 @@ def _counts(optimizer: Optimizer, setting: Setting) -> tuple[float, float, float
         return refreshes, warmup - refreshes + syncs, syncs / later if later else 1.0
     if optimizer.warmup_bits:
         # 16 refreshes each time that the number of steps doubles.
-        begin = max(1.0, warmup)
-        return warmup + min(16 * math.log2(steps / begin), steps - begin), steps - warmup, 1.0
+        warmup = min(max(warmup, _EARLIEST_END), steps)
+        refreshes = min(16 * math.log2(steps / warmup), steps - warmup)
+        return warmup + refreshes, steps - warmup, 1.0
     return 0, steps / optimizer.every, 1 / optimizer.every
 
 
@@ -308,6 +309,8 @@ def plan(setting: Setting) -> Plan:
     pays_below = {x.name: _pays_below(x, setting) for x in compared}
     best = max(FLAT.name, HIERARCHICAL.name, key=speedup.__getitem__)
     verdict = _verdict(best, speedup[best], dense.step / setting.step_time, pays_below[best])
+    if (setting.steps or _ASSUMED_STEPS) <= _EARLIEST_END:
+        verdict = f"Do not use it: one bit per parameter begins after update {_EARLIEST_END}."
     return Plan(setting, verdict, _notes(setting), predictions, speedup, pays_below)
 
 
@@ -347,11 +350,6 @@ def _notes(setting: Setting) -> tuple[str, ...]:
         "This compares time and bytes, not losses. The verdict is about 1-bit Adam: other "
         "optimizers reach other losses, and local steps another one for each --every."
     ]
-    if setting.warmup * (setting.steps or _ASSUMED_STEPS) < _EARLIEST_END:
-        notes.append(
-            f"The default warm-up of onebit_adam ends at update {_EARLIEST_END} at the earliest, "
-            "after the one modelled here: pass a larger --warmup, or onebit_adam a warmup=N."
-        )
     if setting.latency == _LATENCY and setting.bandwidth < 1e9:
         notes.append(_SITES)
     return tuple(notes)
