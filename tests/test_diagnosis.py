@@ -221,6 +221,14 @@ def test_a_run_with_steady_gradients_has_no_warnings():
     assert 1 <= diagnosis.figures["variance_growth"] < 1.1
 
 
+def test_simulated_workers_may_lie_along_two_axes():
+    axes = ("node", "local")
+    mesh = jax.sharding.AbstractMesh((2, 2), axes)
+    params = {"w": jnp.ones(3)}
+    opt_state = onebit_jax.init(onebit_jax.onebit_adam(0.1, axis_name=axes), params, mesh)
+    assert onebit_jax.diagnose(params, opt_state, mesh).figures["phase"] == -1
+
+
 def test_inactive_coordinates_are_told_of_once_the_variance_is_frozen():
     inactive = np.arange(64) < 40
     gradients = [{"w": np.where(inactive, 0, g + 1)} for g in draws(22)]

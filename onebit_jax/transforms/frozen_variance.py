@@ -176,10 +176,10 @@ class FrozenVariance(Algorithm):
 
     def reactivated(self, exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
         """Marks the active elements again; newly active ones begin with residuals of 0."""
+        momentum = momentum._replace(ignored=none_ignored(active))
         if not exchange.compresses:
             return momentum
         state = exchange.activate(momentum.lent(exchange.axes), active)
-        momentum = momentum._replace(ignored=none_ignored(active))
         return self._take_back(exchange, momentum, momentum.received, state)
 
     def _take_back(

@@ -192,7 +192,7 @@ class OnebitAdam(FrozenVariance):
     def refresh_step(self, state: Any, update: Update) -> Made:
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
         exchange, t = self.bound(state, update), state.progress.count + 1
-        g, _ = self.mean_gradient(update.grads, state.progress.count)
+        g, unfit = self.mean_gradient(update.grads, state.progress.count)
         share = 1 - jnp.float32(self.b2) ** (t - state.variance_at)
         share = share / self.corrections(t)[1]
         was = state.v_then_inverse_root
@@ -207,7 +207,9 @@ class OnebitAdam(FrozenVariance):
             v_then_inverse_root=inverse_root,
             momentum=self.reactivated(exchange, state.momentum, inverse_root),
         )
-        return self._exchanged(exchange, state, update, m)
+        made = self._exchanged(exchange, state, update, m)
+        # A NaN in v makes an element inactive, and the exchange then does not see it.
+        return made._replace(unfit=jnp.where(unfit == 0, made.unfit, unfit))
 
     def _refreshed(self, inverse_root: jax.Array, g: jax.Array, share: jax.Array) -> jax.Array:
         """``v <- (1 - share) v + share g^2``, or ``g^2`` where v was 0; as its inverse root."""

@@ -3,7 +3,7 @@
 One NaN in one worker's gradient reaches every parameter, every residual and every average, and
 stays there. So does a square that overflows. The flag travels with the scales: a NaN or an infinity
 makes the scale of its tensor not finite, so no pass looks at gradients, and nothing that is sent
-waits. All workers then share the number of a tensor that is unfit, and keep the old state.
+waits. Of inactive elements, which do not move, gradients have no effect, whatever they are. All workers then share the number of a tensor that is unfit, and keep the old state.
 """
 
 from typing import Any, NamedTuple, cast

@@ -268,6 +268,12 @@ def _program(
             if isinstance(node, Unmoved):
                 figures |= named_shares("unmoved_share", node.shares)
         count = jnp.array([x.progress.count for x in states_of(opt_state)], jnp.float32)
-        return lax.all_gather((row, figures, sent, count), mesh.axis_names)
+
+        def gathered(x: jax.Array) -> jax.Array:
+            # One axis after the other: vmap has no all-gather over two.
+            rows = functools.reduce(lax.all_gather, reversed(mesh.axis_names), x)
+            return rows.reshape(mesh.size, *x.shape)
+
+        return jax.tree.map(gathered, (row, figures, sent, count))
 
     return jax.jit(over_workers(on_device, mesh, (list(specs),), P()))

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import onebit_jax
+from onebit_jax.transforms.algorithm import PHASES
 from tests.optimizers import OPTIMIZERS
 from tests.small_task import assert_equal
 from tests.workers import AXIS, Binding, assert_workers_agree, draw, on_workers, replicate
@@ -80,6 +81,32 @@ def check_skips(loop, bad, seed=0):
 def test_a_step_with_one_fault_is_as_if_it_had_not_been(name):
     # The first, the last dense one, the first compressed one, two in a row.
     check_skips(Loop(make(name)), {0, 3, 4, 8})
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_a_refresh_with_a_fault_is_skipped(bits):
+    """In an element that had no gradient yet, too, which the exchange masks."""
+    tx = onebit_jax.onebit_adam(
+        0.01, warmup=3, warmup_bits=bits, variance_refreshes=2, axis_name=AXIS
+    )
+    loop = Loop(tx)
+    made, refreshes = loop.begin, 0
+    for t in range(8):
+        grads = jax.tree.map(np.array, draw(1 + t, WORKERS, shapes=SHAPES))
+        grads["embedding"][:, 5] = 0.0
+        clean = made
+        made = loop.step(*clean, grads)
+        if int(made[1].inner_state[0].progress.phase[0]) != PHASES.index("refresh"):
+            continue
+        refreshes += 1
+        for value in FAULTS:
+            for row in (1, 5):
+                bad = jax.tree.map(np.array, grads)
+                bad["embedding"][2, row, 1] = value
+                skipped = loop.step(*clean, bad)
+                assert skipped[1].skips.in_a_row[0] == 1
+                assert_equal((skipped[0], skipped[1].inner_state), (clean[0], clean[1].inner_state))
+    assert refreshes > 1
 
 
 @pytest.mark.slow
