@@ -112,13 +112,14 @@ class Skips(NamedTuple):
         Args:
           params: parameters, for their names.
           max_skipped: the number of steps.
+
+        As for a state, ``jax.pmap`` may have given the account and parameters an axis of workers.
         """
-        in_a_row = int(np.asarray(self.in_a_row))
+        steps, _, in_a_row, worker, tensor = (int(np.ravel(x)[0]) for x in self)
         if in_a_row >= max_skipped:
             paths = jax.tree_util.tree_leaves_with_path(params)
             names = {tensor_id(name): name for name in (jax.tree_util.keystr(x) for x, _ in paths)}
-            name = names.get(int(self.tensor))
-            raise NonFiniteError(int(self.steps), int(self.worker), name, in_a_row)
+            raise NonFiniteError(steps, worker, names.get(tensor), in_a_row)
 
 
 def no_skips() -> Skips:
