@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import pack_flags, scaled_signs
+from onebit_jax.collectives.layout import Grouping, Layout, pack_flags, scaled_signs
 from onebit_jax.markers import PerWorker
 
 

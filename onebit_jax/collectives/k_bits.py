@@ -21,8 +21,16 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives import rounding
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, filled
-from onebit_jax.collectives.packing import largest, pack, to_bytes, unpack
+from onebit_jax.collectives.layout import (
+    BLOCK,
+    Grouping,
+    Layout,
+    filled,
+    largest,
+    pack,
+    to_bytes,
+    unpack,
+)
 from onebit_jax.markers import PerWorker
 
 

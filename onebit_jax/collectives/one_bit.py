@@ -36,8 +36,16 @@ from jax import lax
 
 from onebit_jax.collectives.axes import sum_over_shards
 from onebit_jax.collectives.error_feedback import Active, Compensated, ExchangeState
-from onebit_jax.collectives.layout import Grouping, Layout, Piece, filled
-from onebit_jax.collectives.packing import pack_flags, scaled_signs, to_bytes, unpack_flags
+from onebit_jax.collectives.layout import (
+    Grouping,
+    Layout,
+    Piece,
+    filled,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+    unpack_flags,
+)
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]

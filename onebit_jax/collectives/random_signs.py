@@ -34,8 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_jax.collectives.layout import Grouping, Layout, Shape
-from onebit_jax.collectives.packing import pack_flags, unpack_flags
+from onebit_jax.collectives.layout import Grouping, Layout, Shape, pack_flags, unpack_flags
 from onebit_jax.collectives.votes import count_rows, sizes_of
 
 

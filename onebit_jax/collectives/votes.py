@@ -21,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import largest, pack_flags, unpack_flags
+from onebit_jax.collectives.layout import Grouping, Layout, largest, pack_flags, unpack_flags
 
 
 def count_rows(rows: jax.Array) -> jax.Array:

@@ -42,8 +42,15 @@ import numpy as np
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
-from onebit_jax.collectives.packing import largest, pack_flags, scaled_signs, to_bytes
+from onebit_jax.collectives.layout import (
+    BLOCK,
+    Grouping,
+    Layout,
+    largest,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+)
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.

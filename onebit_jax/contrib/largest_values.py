@@ -39,8 +39,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import from_bytes, largest, to_bytes
+from onebit_jax.collectives.layout import Grouping, Layout, from_bytes, largest, to_bytes
 from onebit_jax.contrib.selection import kth_largest, places_of
 from onebit_jax.markers import PerWorker
 

@@ -33,9 +33,15 @@ import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.layout import (
+    Grouping,
+    Layout,
+    from_bytes,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+)
 from onebit_jax.collectives.one_bit import OneBit
-from onebit_jax.collectives.packing import from_bytes, pack_flags, scaled_signs, to_bytes
 
 
 class VoteState(NamedTuple):

@@ -13,14 +13,8 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, least_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
-from onebit_jax.transforms.algorithm import (
-    Made,
-    Progress,
-    Update,
-    chain,
-    notice_unmoved,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Made, Progress, Update
 from onebit_jax.transforms.frozen_variance import Momentum
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.onebit_lamb import (
@@ -325,4 +319,4 @@ def onebit_lamb_published(
         ratio_threshold=validation.number("ratio_threshold", ratio_threshold, "threshold"),
     )
     rate_tx = optax.scale_by_learning_rate(rate)
-    return chain(transformation(scale), rate_tx, notice_unmoved())
+    return algorithm.chain(algorithm.transformation(scale), rate_tx, algorithm.notice_unmoved())

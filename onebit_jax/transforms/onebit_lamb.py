@@ -12,15 +12,8 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms.algorithm import (
-    Made,
-    Progress,
-    Update,
-    at_count,
-    chain,
-    notice_unmoved,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Made, Progress, Update
 from onebit_jax.transforms.frozen_variance import Momentum
 from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup
@@ -68,7 +61,7 @@ def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
 
 def decay_rates(weight_decay: Any, mask: Any, params: Any, count: jax.Array) -> Any:
     """``lambda`` of each tensor: a tree of numbers."""
-    rate = at_count(weight_decay, count)
+    rate = algorithm.at_count(weight_decay, count)
     if mask is None:
         return jax.tree.map(lambda _: rate, params)
     return jax.tree.map(
@@ -166,7 +159,7 @@ def scale_by_onebit_lamb(
     fields = fields_of(
         b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, 3.0, exchange
     )
-    return transformation(
+    return algorithm.transformation(
         OnebitLamb(
             **fields,
             weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
@@ -294,4 +287,4 @@ def onebit_lamb(
         exchange=exchange,
     )
     rate = validation.rate("learning_rate", learning_rate)
-    return chain(scale, optax.scale_by_learning_rate(rate), notice_unmoved())
+    return algorithm.chain(scale, optax.scale_by_learning_rate(rate), algorithm.notice_unmoved())

@@ -89,9 +89,6 @@ class ZeroOneAdamState(NamedTuple):
         return jax.tree.map(lambda _: frozen, self.v_then_y)
 
 
-State = ZeroOneAdamState
-
-
 @dataclasses.dataclass(frozen=True)
 class ZeroOneAdam(FrozenVariance):
     """The algorithm; :func:`zero_one_adam` documents its fields."""
@@ -109,7 +106,7 @@ class ZeroOneAdam(FrozenVariance):
     needs_params = "0/1 Adam computes what they become and must know what they are"
     before = ("warmup", "compression")
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> ZeroOneAdamState:
         """``m = v = 0``, and no residuals."""
         zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         return ZeroOneAdamState(
@@ -134,7 +131,7 @@ class ZeroOneAdam(FrozenVariance):
             "sync": self.sync_step,
         }
 
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: ZeroOneAdamState) -> jax.Array:
         """The phases that the step sets give."""
         count, sets = state.progress.count, (self.variance_steps, self.sync_steps)
         coming = [
@@ -143,16 +140,16 @@ class ZeroOneAdam(FrozenVariance):
         ]
         return jnp.stack(coming).astype(jnp.int32)
 
-    def ends(self, state: State) -> jax.Array:
+    def ends(self, state: ZeroOneAdamState) -> jax.Array:
         """Whether v freezes after this update."""
         return state.progress.count + 1 >= self.variance_freeze
 
-    def bound(self, state: State, update: Update) -> BoundExchange:
+    def bound(self, state: ZeroOneAdamState, update: Update) -> BoundExchange:
         """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
         validation.check_same_tree(update.grads, state.inverse_root)
         return self.exchange.over(state.inverse_root)
 
-    def over_root(self, state: State, x: jax.Array, root: jax.Array, rates: Any) -> jax.Array:
+    def over_root(self, state: Any, x: jax.Array, root: jax.Array, rates: Any) -> jax.Array:
         """``x / (sqrt(v) + eps)``, bounded for learning rates of such a sum."""
         bound = for_uncorrected(self.step_bound, self.b2, state.variance_updates)
         return bounded(x * root, None if bound is None else bound * jnp.abs(rates))
@@ -167,7 +164,7 @@ class ZeroOneAdam(FrozenVariance):
         """``b1 m + (1 - b1) g``."""
         return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g.astype(jnp.float32), m, g)
 
-    def _adam(self, state: State, update: Update, m: Any, unfit: jax.Array) -> Made:
+    def _adam(self, state: ZeroOneAdamState, update: Update, m: Any, unfit: jax.Array) -> Made:
         """Before the freeze: ``- lr (m / (sqrt(v) + eps) + wd p)``."""
         count = state.progress.count
         rate = at_count(self.learning_rate, count)
@@ -177,7 +174,7 @@ class ZeroOneAdam(FrozenVariance):
         p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
         return Made(state._replace(m=as_own(m)), self.decayed(u, p, count), unfit)
 
-    def dense_step(self, state: State, update: Update) -> Made:
+    def dense_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
         exchange = self.bound(state, update)
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
@@ -195,7 +192,7 @@ class ZeroOneAdam(FrozenVariance):
         )
         return self._adam(state, update, m, unfit)
 
-    def compressed_step(self, state: State, update: Update) -> Made:
+    def compressed_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
         exchange = self.bound(state, update)
         G, exchanged, unfit = exchange.mean(update.grads, state.exchange)
@@ -204,13 +201,13 @@ class ZeroOneAdam(FrozenVariance):
         m = self.momentum_of(own(equal_on_all_workers(state.m)), G)
         return self._adam(state._replace(exchange=exchanged), update, m, unfit)
 
-    def freeze(self, state: State, update: Update, updates: Any) -> State:
+    def freeze(self, state: ZeroOneAdamState, update: Update, updates: Any) -> ZeroOneAdamState:
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
         y = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, update.params, updates)
         exchange = jax.tree.map(jnp.zeros_like, state.exchange)
         return state._replace(v_then_y=y, exchange=exchange._replace(active=state.exchange.active))
 
-    def _accumulated(self, state: State, update: Update) -> tuple[Any, Any, jax.Array, Any]:
+    def _accumulated(self, state: Any, update: Update) -> tuple[Any, Any, jax.Array, Any]:
         """``m_i``, ``B_i`` and ``G`` after this update; and ``y``, decayed."""
         count, begun = state.progress.count, state.local_steps > 0
         g, local = update.grads, bound_axes(self.exchange.axis_name).local
@@ -223,11 +220,11 @@ class ZeroOneAdam(FrozenVariance):
         G = jnp.where(begun, state.learning_rate_sum, 0.0) + rate
         return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
-    def _ignored(self, state: State, update: Update) -> PerWorker:
+    def _ignored(self, state: ZeroOneAdamState, update: Update) -> PerWorker:
         count, active = state.progress.count, state.exchange.active
         return ignored(state.ignored, count, update.grads, state.inverse_root, active)
 
-    def local_step(self, state: State, update: Update) -> Made:
+    def local_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         self.bound(state, update)
         m, B, G, y = self._accumulated(state, update)
@@ -248,7 +245,7 @@ class ZeroOneAdam(FrozenVariance):
         )
         return Made(state, moved, unfit_of(update.grads))
 
-    def sync_step(self, state: State, update: Update) -> Made:
+    def sync_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
         exchange = self.bound(state, update)
         _, B_i, G, y = self._accumulated(state, update)
@@ -272,11 +269,7 @@ class ZeroOneAdam(FrozenVariance):
         )
         return Made(state, moved, unfit)
 
-    def carry(self, state: State, update: Update) -> Any:
-        """The residuals."""
-        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
-
-    def resume(self, state: State, carried: Any, update: Update) -> State:
+    def resume(self, state: ZeroOneAdamState, carried: Any, update: Update) -> ZeroOneAdamState:
         """The residuals."""
         exchange = self.exchange.over(update.params, update.specs).resumed(
             carried, state.inverse_root

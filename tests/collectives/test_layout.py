@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from onebit_jax.collectives.axes import Axes, bound_axes, check_told_of_shards
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import pack, unpack
+from onebit_jax.collectives.layout import Grouping, Layout, pack, unpack
 from tests.runs import axis_of
 from tests.workers import (
     LOCAL,
