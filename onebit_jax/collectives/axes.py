@@ -56,11 +56,6 @@ def sum_over_shards(sums: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(sums, axes.shards) if axes.shards else sums
 
 
-def least_over_shards(least: jax.Array, axes: Axes) -> jax.Array:
-    """Makes minima over whole tensors from those over a device's shards."""
-    return lax.pmin(least, axes.shards) if axes.shards else least
-
-
 def whole_tensors(tree: Any, axes: Axes, specs: Specs) -> Any:
     """Gathers whole tensors of a tree like the parameters, or like some of them."""
 

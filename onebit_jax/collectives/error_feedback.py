@@ -110,6 +110,11 @@ class Compressor(Protocol):
     arrays. The state is the compressor's own: an :class:`ExchangeState`, the number of the call, or
     ``()``.
 
+    A compressor whose state is an :class:`ExchangeState` has two more methods, for another number
+    of workers. ``residuals(layout, state)`` gives this worker's ``e_i`` in pieces, cut, and this
+    server's ``E_j``, none in one shot. ``with_residual(layout, state, pieces)`` gives a fresh state
+    in which this worker's residuals are these pieces.
+
     Attributes:
       forms: of ``"one-shot"`` and ``"two-shot"`` those that it has.
       planes: the numbers in a byte.
@@ -147,20 +152,4 @@ class Compressor(Protocol):
 
     def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
         """Decodes rows ``[..., chunks, bytes]`` to ``[..., k, chunks, planes, *plane]``."""
-        ...
-
-
-class FeedbackCompressor(Compressor, Protocol):
-    """A compressor whose state is an :class:`ExchangeState`."""
-
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This worker's ``e_i`` in pieces, cut, and this server's ``E_j``; none in one shot."""
-        ...
-
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
-        """A fresh state in which this worker's residuals are these pieces."""
         ...

@@ -36,7 +36,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, Specs, bound_axes
-from onebit_jax.collectives.error_feedback import Compressor, ExchangeState, FeedbackCompressor
+from onebit_jax.collectives.error_feedback import Compressor, ExchangeState
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Layout, tensor_id
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
@@ -248,9 +248,7 @@ class BoundExchange:
             values = self._average(received)
         else:
             values = self.compressor.decode(layout, received)
-        if own_shard:
-            return [layout.own(piece, x) for piece, x in zip(layout.pieces, values, strict=True)]
-        return [piece.uncut(x) for piece, x in zip(layout.pieces, values, strict=True)]
+        return layout.own(values) if own_shard else layout.uncut(values)
 
     def _average(self, received: jax.Array) -> list[jax.Array]:
         """The mean of all workers' rows ``[..., n, bytes]``."""
@@ -326,7 +324,7 @@ class BoundExchange:
             return ()
         if not self.compresses:
             return self.layout.full(0.0)
-        compressor = cast(FeedbackCompressor, self.compressor)
+        compressor: Any = self.compressor
         e, E = compressor.residuals(self.layout, state)
         total = [lax.pmean(x, self.axes.node) for x in e]
         if E:
@@ -338,15 +336,14 @@ class BoundExchange:
         """Whole pieces from this device's ``[k, chunks, planes, *plane]``."""
         if self.axes.local is not None:
             cut = [lax.all_gather(x, self.axes.local) for x in cut]
-        return [piece.uncut(x) for piece, x in zip(self.layout.pieces, cut, strict=True)]
+        return self.layout.uncut(cut)
 
     def own(self, tree: Any) -> list[jax.Array]:
         """A tree that all workers share in the pieces that a worker compresses."""
         pieces = self.layout.gather(tree)
         if self.layout.shards == 1:
             return pieces
-        cut = [piece.cut(x) for piece, x in zip(self.layout.pieces, pieces, strict=True)]
-        return self.layout.shard(cut)
+        return self.layout.shard(self.layout.cut(pieces))
 
     def resumed(self, residual: Any, active: Any = None) -> Any:
         """A state with the same total residual, from which a run continues.
@@ -360,7 +357,7 @@ class BoundExchange:
         state = self.begin(active)
         if not self.compresses or not isinstance(state, ExchangeState):
             return state
-        compressor = cast(FeedbackCompressor, self.compressor)
+        compressor: Any = self.compressor
         return compressor.with_residual(self.layout, state, self.own(residual))
 
 

@@ -77,7 +77,7 @@ class KBits:
         self, layout: Layout, values: list[jax.Array], state: Any
     ) -> tuple[list[jax.Array], Any, jax.Array]:
         """The worker's half; sizes are the largest magnitude of each piece."""
-        z = [piece.cut(x) for piece, x in zip(layout.pieces, values, strict=True)]
+        z = layout.cut(values)
         if self.residual_decay is None:
             scales = [rounding.block_scales(x) for x in z]
             offset = rounding.offset_of(state, lax.axis_index(layout.axes.node))
@@ -165,7 +165,7 @@ class KBits:
         self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
     ) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
-        c = [piece.cut(x) for piece, x in zip(layout.pieces, pieces, strict=True)]
+        c = layout.cut(pieces)
         # With scales so large all of c rounds to 0, and is the residual.
         scales = [4 * rounding.levels(self.bits) * rounding.block_scales(x) for x in c]
         kept = Compensated(layout.held(c), layout.in_order(scales))

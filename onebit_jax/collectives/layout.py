@@ -264,9 +264,17 @@ class Layout:
         in_shards = self.shards > 1
         return [jnp.zeros(x.chunked if in_shards else x.shape, jnp.float32) for x in self.pieces]
 
-    def own(self, piece: Piece, x: jax.Array) -> jax.Array:
-        """``[k, chunks, planes, *plane]`` in the shape of what a worker compresses."""
-        return x if self.shards > 1 else piece.uncut(x)
+    def own(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+        """Pieces ``[k, chunks, planes, *plane]`` in the shape of what a worker compresses."""
+        return list(cut) if self.shards > 1 else self.uncut(cut)
+
+    def cut(self, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+        """Pieces as they are sent: see :meth:`Piece.cut`."""
+        return [piece.cut(x) for piece, x in zip(self.pieces, pieces, strict=True)]
+
+    def uncut(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+        """Undoes :meth:`cut`."""
+        return [piece.uncut(x) for piece, x in zip(self.pieces, cut, strict=True)]
 
     # Shards.
 
@@ -295,13 +303,9 @@ class Layout:
             return self.scatter([piece.uncut(x[0].astype(jnp.float32)) for piece, x in pairs])
         if self.shards == 1:
             return jax.tree.map(lambda x: x[0].astype(jnp.float32), kept)
-        leaves = jax.tree.leaves(kept)
-        return self.scatter(
-            [
-                piece.uncut(jnp.stack([leaves[i][0] for i in piece.leaves], 1).astype(jnp.float32))
-                for piece in self.pieces
-            ]
-        )
+        leaves = [x[0].astype(jnp.float32) for x in jax.tree.leaves(kept)]
+        cut = [jnp.stack([leaves[i] for i in piece.leaves], 1) for piece in self.pieces]
+        return self.scatter(self.uncut(cut))
 
     def shard(self, tree: Any) -> Any:
         """This device's shard of arrays for all shards ``[L, ...]``."""
@@ -320,6 +324,16 @@ class Layout:
         leading = parts[0].shape[:-1] if parts else (self.chunks,)
         padding = -sum(x.shape[-1] for x in parts) % _ROW_MULTIPLE
         return jnp.concatenate([*parts, jnp.zeros((*leading, padding), jnp.uint8)], -1)
+
+    def packed(self, flags: Sequence[jax.Array]) -> list[jax.Array]:
+        """Sections of booleans, one for each element of the pieces: uint8 ``[chunks, bytes]``."""
+        pairs = zip(self.pieces, flags, strict=True)
+        return [piece.section(pack_flags(piece.cut(x), 2)) for piece, x in pairs]
+
+    def flags(self, rows: jax.Array) -> list[jax.Array]:
+        """Undoes :meth:`packed`, of rows ``[..., chunks, bytes]``: each piece's, cut."""
+        axis = rows.ndim
+        return [unpack_flags(x, axis).swapaxes(axis - 2, axis - 1) for x in self.sections(rows)]
 
     def sections(self, rows: jax.Array) -> list[jax.Array]:
         """Each piece's bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""

@@ -139,14 +139,13 @@ class Drive:
 
     def init(self, layout: Layout, servers: bool) -> jax.Array:
         """Call 0."""
-        del layout, servers
         return jnp.zeros([], jnp.int32)
 
     def encode(
         self, layout: Layout, values: list[jax.Array], state: jax.Array
     ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         """The worker's half; sizes are the largest scale of each piece."""
-        z = [piece.cut(x)[0] for piece, x in zip(layout.pieces, values, strict=True)]
+        z = [x[0] for x in layout.cut(values)]
         keys = jnp.broadcast_to(self._key(layout, state, shot=0), (layout.chunks, 2))
         D = random_signs(keys, lax.iota(jnp.uint32, layout.chunks), layout.scale_shape[-1])
         flags, s = self._rounded(jnp.concatenate(z, -2) * D)

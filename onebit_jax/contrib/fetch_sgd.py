@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
 from onebit_jax.contrib.count_sketch import CountSketch
-from onebit_jax.contrib.selection import places_of_largest
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.algorithm import Algorithm, Made, Progress, Update
 
@@ -72,17 +72,15 @@ class FetchSgd(Algorithm):
         """``u <- rho u + mean S(g)``, ``v <- v + lr u``; subtracts the largest of ``v``."""
         sketch, size = self._sketch(update.grads)
         leaves, tree = jax.tree.flatten(update.grads)
-        if tree != jax.tree.structure(state.sizes):
-            raise ValueError(
-                "the parameter tree changed since init: call init again for the new parameters."
-            )
+        sizes = jax.tree.map(lambda x: jnp.uint32(x.size), update.grads)
+        validation.check_same_tree(sizes, state.sizes)
         parts = [x.astype(jnp.float32).reshape(-1) for x in leaves]
         flat = jnp.concatenate([*parts, jnp.zeros((0,), jnp.float32)])
         mean = dense_mean(sketch.table(flat), bound_axes(self.exchange.axis_name))
         u = self.momentum * state.momentum + mean
         v = state.error + algorithm.at_count(self.learning_rate, state.progress.count) * u
         estimates = sketch.estimates(v, size)
-        places = places_of_largest(jnp.abs(estimates), math.ceil(self.share * size))
+        _, places = lax.top_k(jnp.abs(estimates), math.ceil(self.share * size))
         taken = jnp.zeros_like(flat).at[places].set(estimates[places])
         # Where nothing is applied, as at a learning rate of 0, nothing is cleared.
         applied = estimates[places] != 0

@@ -40,9 +40,10 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
 from onebit_jax.collectives.layout import Grouping, Layout, from_bytes, largest, to_bytes
-from onebit_jax.contrib.selection import kth_largest, places_of
 from onebit_jax.markers import PerWorker
 
+# The number of flags in a row that is counted at once.
+_ROW = 64
 # Odd, and about the golden section of 2**32: multiples of it are evenly spread.
 _SPREAD = 2654435769
 
@@ -97,7 +98,6 @@ class LargestValues:
 
     def init(self, layout: Layout, servers: bool) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
-        del servers
         if shards := layout.axes.shards:
             raise ValueError(
                 f"LargestValues chooses among all values of a device, but here tensors are split "
@@ -118,7 +118,7 @@ class LargestValues:
         [last], [age] = threshold
         # A threshold of 0 comes of a gradient that is 0 nearly everywhere, such as the first
         # behind an output layer of zeros.
-        tau = lax.cond((age == 0) | (last == 0), lambda: kth_largest(size, room), lambda: last)
+        tau = lax.cond((age == 0) | (last == 0), lambda: lax.top_k(size, room)[0][-1], lambda: last)
         places, found = places_of((size >= tau) & (size > 0), room, _start(age, c.size))
         sent = jnp.where(found, c[places], 0.0)
         left = c.at[jnp.where(found, places, c.size)].set(0.0, mode="drop").reshape(z.shape)
@@ -152,8 +152,7 @@ class LargestValues:
         self, layout: Layout, state: ExchangeState
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """``e_i`` in pieces, cut; no server has a residual."""
-        e = layout.pieces_of(state.worker.value.values)
-        return [piece.cut(x) for piece, x in zip(layout.pieces, e, strict=True)], []
+        return layout.cut(layout.pieces_of(state.worker.value.values)), []
 
     def with_residual(
         self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
@@ -167,3 +166,34 @@ def _start(age: jax.Array, size: int) -> jax.Array:
     """Where a call's search begins; int32 ``[]``."""
     start = (age.astype(jnp.uint32) * np.uint32(_SPREAD)) % np.uint32(size)
     return start.astype(jnp.int32)
+
+
+def places_of(
+    flags: jax.Array, count: int, start: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """The places of the first ``count`` true flags from a start on, wrapping around at the end.
+
+    Args:
+      flags: bool ``[d]``.
+      count: the largest number of places.
+      start: below ``d``.
+
+    Returns:
+      int32 ``[count]``, and flags that tell which of them were found; the others are 0.
+
+    >>> places_of(jnp.array([True, False, True, True]), 2, start=3)[0]
+    Array([3, 0], dtype=int32)
+    """
+    # Counted in rows: XLA for CPUs is slow at cumulative sums.
+    rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, _ROW)
+    ranks = jnp.cumsum(jnp.sum(rows, 1, dtype=jnp.int32))
+    row, column = jnp.divmod(jnp.asarray(start, jnp.int32), _ROW)
+    before = ranks[row] - jnp.sum(rows[row] & (lax.iota(jnp.int32, _ROW) >= column))
+    nth, total = lax.iota(jnp.int32, count), ranks[-1]
+    found = nth < total
+    rank = before + nth + 1
+    rank = jnp.where(rank > total, rank - total, rank)
+    row = jnp.minimum(jnp.searchsorted(ranks, rank), len(ranks) - 1)
+    within = rank - (ranks[row] - jnp.sum(rows[row], 1, dtype=jnp.int32))
+    column = jnp.argmax(jnp.cumsum(rows[row], 1, dtype=jnp.int32) >= within[:, None], 1)
+    return jnp.where(found, row * _ROW + column, 0).astype(jnp.int32), found

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import Axes, bound_axes, least_over_shards
+from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.algorithm import Made, Progress, Update
@@ -88,7 +89,6 @@ class OnebitLambPublished(OnebitLamb):
 
     def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
         """The record with corrected variances: ``c`` cancels a factor common to all of a tensor."""
-        del of_v
         t = (state.progress.count + 1).astype(jnp.float32)
         return super().observed(state, v, 1 - jnp.float32(self.b2) ** t)
 
@@ -162,7 +162,8 @@ class OnebitLambPublished(OnebitLamb):
         axis_name, last = self.exchange.axis_name, state.ratios
         found = jax.tree.map(least_quotient, state.fresh_variance, state.v_then_inverse_root)
         least = jnp.asarray(jax.tree.leaves(found), jnp.float32)
-        least = least_over_shards(least, bound_axes(axis_name))
+        if shards := bound_axes(axis_name).shards:
+            least = lax.pmin(least, shards)
         f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
         of_q, of_u = squared_norms(q, axis_name), squared_norms(u, axis_name)
         w = jnp.sqrt(of_q / jnp.where(of_u > 0, of_u, 1.0))
@@ -302,13 +303,12 @@ def onebit_lamb_published(
       by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
       :func:`onebit_jax.variance_stable` can end warm-up.
     """
-    fields = fields_of(
-        b1, b2, eps, axis_name, warmup, 32, None, None, exchange, bias_correction=False
-    )
+    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, exchange)
     fields["exchange"] = exchange.at_bits(axis_name, 1, fused=True)
     rate = validation.rate("learning_rate", learning_rate)
     scale = OnebitLambPublished(
         **fields,
+        bias_correction=False,
         weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
         mask=validation.checked_mask(mask),
         min_coeff=validation.number("min_coeff", min_coeff, "positive"),

@@ -93,7 +93,6 @@ def clip_by_common_norm(
         task: Task = "update",
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        del params, extra_args
         if task != "update":
             return updates, state
         axes = bound_axes(axis_name)

@@ -13,7 +13,6 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
-from onebit_jax.collectives.layout import pack_flags, unpack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import algorithm
@@ -54,7 +53,6 @@ class ScaleByBirderState(NamedTuple):
           ``|m| / a`` over these; ``saturation``, the share of these with ``|m| / a > 0.99``;
           ``greatest_ratio``, the greatest, at most 1; and the number of ``updates``.
         """
-        del axes
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
         ratio = jnp.concatenate([*ratios, jnp.zeros(1, jnp.float32)])
@@ -141,29 +139,23 @@ class Birder(Algorithm):
         (m, a, g), layout = arrays, exchange.layout
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.progress.count)
-        active = layout.row(
-            [
-                piece.section(pack_flags(piece.cut(x != 0), 2))
-                for piece, x in zip(layout.pieces, a, strict=True)
-            ],
-            None,
-        )
+        active = layout.row(layout.packed([x != 0 for x in a]), None)
         if ask:
             values = [Ratio(x, x) for x in g]
             answer, _, _ = exchange.all_reduce(values, Draw(key, jnp.zeros_like(active)))
             active |= layout.shard(answer)[:, : active.shape[1]]
         active = equal_on_all_workers(active)
-        m, a = self.averages(m, a, g, _flags(exchange, active))
+        m, a = self.averages(m, a, g, layout.own(layout.flags(active)))
         z = [Ratio(x, y) for x, y in zip(m, a, strict=True)]
         received, _, unfit = exchange.all_reduce(z, Draw(key, active))
         told = layout.shard(received)[:, : active.shape[1]] & ~active
         a = [
             jnp.maximum(x, jnp.where(new, _LEAST_A, 0.0))
-            for x, new in zip(a, _flags(exchange, told), strict=True)
+            for x, new in zip(a, layout.own(layout.flags(told)), strict=True)
         ]
         if layout.shards > 1:
             active = lax.all_gather(active, exchange.axes.local)
-        on = _all_flags(exchange, active)
+        on = layout.uncut(layout.flags(active))
         u = [jnp.where(x, y, 0.0) for x, y in zip(on, exchange.decode(received), strict=True)]
         return m, a, u, unfit
 
@@ -178,24 +170,6 @@ class Birder(Algorithm):
         exchange = self.exchange.over(update.params, update.specs)
         m, a = (PerWorker(exchange.layout.held(exchange.own(tree))) for tree in carried)
         return state._replace(m=m, a=a)
-
-
-def _all_flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
-    """Unpacks rows of bits ``[..., chunks, bytes]`` of all shards to booleans, whole pieces."""
-    layout, axis = exchange.layout, bits.ndim
-    return [
-        piece.uncut(jnp.swapaxes(unpack_flags(x, axis), axis - 2, axis - 1))
-        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
-    ]
-
-
-def _flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
-    """The same of this device's shard, ``[chunks, bytes]``, like what it compresses."""
-    layout = exchange.layout
-    return [
-        layout.own(piece, unpack_flags(x, 2).swapaxes(0, 1))
-        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
-    ]
 
 
 def scale_by_birder(

@@ -177,7 +177,6 @@ class MeanGradients(Algorithm):
 
     def init(self, params: optax.Params) -> MeanGradientsState:
         """No updates."""
-        del params
         return MeanGradientsState(algorithm.begin())
 
     def steps(self) -> Mapping[Phase, Step]:

@@ -78,11 +78,8 @@ def mean_of_held(how: Exchange, held: PerWorker, like: Any) -> Any:
     """The mean over the workers of pieces in a state, a tree."""
     exchange = how.over(like)
     layout = exchange.layout
-    pieces = [
-        piece.cut(lax.pmean(x, exchange.axes.names[:1]))
-        for piece, x in zip(layout.pieces, layout.pieces_of(held.value), strict=True)
-    ]
-    return layout.scatter(exchange.of_all_shards(pieces))
+    pieces = [lax.pmean(x, exchange.axes.node) for x in layout.pieces_of(held.value)]
+    return layout.scatter(exchange.of_all_shards(layout.cut(pieces)))
 
 
 def scale_by_distributed_lion(

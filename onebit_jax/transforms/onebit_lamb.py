@@ -12,10 +12,10 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms import algorithm
+from onebit_jax.transforms import algorithm, onebit_adam
 from onebit_jax.transforms.algorithm import Made, Progress, Update
 from onebit_jax.transforms.frozen_variance import Momentum
-from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, ScaleByOnebitAdamState, fields_of
+from onebit_jax.transforms.onebit_adam import STEP_BOUND, WARMUP, OnebitAdam, fields_of
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup
 
 # Decay of the running coefficient, the paper's.
@@ -48,7 +48,7 @@ class ScaleByOnebitLambState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Those of 1-bit Adam."""
-        return ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
+        return onebit_adam.ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
@@ -157,11 +157,12 @@ def scale_by_onebit_lamb(
     >>> tx = optax.chain(scale, optax.scale_by_learning_rate(1e-3))
     """
     fields = fields_of(
-        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, 3.0, exchange
+        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, STEP_BOUND, exchange
     )
     return algorithm.transformation(
         OnebitLamb(
             **fields,
+            bias_correction=True,
             weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
             mask=validation.checked_mask(mask),
             min_coeff=validation.number("min_coeff", min_coeff, "positive"),

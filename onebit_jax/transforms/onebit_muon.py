@@ -70,7 +70,6 @@ def orthogonalized_momentum(
         task: Task = "update",
         **extra_args: Any,
     ) -> Any:
-        del params, extra_args
         if task != "update":
             return updates, state
         correct = optax.tree.bias_correction

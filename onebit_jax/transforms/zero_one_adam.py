@@ -79,7 +79,6 @@ class ZeroOneAdamState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""
-        del axes
         shares = named_shares("ignored_share", self.ignored)
         return {"inactive_share": zero_share(self.inverse_root)} | shares
 
@@ -94,9 +93,6 @@ class ZeroOneAdam(FrozenVariance):
     """The algorithm; :func:`zero_one_adam` documents its fields."""
 
     learning_rate: optax.ScalarOrSchedule
-    b1: Any
-    b2: Any
-    eps: Any
     weight_decay: optax.ScalarOrSchedule
     mask: Any
     variance_freeze: Any
@@ -159,10 +155,6 @@ class ZeroOneAdam(FrozenVariance):
         rate = -at_count(self.learning_rate, count) * at_count(self.weight_decay, count)
         tx = optax.add_decayed_weights(rate, self.mask)
         return tx.update(updates, tx.init(p), p)[0]
-
-    def momentum_of(self, m: Any, g: Any) -> Any:
-        """``b1 m + (1 - b1) g``."""
-        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g.astype(jnp.float32), m, g)
 
     def _adam(self, state: ZeroOneAdamState, update: Update, m: Any, unfit: jax.Array) -> Made:
         """Before the freeze: ``- lr (m / (sqrt(v) + eps) + wd p)``."""
