@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Grouping, Layout, pack_flags, scaled_signs
+from onebit_jax.collectives.layout import Layout, Pieces, pack_flags, scaled_signs
 from onebit_jax.markers import PerWorker
 
 
@@ -128,15 +128,13 @@ class Compressor(Protocol):
     def planes(self) -> int: ...  # noqa: D102
 
     @property
-    def grouping(self) -> Grouping: ...  # noqa: D102
+    def grouping(self) -> str: ...  # noqa: D102
 
     def init(self, layout: Layout, servers: bool) -> Any:
         """The state before the first call."""
         ...
 
-    def encode(
-        self, layout: Layout, values: Any, state: Any
-    ) -> tuple[list[jax.Array], Any, jax.Array]:
+    def encode(self, layout: Layout, values: Any, state: Any) -> tuple[Pieces, Any, jax.Array]:
         """Encodes a worker's values.
 
         Returns:
@@ -146,10 +144,10 @@ class Compressor(Protocol):
         """
         ...
 
-    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[Pieces, Any]:
         """A server's sections ``[bytes]`` for all from all workers' rows ``[n, bytes]``."""
         ...
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows ``[..., chunks, bytes]`` to ``[..., k, chunks, planes, *plane]``."""
         ...

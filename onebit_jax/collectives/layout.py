@@ -23,7 +23,7 @@ a byte would read with a stride of ``k``: no gathers.
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,8 @@ from jax import lax
 from onebit_jax.collectives.axes import Axes
 
 Shape = tuple[int, ...]
-Grouping = Literal["tensors", "joined", "blocks"]
+# One array for each piece of a layout, or a section of bytes.
+Pieces = list[jax.Array]
 
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
@@ -131,7 +132,7 @@ class Layout:
         axes: Axes,
         tree: Any,
         planes: int = 8,
-        grouping: Grouping = "tensors",
+        grouping: str = "tensors",
         chunks: int = 1,
         *,
         split: bool = False,
@@ -161,7 +162,7 @@ class Layout:
         heads = heads if self._joined else sorted(heads)
         self.ids = np.array([tensor_id(names[i]) for i in heads], np.int32)
 
-    def _groups(self, grouping: Grouping, *, split: bool) -> list[tuple[int, ...]]:
+    def _groups(self, grouping: str, *, split: bool) -> list[tuple[int, ...]]:
         filled = [i for i, shape in enumerate(self.shapes) if math.prod(shape)]
         sizes = {i: math.prod(self.shapes[i]) for i in filled}
         if grouping == "joined":
@@ -196,7 +197,7 @@ class Layout:
 
     # Trees and pieces.
 
-    def gather(self, tree: Any) -> list[jax.Array]:
+    def gather(self, tree: Any) -> Pieces:
         """A tree's tensors in pieces, ``[k, rows, ...]``, float32; in blocks filled up with 0."""
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
         return [self._gathered(piece, [leaves[i] for i in piece.leaves]) for piece in self.pieces]
@@ -248,7 +249,7 @@ class Layout:
                 leaves[i] = x[row].reshape(1, *self.shapes[i]) if whole else x[row][None]
         return self._structure.unflatten(leaves)
 
-    def pieces_of(self, held: Any) -> list[jax.Array]:
+    def pieces_of(self, held: Any) -> Pieces:
         """Undoes :meth:`held`."""
         if self._joined:
             return [x[0] for x in held] if self.pieces else []
@@ -259,20 +260,20 @@ class Layout:
             pieces.append(self._stacked(own, piece.shape[1:] if whole else own[0].shape))
         return pieces
 
-    def zeros(self) -> list[jax.Array]:
+    def zeros(self) -> Pieces:
         """Zeros for the pieces that a worker compresses."""
         in_shards = self.shards > 1
         return [jnp.zeros(x.chunked if in_shards else x.shape, jnp.float32) for x in self.pieces]
 
-    def own(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+    def own(self, cut: Sequence[jax.Array]) -> Pieces:
         """Pieces ``[k, chunks, planes, *plane]`` in the shape of what a worker compresses."""
         return list(cut) if self.shards > 1 else self.uncut(cut)
 
-    def cut(self, pieces: Sequence[jax.Array]) -> list[jax.Array]:
+    def cut(self, pieces: Sequence[jax.Array]) -> Pieces:
         """Pieces as they are sent: see :meth:`Piece.cut`."""
         return [piece.cut(x) for piece, x in zip(self.pieces, pieces, strict=True)]
 
-    def uncut(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+    def uncut(self, cut: Sequence[jax.Array]) -> Pieces:
         """Undoes :meth:`cut`."""
         return [piece.uncut(x) for piece, x in zip(self.pieces, cut, strict=True)]
 
@@ -325,17 +326,17 @@ class Layout:
         padding = -sum(x.shape[-1] for x in parts) % _ROW_MULTIPLE
         return jnp.concatenate([*parts, jnp.zeros((*leading, padding), jnp.uint8)], -1)
 
-    def packed(self, flags: Sequence[jax.Array]) -> list[jax.Array]:
+    def packed(self, flags: Sequence[jax.Array]) -> Pieces:
         """Sections of booleans, one for each element of the pieces: uint8 ``[chunks, bytes]``."""
         pairs = zip(self.pieces, flags, strict=True)
         return [piece.section(pack_flags(piece.cut(x), 2)) for piece, x in pairs]
 
-    def flags(self, rows: jax.Array) -> list[jax.Array]:
+    def flags(self, rows: jax.Array) -> Pieces:
         """Undoes :meth:`packed`, of rows ``[..., chunks, bytes]``: each piece's, cut."""
         axis = rows.ndim
         return [unpack_flags(x, axis).swapaxes(axis - 2, axis - 1) for x in self.sections(rows)]
 
-    def sections(self, rows: jax.Array) -> list[jax.Array]:
+    def sections(self, rows: jax.Array) -> Pieces:
         """Each piece's bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""
         parts, start = [], 0
         for piece in self.pieces:
@@ -351,7 +352,7 @@ class Layout:
             *rows.shape[:-1], *self.scale_shape
         )
 
-    def by_piece(self, scales: jax.Array) -> list[jax.Array]:
+    def by_piece(self, scales: jax.Array) -> Pieces:
         """Each piece's part of scales ``[..., scales]``."""
         scales = _reordered(scales, self._by_piece)
         ends = np.cumsum([piece.scales for piece in self.pieces])
@@ -389,7 +390,7 @@ def _reordered(numbers: jax.Array, order: np.ndarray) -> jax.Array:
     return numbers if np.all(np.diff(order) == 1) else numbers[..., order]
 
 
-def filled(arrays: list[jax.Array]) -> Any:
+def filled(arrays: Pieces) -> Any:
     """A list of arrays, or one array in place of an empty list.
 
     Orbax saves no empty list, and ``optax.tree.map_params`` compares a state with one over a tree

@@ -36,9 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.error_feedback import Active, Compensated, ExchangeState
+from onebit_jax.collectives.error_feedback import Active, Compensated, ExchangeState, Pieces
 from onebit_jax.collectives.layout import (
-    Grouping,
     Layout,
     filled,
     pack_flags,
@@ -86,7 +85,7 @@ class OneBit:
     planes = 8
 
     @property
-    def grouping(self) -> Grouping:
+    def grouping(self) -> str:
         """How the layout groups tensors."""
         return "joined" if self.fused else "tensors"
 
@@ -104,15 +103,15 @@ class OneBit:
             ),
         )
 
-    def _held(self, layout: Layout, pieces: list[jax.Array]) -> Any:
+    def _held(self, layout: Layout, pieces: Pieces) -> Any:
         return jax.tree.map(lambda x: x.astype(self.residual_dtype), layout.held(pieces))
 
-    def _served(self, chunks: list[jax.Array]) -> Any:
+    def _served(self, chunks: Pieces) -> Any:
         return filled([x[None].astype(self.residual_dtype) for x in chunks])
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: ExchangeState
+    ) -> tuple[Pieces, ExchangeState, jax.Array]:
         """The worker's half: ``c_i``, ``s_i``, and its signs; sizes are ``s_i``."""
         held, last = state.worker.value
         held, active = layout.pieces_of(held), layout.shard(cast(Active, state.active))
@@ -144,7 +143,7 @@ class OneBit:
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState]:
+    ) -> tuple[Pieces, ExchangeState]:
         """The server's half: ``a_j``, ``S_j``, and its signs."""
         active = layout.shard(cast(Active, state.active))
         # Divided by n first: a product in the sum would be contracted into it by some compilers,
@@ -168,7 +167,7 @@ class OneBit:
         c = c.astype(jnp.float32).reshape(len(c), -1)
         return jnp.sum(c * c if self.scale == "rms" else jnp.abs(c), 1)
 
-    def _scales(self, layout: Layout, sums: list[jax.Array], counts: jax.Array) -> jax.Array:
+    def _scales(self, layout: Layout, sums: Pieces, counts: jax.Array) -> jax.Array:
         """``s``, over active elements; 0 where there are none."""
         found = layout.in_order(sums)
         if self.fused or self.scale_per == "tensor":
@@ -177,7 +176,7 @@ class OneBit:
         mean = found / jnp.maximum(counts, 1)
         return jnp.sqrt(mean) if self.scale == "rms" else mean
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """``s sgn`` of rows, of an inactive element undefined."""
         return list(map(_signs, layout.sections(rows), layout.by_piece(layout.scales(rows))))
 
@@ -215,9 +214,7 @@ class OneBit:
         kept = PerWorker(Compensated(self._held(layout, c), s))
         return ExchangeState(kept, PerWorker(server), marks)
 
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut, and ``E_j``; 0 where not active."""
 
         def of_active(on: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -229,9 +226,7 @@ class OneBit:
         own = _of_server(layout, bits, server) if server.values else []
         return e, list(itertools.starmap(of_active, own))
 
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
+    def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
         # With a scale of 0 the compensated value is the residual.
         scales = state.worker.value.scales

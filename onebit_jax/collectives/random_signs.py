@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_jax.collectives.layout import Grouping, Layout, Shape, pack_flags, unpack_flags
+from onebit_jax.collectives.layout import Layout, Pieces, Shape, pack_flags, unpack_flags
 from onebit_jax.collectives.votes import count_rows, counts_of, sizes_of
 
 
@@ -118,7 +118,7 @@ class RandomSigns:
 
     forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="tensors", init=False)
+    grouping = "tensors"
 
     def init(self, layout: Layout, servers: bool) -> tuple[()]:
         """No state."""
@@ -126,7 +126,7 @@ class RandomSigns:
 
     def encode(
         self, layout: Layout, values: list[Ratio], state: Draw
-    ) -> tuple[list[jax.Array], Draw, jax.Array]:
+    ) -> tuple[Pieces, Draw, jax.Array]:
         """``Q(z_i)``; of an inactive element, whether its denominator is not 0."""
         key = _words(layout, state.key, lax.axis_index(layout.axes.node))
         firsts, flags = _first_words(layout), []
@@ -137,7 +137,7 @@ class RandomSigns:
             flags.append(jnp.where(active, drawn, denominator != 0))
         return layout.packed(flags), state, sizes_of(layout, [z.denominator for z in values])
 
-    def serve(self, layout: Layout, rows: jax.Array, state: Draw) -> tuple[list[jax.Array], Draw]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Draw) -> tuple[Pieces, Draw]:
         """``Q`` of the mean; of an inactive element, whether any worker sent 1."""
         nodes, chunk = layout.axes.nodes, lax.axis_index(layout.axes.node)
         key, firsts = _words(layout, state.key, nodes), _first_words(layout)
@@ -152,7 +152,7 @@ class RandomSigns:
             sections.append(pack_flags(drawn, 1).reshape(-1))
         return sections, state
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """+1 or -1; of an inactive element undefined."""
         return [jnp.where(x, 1.0, -1.0) for x in layout.flags(rows)]
 

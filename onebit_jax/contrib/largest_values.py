@@ -39,7 +39,7 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import Grouping, Layout, from_bytes, largest, to_bytes
+from onebit_jax.collectives.layout import Layout, Pieces, from_bytes, largest, to_bytes
 from onebit_jax.markers import PerWorker
 
 # The number of flags in a row that is counted at once.
@@ -89,7 +89,7 @@ class LargestValues:
     residual_decay: float = 1.0
     forms = ("one-shot",)
     planes = 1
-    grouping: Grouping = dataclasses.field(default="joined", init=False)
+    grouping = "joined"
 
     def __post_init__(self):
         validation.number("share", self.share, "part")
@@ -100,17 +100,16 @@ class LargestValues:
         """No residuals; the threshold is set in the first call."""
         if shards := layout.axes.shards:
             raise ValueError(
-                f"LargestValues chooses among all values of a device, but here tensors are split "
-                f"over {shards}: of a tensor that is not, such as a bias, each device would choose "
-                f"other values, and copies would diverge. Take compressed_mean with bits=."
+                f"LargestValues would choose other values of a bias on each device of {shards}, "
+                f"over which tensors are split: take compressed_mean with bits=."
             )
         threshold = Threshold(jnp.zeros((1,), jnp.float32), jnp.zeros((1,), jnp.int32))
         e = Compensated(layout.held(layout.zeros()), threshold)
         return ExchangeState(PerWorker(e), PerWorker(Compensated((), ())), ())
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: ExchangeState
+    ) -> tuple[Pieces, ExchangeState, jax.Array]:
         """The largest values and their places; the size is the largest magnitude."""
         ([e], threshold), [z] = state.worker.value, values
         c = lax.optimization_barrier((z + self.residual_decay * e[0]).reshape(-1))
@@ -129,7 +128,7 @@ class LargestValues:
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState]:
+    ) -> tuple[Pieces, ExchangeState]:
         """Never called: every worker averages."""
         raise NotImplementedError
 
@@ -137,7 +136,7 @@ class LargestValues:
         """The number of values that a device sends."""
         return math.ceil(self.share * math.prod(layout.pieces[0].chunked))
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows to pieces: zero but for the values sent."""
         shape, end = layout.pieces[0].chunked, 4 * self._room(layout)
 
@@ -148,15 +147,11 @@ class LargestValues:
         flat = jnp.vectorize(of_row, signature="(b)->(d)")(rows[..., 0, :])
         return [flat.reshape(*rows.shape[:-2], *shape)]
 
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut; no server has a residual."""
         return layout.cut(layout.pieces_of(state.worker.value.values)), []
 
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
+    def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
         e = state.worker.value._replace(values=layout.held(pieces))
         return state._replace(worker=PerWorker(e))

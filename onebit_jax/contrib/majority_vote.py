@@ -34,8 +34,8 @@ from jax import lax
 
 from onebit_jax.collectives.axes import Axes
 from onebit_jax.collectives.layout import (
-    Grouping,
     Layout,
+    Pieces,
     from_bytes,
     pack_flags,
     scaled_signs,
@@ -83,15 +83,15 @@ class MajorityVote:
 
     forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="tensors", init=False)
+    grouping = "tensors"
 
     def init(self, layout: Layout, servers: bool) -> VoteState:
         """Call 0."""
         return VoteState(jnp.zeros([], jnp.int32), ())
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: VoteState
-    ) -> tuple[list[jax.Array], VoteState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: VoteState
+    ) -> tuple[Pieces, VoteState, jax.Array]:
         """A worker's signs, the mean magnitudes, and its weight; sizes are the magnitudes."""
         sums = layout.in_order([jnp.sum(jnp.abs(z).reshape(len(z), -1), 1) for z in values])
         magnitudes = sums / jnp.maximum(_sizes(layout), 1)
@@ -103,9 +103,7 @@ class MajorityVote:
         in_bytes = to_bytes(jnp.broadcast_to(sent, (layout.chunks, sent.size)))
         return [*votes(layout, values, state.count), in_bytes], state, magnitudes
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: VoteState
-    ) -> tuple[list[jax.Array], VoteState]:
+    def serve(self, layout: Layout, rows: jax.Array, state: VoteState) -> tuple[Pieces, VoteState]:
         """The majority's signs of this server's chunk, and the means of the magnitudes."""
         magnitudes, end = layout.scales(rows), layout.payload + 4 * math.prod(layout.scale_shape)
         weights = from_bytes(rows[:, end : end + 4])
@@ -117,7 +115,7 @@ class MajorityVote:
             sections.append(pack_flags(won, 1).reshape(-1))
         return [*sections, to_bytes(jnp.mean(magnitudes, 0))], VoteState(state.count + 1, ())
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """The numbers ``s v``."""
         return OneBit().decode(layout, rows)
 

@@ -21,7 +21,6 @@ from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.onebit_lamb import (
     OnebitLamb,
     coefficients,
-    decay_rates,
     squared_norms,
     summary,
     times,
@@ -95,10 +94,8 @@ class OnebitLambPublished(OnebitLamb):
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ r u`` after it, from Adam's direction."""
         q, running = u, state.running
-        rates = decay_rates(self.weight_decay, self.mask, update.params, state.progress.count)
-        u = jax.tree.map(
-            lambda q, p, rate: q + rate * p.astype(jnp.float32), q, update.params, rates
-        )
+        rate = algorithm.at_count(self.weight_decay, state.progress.count)
+        u = algorithm.decayed(q, update.params, rate, self.mask)
         if dense:
             axis_name = self.exchange.axis_name
             c = coefficients(update.params, u, self.min_coeff, self.max_coeff, axis_name)

@@ -274,9 +274,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             return algorithm.foreign(state, Update(updates, params, extra_args))
         if not has_progress(state):
             raise ValueError(
-                f"update was given a state of type {type(state).__name__}, not what init returned. "
-                f"A checkpoint that was read without its target gives lists and dicts: restore it "
-                f"into a state that init made."
+                f"update was given a state of type {type(state).__name__}, not what init returned: "
+                f"restore a checkpoint into a state that init made."
             )
         own(state.progress.unfit)  # checks that the state is in the worker view
         if algorithm.needs_params and params is None:
@@ -403,6 +402,13 @@ def decay_and_rate(
     decay = optax.add_decayed_weights(weight_decay, validation.checked_mask(mask))
     rate = optax.scale_by_learning_rate(learning_rate)
     return keeping_dtypes(decay), keeping_dtypes(rate), notice_unmoved()
+
+
+def decayed(updates: Any, params: Any, rate: Any, mask: Any) -> Any:
+    """``updates + rate * params`` in float32, or ``updates`` where the mask is false."""
+    p = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    tx = optax.add_decayed_weights(rate, mask)
+    return tx.update(updates, tx.init(p), p)[0]
 
 
 def at_count(value: Any, count: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
+from onebit_jax.collectives.layout import Pieces
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import algorithm
@@ -65,9 +66,6 @@ class ScaleByBirderState(NamedTuple):
             "greatest_ratio": jnp.max(ratio),
             "updates": self.progress.count,
         }
-
-
-Pieces = list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +126,7 @@ class Birder(Algorithm):
         return Made(kept, layout.scatter(u), unfit)
 
     def _exchanged(
-        self,
-        exchange: BoundExchange,
-        state: ScaleByBirderState,
-        arrays: tuple[Pieces, Pieces, Pieces],
-        *,
-        ask: bool,
+        self, exchange: BoundExchange, state: Any, arrays: tuple[Pieces, ...], *, ask: bool
     ) -> tuple[Pieces, Pieces, Pieces, jax.Array]:
         """The new ``m`` and ``a``, ``u`` from the exchange of their signs, and an unfit tensor."""
         (m, a, g), layout = arrays, exchange.layout

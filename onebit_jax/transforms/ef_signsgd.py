@@ -58,9 +58,8 @@ class EfSignsgd(Algorithm):
         steps = jax.tree.map(lambda m, g: rate * add(m, g), m, update.grads)
         delta, kept, unfit = self.exchange.over(steps).mean(steps, state.exchange)
         decay = -rate * algorithm.at_count(self.weight_decay, state.progress.count)
-        tx = optax.add_decayed_weights(decay, self.mask)
-        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
-        updates, _ = tx.update(jax.tree.map(lambda x: -x, delta), tx.init(p), p)
+        delta = jax.tree.map(jnp.negative, delta)
+        updates = algorithm.decayed(delta, update.params, decay, self.mask)
         return Made(state._replace(momentum=as_own(m), exchange=kept), updates, unfit)
 
 

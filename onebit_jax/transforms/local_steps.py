@@ -93,9 +93,8 @@ class LocalStepsState(NamedTuple):
         if saved != wanted and not (alike and int(self.since_sync) == saved.delay):
             raise ValueError(
                 f"opt_state is one of local_steps with {_in_words(saved)}, saved "
-                f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
-                f"{_in_words(wanted)}. Go on with what it was made with. Another every can be "
-                f"given, of a state with fragments=1, right after an exchange."
+                f"{int(self.since_sync)} updates after an exchange, but the optimizer has "
+                f"{_in_words(wanted)}. With fragments=1, every may change right after an exchange."
             )
 
 
@@ -296,9 +295,8 @@ def _check_exchanges_nothing(
     program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
     for eqn in collectives(program.jaxpr):
         raise ValueError(
-            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
-            f"every step what local steps are there to save. Give one without an exchange, such as "
-            f"optax.adamw(1e-3)."
+            f"the inner optimizer of local_steps calls {eqn.primitive.name} in every step: give "
+            f"one without an exchange, such as optax.adamw(1e-3)."
         )
 
 

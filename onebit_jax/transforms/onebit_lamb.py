@@ -59,26 +59,10 @@ def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
     return {f"{name}_{f.__name__}": f(values[filled]) for f in (jnp.min, jnp.mean, jnp.max)}
 
 
-def decay_rates(weight_decay: Any, mask: Any, params: Any, count: jax.Array) -> Any:
-    """``lambda`` of each tensor: a tree of numbers."""
-    rate = algorithm.at_count(weight_decay, count)
-    if mask is None:
-        return jax.tree.map(lambda _: rate, params)
-    return jax.tree.map(
-        lambda on, part: jax.tree.map(lambda _: rate if on else jnp.float32(0), part),
-        mask(params),
-        params,
-    )
-
-
 def squared_norms(tree: Any, axis_name: Any) -> jax.Array:
     """The squared norm of each tensor, whole; float32 ``[P]``."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return (
-        sum_over_shards(jnp.stack(squares), bound_axes(axis_name))
-        if squares
-        else jnp.zeros(0, jnp.float32)
-    )
+    return sum_over_shards(jnp.asarray(squares, jnp.float32), bound_axes(axis_name))
 
 
 def coefficients(params: Any, u: Any, low: Any, high: Any, axis_name: Any) -> jax.Array:
@@ -114,10 +98,8 @@ class OnebitLamb(OnebitAdam):
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
         count, running = state.progress.count, state.running
-        rates = decay_rates(self.weight_decay, self.mask, update.params, count)
-        u = jax.tree.map(
-            lambda u, p, rate: u + rate * p.astype(jnp.float32), u, update.params, rates
-        )
+        rate = algorithm.at_count(self.weight_decay, count)
+        u = algorithm.decayed(u, update.params, rate, self.mask)
         if not dense:
             return Made(state, times(jnp.where(running > 0, running, 1.0), u), unfit)
         axis_name = self.exchange.axis_name

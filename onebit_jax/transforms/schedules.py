@@ -309,7 +309,6 @@ def check_variance_steps(steps: StepSet, variance_freeze: Any) -> None:
         wrong = jax.vmap(lambda count: jnp.asarray(steps(count)))(after)
         if not steps(0) or jnp.any(wrong):
             raise ValueError(
-                f"variance_steps must be true at update 0, before which v is 0, and false from "
-                f"variance_freeze={variance_freeze} on, when no worker knows the mean gradient; it "
-                f"is {bool(steps(0))} at 0, and true at {after[wrong][:3]}."
+                f"variance_steps must be true at update 0, and false from variance_freeze="
+                f"{variance_freeze} on: it is {bool(steps(0))} at 0, true at {after[wrong][:3]}."
             )

@@ -153,8 +153,7 @@ class ZeroOneAdam(FrozenVariance):
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
         rate = -at_count(self.learning_rate, count) * at_count(self.weight_decay, count)
-        tx = optax.add_decayed_weights(rate, self.mask)
-        return tx.update(updates, tx.init(p), p)[0]
+        return algorithm.decayed(updates, p, rate, self.mask)
 
     def _adam(self, state: ZeroOneAdamState, update: Update, m: Any, unfit: jax.Array) -> Made:
         """Before the freeze: ``- lr (m / (sqrt(v) + eps) + wd p)``."""
@@ -163,8 +162,7 @@ class ZeroOneAdam(FrozenVariance):
         u = jax.tree.map(
             lambda m, root: -rate * self.over_root(state, m, root, 1.0), m, state.inverse_root
         )
-        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
-        return Made(state._replace(m=as_own(m)), self.decayed(u, p, count), unfit)
+        return Made(state._replace(m=as_own(m)), self.decayed(u, update.params, count), unfit)
 
     def dense_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
@@ -212,6 +210,12 @@ class ZeroOneAdam(FrozenVariance):
         G = jnp.where(begun, state.learning_rate_sum, 0.0) + rate
         return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
+    def _parameters(self, state: Any, y: Any, B: Any, G: Any) -> Any:
+        """``y - B / (sqrt(v) + eps)``."""
+        return jax.tree.map(
+            lambda y, B, root: y - self.over_root(state, B, root, G), y, B, state.inverse_root
+        )
+
     def _ignored(self, state: ZeroOneAdamState, update: Update) -> PerWorker:
         count, active = state.progress.count, state.exchange.active
         return ignored(state.ignored, count, update.grads, state.inverse_root, active)
@@ -220,13 +224,7 @@ class ZeroOneAdam(FrozenVariance):
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         self.bound(state, update)
         m, B, G, y = self._accumulated(state, update)
-        moved = jax.tree.map(
-            lambda y, B, root, p: y - self.over_root(state, B, root, G) - p.astype(jnp.float32),
-            y,
-            B,
-            state.inverse_root,
-            update.params,
-        )
+        moved = _moved(self._parameters(state, y, B, G), update)
         state = state._replace(
             local_steps=state.local_steps + 1,
             learning_rate_sum=G,
@@ -246,11 +244,8 @@ class ZeroOneAdam(FrozenVariance):
             B = exchange.layout.scatter(exchange.decode(received))
         else:
             B, exchanged, unfit = equal_on_all_workers(B_i), state.exchange, unfit_of(B_i)
-        y = jax.tree.map(
-            lambda y, B, root: y - self.over_root(state, B, root, G), y, B, state.inverse_root
-        )
+        y = self._parameters(state, y, B, G)
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
-        moved = jax.tree.map(lambda y, p: y - p.astype(jnp.float32), y, update.params)
         state = state._replace(
             local_steps=jnp.zeros_like(state.local_steps),
             learning_rate_sum=jnp.zeros_like(G),
@@ -259,7 +254,7 @@ class ZeroOneAdam(FrozenVariance):
             exchange=exchanged,
             ignored=self._ignored(state, update),
         )
-        return Made(state, moved, unfit)
+        return Made(state, _moved(y, update), unfit)
 
     def resume(self, state: ZeroOneAdamState, carried: Any, update: Update) -> ZeroOneAdamState:
         """The residuals."""
@@ -267,6 +262,10 @@ class ZeroOneAdam(FrozenVariance):
             carried, state.inverse_root
         )
         return state._replace(exchange=exchange)
+
+
+def _moved(new: Any, update: Update) -> Any:
+    return jax.tree.map(lambda x, p: x - p.astype(jnp.float32), new, update.params)
 
 
 def zero_one_adam(
