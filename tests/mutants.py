@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         "weight decay is applied twice",
         "transforms/onebit_lamb.py",
-        "lambda u, p, rate: u + rate * p.astype(jnp.float32), u, update.params, rates",
-        "lambda u, p, rate: u + 2 * rate * p.astype(jnp.float32), u, update.params, rates",
+        "u = algorithm.decayed(u, update.params, rate, self.mask)",
+        "u = algorithm.decayed(u, update.params, 2 * rate, self.mask)",
         LAMB,
     ),
     # 0/1 Adam, sign methods, local steps.

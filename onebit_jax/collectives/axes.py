@@ -98,10 +98,7 @@ def _split(path: Any, axes: Axes, specs: Specs) -> list[tuple[str, ...]]:
 
 
 def _by_split_axes(
-    tree: Any,
-    axes: Axes,
-    specs: Specs,
-    change: Callable[[jax.Array, int, tuple[str, ...]], jax.Array],
+    tree: Any, axes: Axes, specs: Specs, change: Callable[[jax.Array, int, Any], jax.Array]
 ) -> Any:
     def of_tensor(path: Any, x: jax.Array) -> jax.Array:
         for axis, names in enumerate(_split(path, axes, specs)):

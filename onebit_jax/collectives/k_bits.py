@@ -94,10 +94,8 @@ class KBits:
     def _rows(
         self, layout: Layout, levels: Pieces, scales: Pieces, state: Any
     ) -> tuple[Pieces, Any]:
-        sections = [
-            piece.section(self._packed(x, 2))
-            for piece, x in zip(layout.pieces, levels, strict=True)
-        ]
+        pairs = zip(layout.pieces, levels, strict=True)
+        sections = [piece.section(self._packed(x, 2)) for piece, x in pairs]
         in_order = layout.in_order([s[0] for s in scales])
         return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))], state
 
@@ -141,10 +139,8 @@ class KBits:
     def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, and ``E_j``."""
         (held, s), (served, S) = state.worker.value, state.server.value
-        e = [
-            rounding.residual(c, scale[None], self.bits)
-            for c, scale in zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
-        ]
+        pairs = zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
+        e = [rounding.residual(c, scale[None], self.bits) for c, scale in pairs]
         if layout.chunks == 1 or not e:
             return e, []
         E = rounding.residual(served[0][0], S[0], self.bits)

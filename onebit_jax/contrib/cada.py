@@ -105,10 +105,7 @@ class Cada(Algorithm):
 
 
 def cada(
-    axis_name: str | tuple[str, str],
-    *,
-    c: jax.typing.ArrayLike = 0.6,
-    delay: int = 10,
+    axis_name: str | tuple[str, str], *, c: jax.typing.ArrayLike = 0.6, delay: int = 10
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients only where a worker's has changed: CADA, with a skip that all share.
 

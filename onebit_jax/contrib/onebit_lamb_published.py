@@ -16,7 +16,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.algorithm import Made, Progress, Update
-from onebit_jax.transforms.frozen_variance import Momentum
+from onebit_jax.transforms.frozen_variance import Momentum, average
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.onebit_lamb import (
     OnebitLamb,
@@ -111,10 +111,8 @@ class OnebitLambPublished(OnebitLamb):
         v, exchange = state.v_then_inverse_root, self.bound(state, update)
         m = self.dense(exchange, state.momentum)
         active = jax.tree.map(lambda v: v > 0, v)
-        squares, counts = (
-            squared_norms(x, self.exchange.axis_name)
-            for x in (jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active), active)
-        )
+        moved = jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active)
+        squares, counts = (squared_norms(x, self.exchange.axis_name) for x in (moved, active))
         sigma = jnp.sqrt(squares / jnp.maximum(counts, 1))
         moving = sigma > 0
         mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
@@ -128,13 +126,12 @@ class OnebitLambPublished(OnebitLamb):
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and ``v~`` from it."""
         exchange, k = self.bound(state, update), state.momentum_scales
         k_g = exchange.node_mean(times(k, update.grads))
-        m_i = self.momentum_of(self.last(exchange, state.momentum), k_g)
+        m_i = average(self.b1, self.last(exchange, state.momentum), k_g)
         before = self._before(exchange, state.momentum)
         momentum, F, unfit = self.compressed(exchange, state, update.grads, m_i)
         k_g = jax.tree.map(lambda F, b: (F - b) / (1 - self.b1), F, before)
-        fresh = jax.tree.map(
-            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.fresh_variance, times(1 / k, k_g)
-        )
+        squares = jax.tree.map(jnp.square, times(1 / k, k_g))
+        fresh = average(self.b2, state.fresh_variance, squares)
         q = jax.tree.map(operator.mul, times(1 / k, F), state.v_then_inverse_root)
         state = state._replace(momentum=momentum, fresh_variance=fresh)
         return self.scaled(state, update, q, unfit, dense=False)

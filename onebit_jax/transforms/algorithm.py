@@ -298,10 +298,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         if len(steps) == 1:
             return made, new
         accepted = jnp.bool(algorithm.accepts(state, phase))
-        refused = state._replace(
-            progress=state.progress._replace(phase=jnp.full([], -1, jnp.int32))
-        )
-        new = restore_unless(accepted, new, refused, axes.names)
+        refused = state.progress._replace(phase=jnp.full([], -1, jnp.int32))
+        new = restore_unless(accepted, new, state._replace(progress=refused), axes.names)
         return jax.tree.map(lambda u: jnp.where(accepted, u, 0), made), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -93,6 +93,11 @@ def ignored(
     return as_own(jax.tree.map(jnp.maximum, own(before), now))
 
 
+def average(decay: Any, old: Any, new: Any) -> Any:
+    """``decay old + (1 - decay) new``, of trees."""
+    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y.astype(jnp.float32), old, new)
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenVariance(Algorithm):
     """An algorithm that averages gradients in warm-up, and momenta after it.
@@ -104,9 +109,6 @@ class FrozenVariance(Algorithm):
 
     exchange: Exchange
     gradient_exchange: Exchange | None
-    b1: Any
-    b2: Any
-    eps: Any
 
     def mean_gradient(self, grads: Any, count: jax.Array) -> tuple[Any, jax.Array]:
         """The mean of the workers' gradients, float32; and the id of an unfit tensor, or 0."""
@@ -115,10 +117,6 @@ class FrozenVariance(Algorithm):
             return dense_mean(grads, bound_axes(self.exchange.axis_name)), unfit_of(grads)
         mean, _, unfit = self.gradient_exchange.over(grads).mean(grads, count)
         return mean, unfit
-
-    def momentum_of(self, m: Any, g: Any) -> Any:
-        """``b1 m + (1 - b1) g``."""
-        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g.astype(jnp.float32), m, g)
 
     def no_momentum(self, params: Any) -> Momentum:
         """``m = 0``."""

@@ -13,7 +13,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
-from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum
+from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
 # The best measured (docs/results.md): with refreshes it matters little when the warm-up ends,
@@ -90,6 +90,9 @@ def for_uncorrected(bound: Any, b2: Any, updates: jax.Array) -> Any:
 class OnebitAdam(FrozenVariance):
     """The algorithm; :func:`onebit_adam` documents its fields."""
 
+    b1: Any
+    b2: Any
+    eps: Any
     warmup: Warmup
     refreshes: StepSet | None
     step_bound: Any
@@ -133,10 +136,8 @@ class OnebitAdam(FrozenVariance):
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
         exchange, t = self.bound(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        stored = self.stored(exchange, self.momentum_of(self.dense(exchange, state.momentum), g))
-        v = jax.tree.map(
-            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_inverse_root, g
-        )
+        stored = self.stored(exchange, average(self.b1, self.dense(exchange, state.momentum), g))
+        v = average(self.b2, state.v_then_inverse_root, jax.tree.map(jnp.square, g))
         of_m, of_v = self.corrections(t)
         state = state._replace(
             v_then_inverse_root=v,
@@ -214,7 +215,7 @@ class OnebitAdam(FrozenVariance):
     def _exchanged(
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
-        m_i = self.momentum_of(m, exchange.node_mean(update.grads))
+        m_i = average(self.b1, m, exchange.node_mean(update.grads))
         momentum, m, unfit = self.compressed(exchange, state, update.grads, m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound

@@ -68,9 +68,8 @@ class NonFiniteError(FloatingPointError):
             what = f"the loss, the new model state (worker {worker}) or the update, by a schedule,"
         super().__init__(
             f"{in_a_row} steps in a row were skipped, the last of them step {step}: {what} was "
-            f"not finite, or too large to be squared in float32. Parameters are as they were "
-            f"before these steps. Look at that worker's part of the batch and at schedules; lower "
-            f"the learning rate or lengthen its rise; clip gradients."
+            f"not finite, or too large to be squared in float32. Look at that worker's part of the "
+            f"batch and at schedules; lower the learning rate, lengthen its rise, clip gradients."
         )
 
 

@@ -16,11 +16,7 @@ from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfi
 from onebit_jax.markers import PerWorker, as_own, in_place_of, named_shares, own
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
-from onebit_jax.transforms.frozen_variance import (
-    FrozenVariance,
-    ignored,
-    none_ignored,
-)
+from onebit_jax.transforms.frozen_variance import FrozenVariance, average, ignored, none_ignored
 from onebit_jax.transforms.onebit_adam import bounded, for_uncorrected, zero_share
 from onebit_jax.transforms.schedules import StepSet
 
@@ -93,6 +89,9 @@ class ZeroOneAdam(FrozenVariance):
     """The algorithm; :func:`zero_one_adam` documents its fields."""
 
     learning_rate: optax.ScalarOrSchedule
+    b1: Any
+    b2: Any
+    eps: Any
     weight_decay: optax.ScalarOrSchedule
     mask: Any
     variance_freeze: Any
@@ -168,9 +167,9 @@ class ZeroOneAdam(FrozenVariance):
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
         exchange = self.bound(state, update)
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        v = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_y, g)
+        v = average(self.b2, state.v_then_y, jax.tree.map(jnp.square, g))
         root = jax.tree.map(lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0), v)
-        m = self.momentum_of(own(equal_on_all_workers(state.m)), g)
+        m = average(self.b1, own(equal_on_all_workers(state.m)), g)
         exchanged = state.exchange
         if exchange.compresses:
             exchanged = exchange.activate(exchanged, v)
@@ -188,7 +187,7 @@ class ZeroOneAdam(FrozenVariance):
         G, exchanged, unfit = exchange.mean(update.grads, state.exchange)
         # The mean received for an inactive element is undefined, and must not enter its momentum.
         G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), G, state.inverse_root)
-        m = self.momentum_of(own(equal_on_all_workers(state.m)), G)
+        m = average(self.b1, own(equal_on_all_workers(state.m)), G)
         return self._adam(state._replace(exchange=exchanged), update, m, unfit)
 
     def freeze(self, state: ZeroOneAdamState, update: Update, updates: Any) -> ZeroOneAdamState:
@@ -203,7 +202,7 @@ class ZeroOneAdam(FrozenVariance):
         g, local = update.grads, bound_axes(self.exchange.axis_name).local
         if local is not None:
             g = lax.pmean(jax.tree.map(lambda x: x.astype(jnp.float32), g), local)
-        m, rate = self.momentum_of(own(state.m), g), at_count(self.learning_rate, count)
+        m, rate = average(self.b1, own(state.m), g), at_count(self.learning_rate, count)
         B = jax.tree.map(
             lambda x, y: jnp.where(begun, x, 0.0) + rate * y, own(state.accumulated), m
         )
@@ -258,10 +257,8 @@ class ZeroOneAdam(FrozenVariance):
 
     def resume(self, state: ZeroOneAdamState, carried: Any, update: Update) -> ZeroOneAdamState:
         """The residuals."""
-        exchange = self.exchange.over(update.params, update.specs).resumed(
-            carried, state.inverse_root
-        )
-        return state._replace(exchange=exchange)
+        exchange = self.exchange.over(update.params, update.specs)
+        return state._replace(exchange=exchange.resumed(carried, state.inverse_root))
 
 
 def _moved(new: Any, update: Update) -> Any:
