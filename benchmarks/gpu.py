@@ -28,8 +28,8 @@ import tyro
 from jax import lax
 
 from benchmarks import tasks
+from onebit_jax.collectives.layout import pack_flags, scaled_signs, unpack_flags
 from onebit_jax.collectives.one_bit import per_tensor, residual
-from onebit_jax.collectives.packing import pack_flags, scaled_signs, unpack_flags
 from train import record
 
 

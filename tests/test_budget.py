@@ -14,7 +14,7 @@ class Limit(NamedTuple):
 
 
 BUDGET = [
-    Limit("onebit_jax: lines", 7_000, today=7_613),
+    Limit("onebit_jax: lines", 7_000, today=7_273),
     Limit("onebit_jax: files", 70),
     Limit("onebit_jax: lines of the longest module", 300),
     Limit("onebit_jax: lines of the longest function", 80),

@@ -16,8 +16,8 @@ import onebit_jax
 from onebit_jax import contrib, wire
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.contrib.count_sketch import CountSketch
+from onebit_jax.contrib.largest_values import places_of
 from onebit_jax.contrib.onebit_lamb_published import OnebitLambPublishedState
-from onebit_jax.contrib.selection import kth_largest, places_of, places_of_largest
 from onebit_jax.transforms.algorithm import PHASES
 from tests import reference, reference_lamb
 from tests.runs import axis_of, mesh_of
@@ -102,17 +102,6 @@ def test_a_first_gradient_of_zeros_does_not_set_the_threshold():
     values[:, 1, 50] = 100
     means, _ = averaged(contrib.LargestValues(0.02, 1000), values, 2)
     assert means[1, 50] == 100
-
-
-@pytest.mark.parametrize("k", [1, 50, 200])
-def test_the_kth_largest_is_exact(k):
-    rng = np.random.default_rng(k)
-    x = np.abs(rng.standard_normal(200)).astype(np.float32) * 10.0 ** rng.integers(-30, 30, 200)
-    x[:20], x[20:30] = 0, 7
-    x = x.astype(np.float32)
-    assert kth_largest(jnp.asarray(x), k) == np.sort(x)[-k]
-    places = places_of_largest(jnp.asarray(x), k)
-    np.testing.assert_array_equal(np.sort(places), np.sort(np.argsort(-x, kind="stable")[:k]))
 
 
 @pytest.mark.parametrize(("first", "share"), [(0, 0.0), (63, 0.5), (64, 1.0), (199, 0.05)])

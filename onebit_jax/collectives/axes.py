@@ -56,11 +56,6 @@ def sum_over_shards(sums: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(sums, axes.shards) if axes.shards else sums
 
 
-def least_over_shards(least: jax.Array, axes: Axes) -> jax.Array:
-    """Makes minima over whole tensors from those over a device's shards."""
-    return lax.pmin(least, axes.shards) if axes.shards else least
-
-
 def whole_tensors(tree: Any, axes: Axes, specs: Specs) -> Any:
     """Gathers whole tensors of a tree like the parameters, or like some of them."""
 
@@ -95,19 +90,15 @@ def _split(path: Any, axes: Axes, specs: Specs) -> list[tuple[str, ...]]:
         return []
     if path not in specs:
         raise ValueError(
-            f"nothing says how the tensor {jax.tree_util.keystr(path)} is split over "
-            f"{axes.shards}: its tree is not like the parameters. Leave out what takes the "
-            f"parameters' tree apart, such as optax.flatten."
+            f"nothing says how the tensor {jax.tree_util.keystr(path)} is split over {axes.shards}:"
+            f" leave out what takes the parameters' tree apart, such as optax.flatten."
         )
     entries = ((x,) if isinstance(x, str) else x or () for x in specs[path])
     return [tuple(name for name in names if name in axes.shards) for names in entries]
 
 
 def _by_split_axes(
-    tree: Any,
-    axes: Axes,
-    specs: Specs,
-    change: Callable[[jax.Array, int, tuple[str, ...]], jax.Array],
+    tree: Any, axes: Axes, specs: Specs, change: Callable[[jax.Array, int, Any], jax.Array]
 ) -> Any:
     def of_tensor(path: Any, x: jax.Array) -> jax.Array:
         for axis, names in enumerate(_split(path, axes, specs)):
@@ -131,8 +122,8 @@ def bound_axes(axis_name: Any) -> Axes:
     pair = isinstance(axis_name, tuple) and len(axis_name) == 2 and axis_name[0] != axis_name[1]
     if not (pair or isinstance(axis_name, str)) or not all(isinstance(x, str) for x in names):
         raise ValueError(
-            f"axis_name={axis_name!r} must be the name of one axis, a str, or a pair of two "
-            f"different ones, (node_axis, local_axis), for the hierarchical exchange."
+            f"axis_name={axis_name!r} must be the name of one axis, or a pair of two different "
+            f"ones, (node_axis, local_axis), for the hierarchical exchange."
         )
     sizes = [_bound_size(axis_name, name) for name in names]
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -151,11 +142,8 @@ def _bound_size(axis_name: Any, name: str) -> int:
         bound = [x for x in manual if not x.startswith("_")]
         raise ValueError(
             f"axis_name={axis_name!r}: no axis {name!r} is bound here; bound are {bound}. Call "
-            f"init and update inside jax.shard_map over a mesh with such an axis, or inside "
-            f"jax.pmap or jax.vmap with axis_name={name!r}; outside of them use onebit_jax.init "
-            f"and onebit_jax.train_step. In a jitted step whose gradients XLA averages by itself "
-            f"(jax.jit with a sharded batch) these replace tx.init and the step; beside parameters "
-            f"that are split over a mesh, take onebit_jax.sharding.on_mesh."
+            f"init and update inside jax.shard_map, jax.pmap or jax.vmap with this axis, or take "
+            f"onebit_jax.init and train_step; for split parameters onebit_jax.sharding.on_mesh."
         ) from None
 
 
@@ -163,11 +151,9 @@ def check_told_of_shards(axes: Axes, axis_name: Any, specs: Specs | None) -> Non
     """Raises ``ValueError`` if a program has devices along axes of which nobody told."""
     if axes.shards and specs is None:
         raise ValueError(
-            f"axis_name={axis_name!r} leaves out the axes {axes.shards}, along which this program "
-            f"has devices too: their replicas would silently diverge. Give a pair of axes "
-            f"(node_axis, local_axis), or make a mesh of one axis; for parameters that are split "
-            f"along another axis give onebit_jax.init and train_step axis_name= and param_specs=, "
-            f"or wrap the optimizer by onebit_jax.sharding.on_mesh."
+            f"axis_name={axis_name!r} leaves out the axes {axes.shards} of the mesh, along which "
+            f"replicas would silently diverge: give a pair of axes, or, for split parameters, give "
+            f"onebit_jax.init and train_step param_specs=, or take onebit_jax.sharding.on_mesh."
         )
 
 
@@ -200,9 +186,8 @@ def own_gradients(updates: Any, axes: Axes) -> Any:
     if summed:
         raise ValueError(
             f"{len(summed)} gradients, the first of them {summed[0]}, are the same on all workers "
-            f"along {axes.names}: they were averaged before (leave jax.lax.pmean out), or, with "
-            f"check_vma=True, the default of jax.shard_map, jax.grad summed them. Each worker must "
-            f"pass its own: give jax.shard_map check_vma=False."
+            f"along {axes.names}, but each must pass its own: leave jax.lax.pmean out, and give "
+            f"jax.shard_map check_vma=False, without which jax.grad sums them."
         )
     return updates
 

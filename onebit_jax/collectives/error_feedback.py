@@ -20,8 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import pack_flags, scaled_signs
+from onebit_jax.collectives.layout import Layout, Pieces, pack_flags, scaled_signs
 from onebit_jax.markers import PerWorker
 
 
@@ -111,6 +110,11 @@ class Compressor(Protocol):
     arrays. The state is the compressor's own: an :class:`ExchangeState`, the number of the call, or
     ``()``.
 
+    A compressor whose state is an :class:`ExchangeState` has two more methods, for another number
+    of workers. ``residuals(layout, state)`` gives this worker's ``e_i`` in pieces, cut, and this
+    server's ``E_j``, none in one shot. ``with_residual(layout, state, pieces)`` gives a fresh state
+    in which this worker's residuals are these pieces.
+
     Attributes:
       forms: of ``"one-shot"`` and ``"two-shot"`` those that it has.
       planes: the numbers in a byte.
@@ -124,15 +128,13 @@ class Compressor(Protocol):
     def planes(self) -> int: ...  # noqa: D102
 
     @property
-    def grouping(self) -> Grouping: ...  # noqa: D102
+    def grouping(self) -> str: ...  # noqa: D102
 
     def init(self, layout: Layout, servers: bool) -> Any:
         """The state before the first call."""
         ...
 
-    def encode(
-        self, layout: Layout, values: Any, state: Any
-    ) -> tuple[list[jax.Array], Any, jax.Array]:
+    def encode(self, layout: Layout, values: Any, state: Any) -> tuple[Pieces, Any, jax.Array]:
         """Encodes a worker's values.
 
         Returns:
@@ -142,26 +144,10 @@ class Compressor(Protocol):
         """
         ...
 
-    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[Pieces, Any]:
         """A server's sections ``[bytes]`` for all from all workers' rows ``[n, bytes]``."""
         ...
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows ``[..., chunks, bytes]`` to ``[..., k, chunks, planes, *plane]``."""
-        ...
-
-
-class FeedbackCompressor(Compressor, Protocol):
-    """A compressor whose state is an :class:`ExchangeState`."""
-
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """This worker's ``e_i`` in pieces, cut, and this server's ``E_j``; none in one shot."""
-        ...
-
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
-        """A fresh state in which this worker's residuals are these pieces."""
         ...

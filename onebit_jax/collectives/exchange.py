@@ -36,9 +36,9 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, Specs, bound_axes
-from onebit_jax.collectives.error_feedback import Compressor, ExchangeState, FeedbackCompressor
+from onebit_jax.collectives.error_feedback import Compressor, ExchangeState
 from onebit_jax.collectives.k_bits import KBits
-from onebit_jax.collectives.layout import Layout, tensor_id
+from onebit_jax.collectives.layout import Layout, Pieces, tensor_id
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 
 Form = Literal["auto", "one-shot", "two-shot"]
@@ -161,7 +161,7 @@ class BoundExchange:
 
     # Values.
 
-    def node_mean(self, tree: Any) -> list[jax.Array]:
+    def node_mean(self, tree: Any) -> Pieces:
         """The mean over a node's devices, in pieces; in the flat form a worker's own values.
 
         In the hierarchical form of this device's shard, cut; on a single node, where that is the
@@ -221,7 +221,7 @@ class BoundExchange:
         # A server may answer in fewer sections than there are pieces.
         order = [i for i in self.layout.backward_order() if i < len(sections)]
         order += range(len(order), len(sections))
-        received: dict[int, list[jax.Array]] = {i: [] for i in order}
+        received: dict[int, Pieces] = {i: [] for i in order}
         rows: Any = ()
         for bucket in buckets_of([sizes[i] for i in order], self._limit):
             parts = [(order[i], start, end) for i, start, end in bucket]
@@ -234,7 +234,7 @@ class BoundExchange:
                 first += end - start
         return self.layout.row([part for i in sorted(received) for part in received[i]], None)
 
-    def decode(self, received: jax.Array, *, own_shard: bool = False) -> list[jax.Array]:
+    def decode(self, received: jax.Array, *, own_shard: bool = False) -> Pieces:
         """The mean in pieces, float32; of an inactive element undefined.
 
         Args:
@@ -248,15 +248,13 @@ class BoundExchange:
             values = self._average(received)
         else:
             values = self.compressor.decode(layout, received)
-        if own_shard:
-            return [layout.own(piece, x) for piece, x in zip(layout.pieces, values, strict=True)]
-        return [piece.uncut(x) for piece, x in zip(layout.pieces, values, strict=True)]
+        return layout.own(values) if own_shard else layout.uncut(values)
 
-    def _average(self, received: jax.Array) -> list[jax.Array]:
+    def _average(self, received: jax.Array) -> Pieces:
         """The mean of all workers' rows ``[..., n, bytes]``."""
         rows = jnp.moveaxis(received, -2, 0)[..., None, :]
 
-        def add(total: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], None]:
+        def add(total: Pieces, row: jax.Array) -> tuple[Pieces, None]:
             values = self.compressor.decode(self.layout, row)
             return [x + y for x, y in zip(total, values, strict=True)], None
 
@@ -288,9 +286,9 @@ class BoundExchange:
         rows = (*shards, self.axes.nodes)
         if not self.compresses:
             return jnp.zeros((*rows, 1), jnp.uint8)
-        like = jax.ShapeDtypeStruct((*rows, self.layout.payload), jnp.uint8)
+        signs = jnp.zeros((*rows, self.layout.payload), jnp.uint8)
         scales = jnp.zeros((*rows, *self.layout.scale_shape), jnp.float32)
-        return self.layout.row([jnp.zeros(like.shape, like.dtype)], scales)
+        return self.layout.row([signs], scales)
 
     # The state between calls.
 
@@ -326,7 +324,7 @@ class BoundExchange:
             return ()
         if not self.compresses:
             return self.layout.full(0.0)
-        compressor = cast(FeedbackCompressor, self.compressor)
+        compressor: Any = self.compressor
         e, E = compressor.residuals(self.layout, state)
         total = [lax.pmean(x, self.axes.node) for x in e]
         if E:
@@ -334,19 +332,18 @@ class BoundExchange:
             total = [x + y for x, y in zip(total, served, strict=True)]
         return self.layout.scatter(self.of_all_shards(total))
 
-    def of_all_shards(self, cut: Sequence[jax.Array]) -> list[jax.Array]:
+    def of_all_shards(self, cut: Sequence[jax.Array]) -> Pieces:
         """Whole pieces from this device's ``[k, chunks, planes, *plane]``."""
         if self.axes.local is not None:
             cut = [lax.all_gather(x, self.axes.local) for x in cut]
-        return [piece.uncut(x) for piece, x in zip(self.layout.pieces, cut, strict=True)]
+        return self.layout.uncut(cut)
 
-    def own(self, tree: Any) -> list[jax.Array]:
+    def own(self, tree: Any) -> Pieces:
         """A tree that all workers share in the pieces that a worker compresses."""
         pieces = self.layout.gather(tree)
         if self.layout.shards == 1:
             return pieces
-        cut = [piece.cut(x) for piece, x in zip(self.layout.pieces, pieces, strict=True)]
-        return self.layout.shard(cut)
+        return self.layout.shard(self.layout.cut(pieces))
 
     def resumed(self, residual: Any, active: Any = None) -> Any:
         """A state with the same total residual, from which a run continues.
@@ -360,7 +357,7 @@ class BoundExchange:
         state = self.begin(active)
         if not self.compresses or not isinstance(state, ExchangeState):
             return state
-        compressor = cast(FeedbackCompressor, self.compressor)
+        compressor: Any = self.compressor
         return compressor.with_residual(self.layout, state, self.own(residual))
 
 

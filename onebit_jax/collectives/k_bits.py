@@ -20,9 +20,8 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import rounding
-from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout, filled
-from onebit_jax.collectives.packing import largest, pack, to_bytes, unpack
+from onebit_jax.collectives.error_feedback import Compensated, ExchangeState, Pieces
+from onebit_jax.collectives.layout import BLOCK, Layout, filled, largest, pack, to_bytes, unpack
 from onebit_jax.markers import PerWorker
 
 
@@ -40,7 +39,7 @@ class KBits:
 
     bits: int
     residual_decay: Any = 1.0
-    grouping: Grouping = dataclasses.field(default="blocks", init=False)
+    grouping = "blocks"
     forms = ("one-shot", "two-shot")
 
     def __post_init__(self):
@@ -65,16 +64,16 @@ class KBits:
             (),
         )
 
-    def encode(
-        self, layout: Layout, values: list[jax.Array], state: Any
-    ) -> tuple[list[jax.Array], Any, jax.Array]:
+    def encode(self, layout: Layout, values: Pieces, state: Any) -> tuple[Pieces, Any, jax.Array]:
         """The worker's half; sizes are the largest magnitude of each piece."""
-        z = [piece.cut(x) for piece, x in zip(layout.pieces, values, strict=True)]
+        z = layout.cut(values)
         if self.residual_decay is None:
             scales = [rounding.block_scales(x) for x in z]
             offset = rounding.offset_of(state, lax.axis_index(layout.axes.node))
             levels = [self._randomly(x, s, offset) for x, s in zip(z, scales, strict=True)]
-            return *self._rows(layout, levels, scales, state), _largest(scales)
+            return *self._rows(layout, levels, scales, state), jnp.asarray(
+                list(map(largest, scales)), jnp.float32
+            )
         held, last = state.worker.value
         c, before = dict[int, jax.Array](), ()
         for place in layout.backward_order():
@@ -88,19 +87,19 @@ class KBits:
         levels = [rounding.quantize(x, s, self.bits) for x, s in zip(pieces, scales, strict=True)]
         kept = Compensated(layout.held(pieces), layout.in_order(scales))
         state = state._replace(worker=PerWorker(kept))
-        return *self._rows(layout, levels, scales, state), _largest(scales)
+        return *self._rows(layout, levels, scales, state), jnp.asarray(
+            list(map(largest, scales)), jnp.float32
+        )
 
     def _rows(
-        self, layout: Layout, levels: list[jax.Array], scales: list[jax.Array], state: Any
-    ) -> tuple[list[jax.Array], Any]:
-        sections = [
-            piece.section(self._packed(x, 2))
-            for piece, x in zip(layout.pieces, levels, strict=True)
-        ]
+        self, layout: Layout, levels: Pieces, scales: Pieces, state: Any
+    ) -> tuple[Pieces, Any]:
+        pairs = zip(layout.pieces, levels, strict=True)
+        sections = [piece.section(self._packed(x, 2)) for piece, x in pairs]
         in_order = layout.in_order([s[0] for s in scales])
         return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))], state
 
-    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[Pieces, Any]:
         """The server's half."""
         in_blocks = rows[:, : layout.payload].reshape(len(rows), -1, BLOCK)
         received = in_blocks, layout.scales(rows) / len(rows)
@@ -126,7 +125,7 @@ class KBits:
             state = state._replace(server=PerWorker(Compensated([a[None]], S[None])))
         return [self._packed(levels, 0).reshape(-1), to_bytes(S.reshape(1, -1))[0]], state
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows to pieces."""
         scales = layout.by_piece(layout.scales(rows))
         axis = rows.ndim - 1
@@ -137,15 +136,11 @@ class KBits:
             numbers.append(jnp.expand_dims(decoded, axis - 1))
         return numbers
 
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, and ``E_j``."""
         (held, s), (served, S) = state.worker.value, state.server.value
-        e = [
-            rounding.residual(c, scale[None], self.bits)
-            for c, scale in zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
-        ]
+        pairs = zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
+        e = [rounding.residual(c, scale[None], self.bits) for c, scale in pairs]
         if layout.chunks == 1 or not e:
             return e, []
         E = rounding.residual(served[0][0], S[0], self.bits)
@@ -153,11 +148,9 @@ class KBits:
         parts = zip(layout.pieces, ends, strict=True)
         return e, [E[None, :, end - piece.scales : end] for piece, end in parts]
 
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
+    def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
-        c = [piece.cut(x) for piece, x in zip(layout.pieces, pieces, strict=True)]
+        c = layout.cut(pieces)
         # With scales so large all of c rounds to 0, and is the residual.
         scales = [4 * rounding.levels(self.bits) * rounding.block_scales(x) for x in c]
         kept = Compensated(layout.held(c), layout.in_order(scales))
@@ -185,7 +178,3 @@ class KBits:
 
 def _least(shape: tuple[int, ...]) -> jax.Array:
     return jnp.full((1, *shape), rounding.LEAST, jnp.float32)
-
-
-def _largest(scales: list[jax.Array]) -> jax.Array:
-    return jnp.stack([largest(s) for s in scales]) if scales else jnp.zeros((0,), jnp.float32)

@@ -13,12 +13,17 @@ piece, which is cut in the same way.
 
 Row ``j`` of the buffer, ``[chunks, bytes]``, has the bytes of chunk ``j`` of all pieces and their
 scales, side by side. Scales of tensors stand in the order of the tree.
+
+Numbers of 1, 2, 4 or 8 bits share bytes in *planes*: with ``k = 8 / bits`` numbers to a byte,
+``k L`` numbers are viewed as ``k`` planes of ``L``, and plane ``i`` takes bits ``i * bits`` and up
+of the ``L`` bytes. Packing then reads ``k`` contiguous planes, where packing ``k`` neighbours into
+a byte would read with a stride of ``k``: no gathers.
 """
 
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +31,10 @@ import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.packing import from_bytes, to_bytes
 
 Shape = tuple[int, ...]
-Grouping = Literal["tensors", "joined", "blocks"]
+# One array for each piece of a layout, or a section of bytes.
+Pieces = list[jax.Array]
 
 # Values that share a scale where a layout is in blocks.
 BLOCK = 256
@@ -127,7 +132,7 @@ class Layout:
         axes: Axes,
         tree: Any,
         planes: int = 8,
-        grouping: Grouping = "tensors",
+        grouping: str = "tensors",
         chunks: int = 1,
         *,
         split: bool = False,
@@ -157,7 +162,7 @@ class Layout:
         heads = heads if self._joined else sorted(heads)
         self.ids = np.array([tensor_id(names[i]) for i in heads], np.int32)
 
-    def _groups(self, grouping: Grouping, *, split: bool) -> list[tuple[int, ...]]:
+    def _groups(self, grouping: str, *, split: bool) -> list[tuple[int, ...]]:
         filled = [i for i, shape in enumerate(self.shapes) if math.prod(shape)]
         sizes = {i: math.prod(self.shapes[i]) for i in filled}
         if grouping == "joined":
@@ -192,7 +197,7 @@ class Layout:
 
     # Trees and pieces.
 
-    def gather(self, tree: Any) -> list[jax.Array]:
+    def gather(self, tree: Any) -> Pieces:
         """A tree's tensors in pieces, ``[k, rows, ...]``, float32; in blocks filled up with 0."""
         leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
         return [self._gathered(piece, [leaves[i] for i in piece.leaves]) for piece in self.pieces]
@@ -244,7 +249,7 @@ class Layout:
                 leaves[i] = x[row].reshape(1, *self.shapes[i]) if whole else x[row][None]
         return self._structure.unflatten(leaves)
 
-    def pieces_of(self, held: Any) -> list[jax.Array]:
+    def pieces_of(self, held: Any) -> Pieces:
         """Undoes :meth:`held`."""
         if self._joined:
             return [x[0] for x in held] if self.pieces else []
@@ -255,14 +260,22 @@ class Layout:
             pieces.append(self._stacked(own, piece.shape[1:] if whole else own[0].shape))
         return pieces
 
-    def zeros(self) -> list[jax.Array]:
+    def zeros(self) -> Pieces:
         """Zeros for the pieces that a worker compresses."""
         in_shards = self.shards > 1
         return [jnp.zeros(x.chunked if in_shards else x.shape, jnp.float32) for x in self.pieces]
 
-    def own(self, piece: Piece, x: jax.Array) -> jax.Array:
-        """``[k, chunks, planes, *plane]`` in the shape of what a worker compresses."""
-        return x if self.shards > 1 else piece.uncut(x)
+    def own(self, cut: Sequence[jax.Array]) -> Pieces:
+        """Pieces ``[k, chunks, planes, *plane]`` in the shape of what a worker compresses."""
+        return list(cut) if self.shards > 1 else self.uncut(cut)
+
+    def cut(self, pieces: Sequence[jax.Array]) -> Pieces:
+        """Pieces as they are sent: see :meth:`Piece.cut`."""
+        return [piece.cut(x) for piece, x in zip(self.pieces, pieces, strict=True)]
+
+    def uncut(self, cut: Sequence[jax.Array]) -> Pieces:
+        """Undoes :meth:`cut`."""
+        return [piece.uncut(x) for piece, x in zip(self.pieces, cut, strict=True)]
 
     # Shards.
 
@@ -291,13 +304,9 @@ class Layout:
             return self.scatter([piece.uncut(x[0].astype(jnp.float32)) for piece, x in pairs])
         if self.shards == 1:
             return jax.tree.map(lambda x: x[0].astype(jnp.float32), kept)
-        leaves = jax.tree.leaves(kept)
-        return self.scatter(
-            [
-                piece.uncut(jnp.stack([leaves[i][0] for i in piece.leaves], 1).astype(jnp.float32))
-                for piece in self.pieces
-            ]
-        )
+        leaves = [x[0].astype(jnp.float32) for x in jax.tree.leaves(kept)]
+        cut = [jnp.stack([leaves[i] for i in piece.leaves], 1) for piece in self.pieces]
+        return self.scatter(self.uncut(cut))
 
     def shard(self, tree: Any) -> Any:
         """This device's shard of arrays for all shards ``[L, ...]``."""
@@ -317,7 +326,17 @@ class Layout:
         padding = -sum(x.shape[-1] for x in parts) % _ROW_MULTIPLE
         return jnp.concatenate([*parts, jnp.zeros((*leading, padding), jnp.uint8)], -1)
 
-    def sections(self, rows: jax.Array) -> list[jax.Array]:
+    def packed(self, flags: Sequence[jax.Array]) -> Pieces:
+        """Sections of booleans, one for each element of the pieces: uint8 ``[chunks, bytes]``."""
+        pairs = zip(self.pieces, flags, strict=True)
+        return [piece.section(pack_flags(piece.cut(x), 2)) for piece, x in pairs]
+
+    def flags(self, rows: jax.Array) -> Pieces:
+        """Undoes :meth:`packed`, of rows ``[..., chunks, bytes]``: each piece's, cut."""
+        axis = rows.ndim
+        return [unpack_flags(x, axis).swapaxes(axis - 2, axis - 1) for x in self.sections(rows)]
+
+    def sections(self, rows: jax.Array) -> Pieces:
         """Each piece's bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""
         parts, start = [], 0
         for piece in self.pieces:
@@ -333,7 +352,7 @@ class Layout:
             *rows.shape[:-1], *self.scale_shape
         )
 
-    def by_piece(self, scales: jax.Array) -> list[jax.Array]:
+    def by_piece(self, scales: jax.Array) -> Pieces:
         """Each piece's part of scales ``[..., scales]``."""
         scales = _reordered(scales, self._by_piece)
         ends = np.cumsum([piece.scales for piece in self.pieces])
@@ -371,7 +390,7 @@ def _reordered(numbers: jax.Array, order: np.ndarray) -> jax.Array:
     return numbers if np.all(np.diff(order) == 1) else numbers[..., order]
 
 
-def filled(arrays: list[jax.Array]) -> Any:
+def filled(arrays: Pieces) -> Any:
     """A list of arrays, or one array in place of an empty list.
 
     Orbax saves no empty list, and ``optax.tree.map_params`` compares a state with one over a tree
@@ -383,3 +402,103 @@ def filled(arrays: list[jax.Array]) -> Any:
 def tensor_id(name: str) -> int:
     """A positive int32 for the path of a tensor, by which all processes name it alike."""
     return zlib.crc32(name.encode()) % (2**31 - 1) + 1
+
+
+# Numbers as bytes.
+
+
+def _bit_of_plane(shape: tuple[int, ...], axis: int) -> jax.Array:
+    """The bit of each of eight planes along an axis; uint8 of this shape."""
+    return lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
+
+
+def _shifts(bits: int, trailing: int) -> np.ndarray:
+    """The first bit of each number in its byte, along an axis before ``trailing`` others."""
+    return np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, *[1] * trailing)
+
+
+def pack_flags(flags: jax.Array, axis: int) -> jax.Array:
+    """Packs booleans along an axis of length 8, which is dropped; uint8.
+
+    >>> pack_flags(jnp.arange(8)[:, None] < 3, axis=0)
+    Array([7], dtype=uint8)
+    """
+    # Operations of lax, here and below: tracing them takes a third of jnp's time.
+    bit = _bit_of_plane(flags.shape, axis)
+    return lax.reduce(
+        lax.select(flags, bit, lax.full_like(bit, 0)), np.uint8(0), lax.bitwise_or, (axis,)
+    )
+
+
+def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
+    """Undoes :func:`pack_flags`: booleans, with an axis of length 8 put in.
+
+    >>> unpack_flags(jnp.array([5], jnp.uint8), axis=0)[:, 0].astype(int)
+    Array([1, 0, 1, 0, 0, 0, 0, 0], dtype=int32)
+    """
+    # Broadcast masks, not a stack of eight planes: XLA fuses a broadcast into the loop that reads
+    # it, and writes a stack to memory.
+    shape = (*packed.shape[:axis], 8, *packed.shape[axis:])
+    bit = _bit_of_plane(shape, axis)
+    others = [i for i in range(len(shape)) if i != axis]
+    return (lax.broadcast_in_dim(packed, shape, others) & bit) == bit
+
+
+def pack(numbers: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Packs numbers below ``2**bits`` along an axis of length ``8 / bits``, which is dropped.
+
+    >>> pack(jnp.array([[0], [14]], jnp.uint8), bits=4, axis=0)
+    Array([224], dtype=uint8)
+    """
+    shifted = numbers << _shifts(bits, numbers.ndim - axis - 1)
+    return lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (axis,))
+
+
+def unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Undoes :func:`pack`: uint8, with an axis of length ``8 / bits`` put in.
+
+    >>> unpack(jnp.array([224], jnp.uint8), bits=4, axis=0)
+    Array([[ 0],
+           [14]], dtype=uint8)
+    """
+    shifts = _shifts(bits, packed.ndim - axis)
+    return (jnp.expand_dims(packed, axis) >> shifts) & np.uint8(2**bits - 1)
+
+
+def scaled_signs(packed: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
+    """Decodes packed signs to the numbers ``scale * sgn``.
+
+    Args:
+      packed: uint8.
+      scales: float32 that broadcasts to the result.
+      axis: where the axis of length 8 is put in.
+
+    >>> scaled_signs(jnp.array([254], jnp.uint8), jnp.float32(0.5), axis=0)[:3, 0]
+    Array([-0.5,  0.5,  0.5], dtype=float32)
+    """
+    flags = unpack_flags(packed, axis)
+    scales = jnp.broadcast_to(scales, flags.shape)
+    return lax.select(flags, scales, -scales)
+
+
+def to_bytes(numbers: jax.Array) -> jax.Array:
+    """float32 ``[..., k]`` as uint8 ``[..., 4 k]``."""
+    return lax.bitcast_convert_type(numbers, jnp.uint8).reshape(*numbers.shape[:-1], -1)
+
+
+def from_bytes(in_bytes: jax.Array) -> jax.Array:
+    """Undoes :func:`to_bytes`."""
+    return lax.bitcast_convert_type(in_bytes.reshape(*in_bytes.shape[:-1], -1, 4), jnp.float32)
+
+
+def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """The largest magnitude of float32, or NaN where one of them is NaN.
+
+    XLA for CPUs drops NaNs from most maxima of floats (JAX 0.10.2 and 0.12.0.1, not reported), but
+    as an integer NaN is the largest of all.
+
+    >>> largest(jnp.array([[1.0, -2.0], [0.0, jnp.nan]]), axis=1).tolist()
+    [2.0, nan]
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis), jnp.float32)

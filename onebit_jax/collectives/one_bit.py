@@ -28,6 +28,7 @@ Differences from the paper:
 """
 
 import dataclasses
+import itertools
 from typing import Any, Literal, cast
 
 import jax
@@ -35,9 +36,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import sum_over_shards
-from onebit_jax.collectives.error_feedback import Active, Compensated, ExchangeState
-from onebit_jax.collectives.layout import Grouping, Layout, Piece, filled
-from onebit_jax.collectives.packing import pack_flags, scaled_signs, to_bytes, unpack_flags
+from onebit_jax.collectives.error_feedback import Active, Compensated, ExchangeState, Pieces
+from onebit_jax.collectives.layout import (
+    Layout,
+    filled,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+    unpack_flags,
+)
 from onebit_jax.markers import PerWorker
 
 Scale = Literal["rms", "mean_abs"]
@@ -78,7 +85,7 @@ class OneBit:
     planes = 8
 
     @property
-    def grouping(self) -> Grouping:
+    def grouping(self) -> str:
         """How the layout groups tensors."""
         return "joined" if self.fused else "tensors"
 
@@ -96,15 +103,15 @@ class OneBit:
             ),
         )
 
-    def _held(self, layout: Layout, pieces: list[jax.Array]) -> Any:
+    def _held(self, layout: Layout, pieces: Pieces) -> Any:
         return jax.tree.map(lambda x: x.astype(self.residual_dtype), layout.held(pieces))
 
-    def _served(self, chunks: list[jax.Array]) -> Any:
+    def _served(self, chunks: Pieces) -> Any:
         return filled([x[None].astype(self.residual_dtype) for x in chunks])
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: ExchangeState
+    ) -> tuple[Pieces, ExchangeState, jax.Array]:
         """The worker's half: ``c_i``, ``s_i``, and its signs; sizes are ``s_i``."""
         held, last = state.worker.value
         held, active = layout.pieces_of(held), layout.shard(cast(Active, state.active))
@@ -119,7 +126,9 @@ class OneBit:
             piece = layout.pieces[place]
             e = residual(held[place], layout.by_piece(last_scales)[place])
             made = values[place] + self.residual_decay * e
-            made = jnp.where(_flags(layout, piece, layout.sections(bits)[place]), made, 0.0)
+            on = unpack_flags(layout.sections(bits)[place], 2).swapaxes(0, 1)
+            on = on if layout.shards > 1 else piece.uncut(on)
+            made = jnp.where(on, made, 0.0)
             made = made.astype(self.residual_dtype)
             # XLA for GPUs sums what is before a barrier in the kernel that writes it; all else
             # reads what was written.
@@ -127,38 +136,27 @@ class OneBit:
             before = c[place] = lax.optimization_barrier(made)
         s = self._scales(layout, [sums[i] for i in range(len(c))], jnp.sum(active.counts, 0))
         pieces = [c[i] for i in range(len(c))]
-        sections = [
-            piece.section(pack_flags(piece.cut(x >= 0), 2))
-            for piece, x in zip(layout.pieces, pieces, strict=True)
-        ]
+        sections = layout.packed([x >= 0 for x in pieces])
         for_servers = to_bytes(jnp.broadcast_to(s, (layout.chunks, s.size)))
         kept = PerWorker(Compensated(self._held(layout, pieces), s[None]))
         return [*sections, for_servers], state._replace(worker=kept), s
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState]:
+    ) -> tuple[Pieces, ExchangeState]:
         """The server's half: ``a_j``, ``S_j``, and its signs."""
-        chunk, (held, last) = lax.axis_index(layout.axes.node), state.server.value
-        active = jax.tree.map(lambda x: x[chunk], layout.shard(state.active))
+        active = layout.shard(cast(Active, state.active))
         # Divided by n first: a product in the sum would be contracted into it by some compilers,
         # and not by others.
         by_workers = layout.by_piece(layout.scales(rows) / len(rows))
-        parts = zip(
-            layout.sections(rows),
-            by_workers,
-            held if layout.pieces else (),
-            layout.by_piece(last[0]),
-            layout.sections(active.bits),
-            strict=True,
-        )
+        own = _of_server(layout, active.bits, state.server.value)
         a = []
-        for sent, scales, last_a, last_S, flags in parts:
-            total = self.residual_decay * residual(last_a[0], last_S)
-            total = _add_signs(total, sent, scales)
-            a.append(jnp.where(unpack_flags(flags, 1), total, 0.0).astype(self.residual_dtype))
+        for sent, scales, (on, last, S) in zip(layout.sections(rows), by_workers, own, strict=True):
+            total = _add_signs(self.residual_decay * residual(last, S), sent, scales)
+            a.append(jnp.where(on, total, 0.0).astype(self.residual_dtype))
         written = lax.optimization_barrier(a)
-        S = self._scales(layout, list(map(self._sums, a)), active.counts)
+        counts = active.counts[lax.axis_index(layout.axes.node)]
+        S = self._scales(layout, list(map(self._sums, a)), counts)
         sections = [pack_flags(x >= 0, 1).reshape(-1) for x in written]
         kept = PerWorker(Compensated(self._served(written), S[None]))
         return [*sections, to_bytes(S)], state._replace(server=kept)
@@ -169,7 +167,7 @@ class OneBit:
         c = c.astype(jnp.float32).reshape(len(c), -1)
         return jnp.sum(c * c if self.scale == "rms" else jnp.abs(c), 1)
 
-    def _scales(self, layout: Layout, sums: list[jax.Array], counts: jax.Array) -> jax.Array:
+    def _scales(self, layout: Layout, sums: Pieces, counts: jax.Array) -> jax.Array:
         """``s``, over active elements; 0 where there are none."""
         found = layout.in_order(sums)
         if self.fused or self.scale_per == "tensor":
@@ -178,14 +176,9 @@ class OneBit:
         mean = found / jnp.maximum(counts, 1)
         return jnp.sqrt(mean) if self.scale == "rms" else mean
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """``s sgn`` of rows, of an inactive element undefined."""
-        return [
-            _signs(x, s)
-            for x, s in zip(
-                layout.sections(rows), layout.by_piece(layout.scales(rows)), strict=True
-            )
-        ]
+        return list(map(_signs, layout.sections(rows), layout.by_piece(layout.scales(rows))))
 
     def activate(self, layout: Layout, state: ExchangeState, active: Any) -> ExchangeState:
         """Marks the active elements from the next call on; new ones begin without residuals.
@@ -208,70 +201,46 @@ class OneBit:
         marks = Active(jnp.concatenate(bits, -1), layout.in_order(counts).astype(jnp.float32))
         # A new element has c = a = 0, which would mean residuals of -s and -S.
         born = layout.shard(marks.bits & ~cast(Active, state.active).bits)
-        (held, s), (served, S) = state.worker.value, state.server.value
-        c = [
-            jnp.where(_flags(layout, piece, new), per_tensor(scale, x), x.astype(jnp.float32))
-            for piece, new, x, scale in zip(
-                layout.pieces,
-                layout.sections(born),
-                layout.pieces_of(held),
-                layout.by_piece(s[0]),
-                strict=True,
-            )
-        ]
-        if served:
-            chunk = lax.axis_index(layout.axes.node)
-            a = [
-                jnp.where(unpack_flags(new, 1), per_tensor(scale, x[0]), x[0].astype(jnp.float32))
-                for new, x, scale in zip(
-                    layout.sections(born[chunk]), served, layout.by_piece(S[0]), strict=True
-                )
-            ]
-            served = self._served(a)
-        return ExchangeState(
-            PerWorker(Compensated(self._held(layout, c), s)),
-            PerWorker(Compensated(served, S)),
-            marks,
-        )
 
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        def with_new(new: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+            return jnp.where(new, per_tensor(scale, x), x.astype(jnp.float32))
+
+        (held, s), server = state.worker.value, state.server.value
+        new, c = layout.own(layout.flags(born)), layout.pieces_of(held)
+        c = list(map(with_new, new, c, layout.by_piece(s[0])))
+        if server.values:
+            a = list(itertools.starmap(with_new, _of_server(layout, born, server)))
+            server = server._replace(values=self._served(a))
+        kept = PerWorker(Compensated(self._held(layout, c), s))
+        return ExchangeState(kept, PerWorker(server), marks)
+
+    def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut, and ``E_j``; 0 where not active."""
-        bits = layout.shard(cast(Active, state.active)).bits
-        (held, s), (served, S) = state.worker.value, state.server.value
-        e = [
-            jnp.where(unpack_flags(new, 2).swapaxes(0, 1), residual(piece.cut(x), scale), 0.0)
-            for piece, new, x, scale in zip(
-                layout.pieces,
-                layout.sections(bits),
-                layout.pieces_of(held),
-                layout.by_piece(s[0]),
-                strict=True,
-            )
-        ]
-        if not served:
-            return e, []
-        own_bits = bits[lax.axis_index(layout.axes.node)]
-        return e, [
-            jnp.where(unpack_flags(new, 1), residual(x[0], scale), 0.0)
-            for new, x, scale in zip(
-                layout.sections(own_bits), served, layout.by_piece(S[0]), strict=True
-            )
-        ]
 
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
+        def of_active(on: jax.Array, x: jax.Array, scale: jax.Array) -> jax.Array:
+            return jnp.where(on, residual(x, scale), 0.0)
+
+        bits, (held, s) = layout.shard(cast(Active, state.active)).bits, state.worker.value
+        c, server = layout.cut(layout.pieces_of(held)), state.server.value
+        e = list(map(of_active, layout.flags(bits), c, layout.by_piece(s[0])))
+        own = _of_server(layout, bits, server) if server.values else []
+        return e, list(itertools.starmap(of_active, own))
+
+    def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
         # With a scale of 0 the compensated value is the residual.
         scales = state.worker.value.scales
         return state._replace(worker=PerWorker(Compensated(self._held(layout, pieces), scales)))
 
 
-def _flags(layout: Layout, piece: Piece, bits: jax.Array) -> jax.Array:
-    """Unpacks a section ``[chunks, k, *plane]`` to booleans like what a worker compresses."""
-    return layout.own(piece, unpack_flags(bits, 2).swapaxes(0, 1))
+def _of_server(
+    layout: Layout, bits: jax.Array, server: Compensated
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """By piece the flags, from rows of bits, values and scales of the chunk of this worker."""
+    values = [x[0] for x in server.values] if layout.pieces else []
+    sections = layout.sections(bits[lax.axis_index(layout.axes.node)])
+    flags = [unpack_flags(x, 1) for x in sections]
+    return list(zip(flags, values, layout.by_piece(server.scales[0]), strict=True))
 
 
 def _signs(packed: jax.Array, scales: jax.Array) -> jax.Array:

@@ -34,9 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from onebit_jax.collectives.layout import Grouping, Layout, Shape
-from onebit_jax.collectives.packing import pack_flags, unpack_flags
-from onebit_jax.collectives.votes import count_rows, sizes_of
+from onebit_jax.collectives.layout import Layout, Pieces, Shape, pack_flags, unpack_flags
+from onebit_jax.collectives.votes import count_rows, counts_of, sizes_of
 
 
 class Ratio(NamedTuple):
@@ -119,37 +118,30 @@ class RandomSigns:
 
     forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="tensors", init=False)
+    grouping = "tensors"
 
     def init(self, layout: Layout, servers: bool) -> tuple[()]:
         """No state."""
-        del layout, servers
         return ()
 
     def encode(
         self, layout: Layout, values: list[Ratio], state: Draw
-    ) -> tuple[list[jax.Array], Draw, jax.Array]:
+    ) -> tuple[Pieces, Draw, jax.Array]:
         """``Q(z_i)``; of an inactive element, whether its denominator is not 0."""
         key = _words(layout, state.key, lax.axis_index(layout.axes.node))
-        bits, sections = layout.sections(state.active), []
-        firsts = _first_words(layout)
-        for piece, z, active in zip(layout.pieces, values, bits, strict=True):
+        firsts, flags = _first_words(layout), []
+        for piece, z, active in zip(layout.pieces, values, layout.flags(state.active), strict=True):
             numerator, denominator = map(piece.cut, z)
             starts = [firsts[i] for i in piece.leaves]
             drawn = uniforms(key, starts, layout.chunks, piece.plane) * denominator < numerator
-            flags = unpack_flags(active, 2).swapaxes(0, 1)
-            sections.append(piece.section(pack_flags(jnp.where(flags, drawn, denominator != 0), 2)))
-        return sections, state, sizes_of(layout, [z.denominator for z in values])
+            flags.append(jnp.where(active, drawn, denominator != 0))
+        return layout.packed(flags), state, sizes_of(layout, [z.denominator for z in values])
 
-    def serve(self, layout: Layout, rows: jax.Array, state: Draw) -> tuple[list[jax.Array], Draw]:
+    def serve(self, layout: Layout, rows: jax.Array, state: Draw) -> tuple[Pieces, Draw]:
         """``Q`` of the mean; of an inactive element, whether any worker sent 1."""
-        nodes, digits = layout.axes.nodes, count_rows(rows)
-        chunk = lax.axis_index(layout.axes.node)
+        nodes, chunk = layout.axes.nodes, lax.axis_index(layout.axes.node)
         key, firsts = _words(layout, state.key, nodes), _first_words(layout)
-        counts = [jnp.float32(0)] * len(layout.pieces)
-        for k, digit in enumerate(digits):
-            parts = zip(counts, layout.sections(digit), strict=True)
-            counts = [total + jnp.float32(2**k) * unpack_flags(x, 1) for total, x in parts]
+        counts = counts_of(layout, count_rows(rows))
         sections, bits = [], layout.sections(state.active[chunk])
         for piece, count, active in zip(layout.pieces, counts, bits, strict=True):
             starts = [firsts[i] for i in piece.leaves]
@@ -160,11 +152,9 @@ class RandomSigns:
             sections.append(pack_flags(drawn, 1).reshape(-1))
         return sections, state
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """+1 or -1; of an inactive element undefined."""
-        axis = rows.ndim
-        signs = [jnp.where(unpack_flags(x, axis), 1.0, -1.0) for x in layout.sections(rows)]
-        return [jnp.swapaxes(x, axis - 2, axis - 1) for x in signs]
+        return [jnp.where(x, 1.0, -1.0) for x in layout.flags(rows)]
 
 
 def _words(layout: Layout, key: jax.Array, which: Any) -> jax.Array:

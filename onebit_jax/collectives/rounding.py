@@ -31,8 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from onebit_jax.collectives.layout import BLOCK
-from onebit_jax.collectives.packing import largest
+from onebit_jax.collectives.layout import BLOCK, largest
 
 # 127 divided by it is finite; half a level of it is a normal number, which no device flushes to 0.
 LEAST = 2.0**-117

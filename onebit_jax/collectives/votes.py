@@ -16,13 +16,13 @@ References:
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import largest, pack_flags, unpack_flags
+from onebit_jax.collectives.layout import Layout, Pieces, largest, unpack_flags
 
 
 def count_rows(rows: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def count_rows(rows: jax.Array) -> jax.Array:
     [[3], [1]]
     """
 
-    def add(digits: list[jax.Array], row: jax.Array) -> tuple[list[jax.Array], None]:
+    def add(digits: Pieces, row: jax.Array) -> tuple[Pieces, None]:
         carry, total = row, []
         for digit in digits:
             total.append(digit ^ carry)
@@ -45,6 +45,21 @@ def count_rows(rows: jax.Array) -> jax.Array:
 
     zeros = [jnp.zeros_like(rows[0]) for _ in range(len(rows).bit_length())]
     return jnp.stack(lax.scan(add, zeros, rows, unroll=min(len(rows), 8))[0])
+
+
+def counts_of(layout: Layout, digits: Iterable[jax.Array]) -> Pieces:
+    """Counts from their binary digits ``[..., bytes]``: float32 ``[..., k, 8, *plane]``."""
+    counts = [jnp.float32(0)] * len(layout.pieces)
+    for k, digit in enumerate(digits):
+        parts = zip(counts, layout.sections(digit), strict=True)
+        counts = [total + 2.0**k * unpack_flags(x, digit.ndim) for total, x in parts]
+    return counts
+
+
+def votes(layout: Layout, values: Pieces, call: jax.Array) -> Pieces:
+    """A worker's votes in a call, the signs of its values, in sections."""
+    zero_is_positive = (call + lax.axis_index(layout.axes.node)) % 2 == 0
+    return layout.packed([jnp.where(zero_is_positive, z >= 0, z > 0) for z in values])
 
 
 def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Array]:
@@ -59,7 +74,7 @@ def more_and_equal(digits: jax.Array, threshold: int) -> tuple[jax.Array, jax.Ar
     return more, equal
 
 
-def sizes_of(layout: Layout, values: list[jax.Array]) -> jax.Array:
+def sizes_of(layout: Layout, values: Pieces) -> jax.Array:
     """The largest magnitude of each tensor: a number that is not finite if one of them is not."""
     return layout.in_order([largest(x.reshape(len(x), -1), 1) for x in values])
 
@@ -78,29 +93,20 @@ class Votes:
     mean: bool = False
     forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="tensors", init=False)
+    grouping = "tensors"
 
     def init(self, layout: Layout, servers: bool) -> jax.Array:
         """Call 0."""
-        del layout, servers
         return jnp.zeros([], jnp.int32)
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        self, layout: Layout, values: Pieces, state: jax.Array
+    ) -> tuple[Pieces, jax.Array, jax.Array]:
         """A worker's votes, the signs of its values."""
-        zero_is_positive = (state + lax.axis_index(layout.axes.node)) % 2 == 0
-        sections = [
-            piece.section(pack_flags(piece.cut(jnp.where(zero_is_positive, z >= 0, z > 0)), 2))
-            for piece, z in zip(layout.pieces, values, strict=True)
-        ]
-        return sections, state, sizes_of(layout, values)
+        return votes(layout, values, state), state, sizes_of(layout, values)
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
+    def serve(self, layout: Layout, rows: jax.Array, state: jax.Array) -> tuple[Pieces, jax.Array]:
         """The sign that most workers voted for, or the counts' digits."""
-        del layout
         digits, workers = count_rows(rows), len(rows)
         if self.mean:
             return [digits.reshape(-1)], state
@@ -109,17 +115,11 @@ class Votes:
             more |= jnp.where(state % 2 == 0, equal, jnp.uint8(0))
         return [more], state
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """+1 or -1 for each element, or means of them."""
-        axis = rows.ndim
         if not self.mean:
-            flags = [unpack_flags(x, axis) for x in layout.sections(rows)]
-            signs = [jnp.where(x, 1.0, -1.0) for x in flags]
-            return [jnp.swapaxes(x, axis - 2, axis - 1) for x in signs]
-        workers = layout.axes.nodes
-        counts = [jnp.float32(0)] * len(layout.pieces)
-        for k, digit in enumerate(jnp.split(rows, workers.bit_length(), -1)):
-            parts = zip(counts, layout.sections(digit), strict=True)
-            counts = [total + 2.0**k * unpack_flags(x, axis) for total, x in parts]
+            return [jnp.where(x, 1.0, -1.0) for x in layout.flags(rows)]
+        workers, axis = layout.axes.nodes, rows.ndim
+        counts = counts_of(layout, jnp.split(rows, workers.bit_length(), -1))
         means = [(2 * count - workers) / workers for count in counts]
         return [jnp.swapaxes(x, axis - 2, axis - 1) for x in means]

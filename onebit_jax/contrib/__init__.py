@@ -7,11 +7,4 @@ from onebit_jax.contrib.largest_values import LargestValues
 from onebit_jax.contrib.majority_vote import MajorityVote
 from onebit_jax.contrib.onebit_lamb_published import onebit_lamb_published
 
-__all__ = [
-    "Drive",
-    "LargestValues",
-    "MajorityVote",
-    "cada",
-    "fetch_sgd",
-    "onebit_lamb_published",
-]
+__all__ = ["Drive", "LargestValues", "MajorityVote", "cada", "fetch_sgd", "onebit_lamb_published"]

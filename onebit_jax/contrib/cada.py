@@ -14,17 +14,8 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
 from onebit_jax.markers import PerWorker, as_own, own
-from onebit_jax.transforms.algorithm import (
-    PHASES,
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    begin,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Phase, Progress, Step, Update
 
 _PHASES: tuple[Phase, ...] = ("local", "sync")
 
@@ -52,9 +43,6 @@ class CadaState(NamedTuple):
     due: jax.Array
 
 
-State = CadaState
-
-
 def _squared_distance(x: Any, y: Any, axes: Axes) -> jax.Array:
     """``||x - y||^2`` of two trees, over all shards of their tensors."""
     squares = optax.tree.norm(optax.tree.sub(x, y), squared=True)
@@ -70,11 +58,11 @@ class Cada(Algorithm):
     exchange: Exchange
     needs_params = "CADA compares gradients with the parameters' steps"
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> CadaState:
         """Nothing was sent: the first update exchanges."""
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         return CadaState(
-            progress=begin(),
+            progress=algorithm.begin(),
             mean=zeros,
             sent=as_own(zeros),
             params=zeros,
@@ -87,16 +75,16 @@ class Cada(Algorithm):
         """Updates with an exchange and without."""
         return {phase: functools.partial(self.step, syncs=phase == "sync") for phase in _PHASES}
 
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: CadaState) -> jax.Array:
         """Whether the next update exchanges; of the one after it that is not known yet."""
-        local, sync = map(PHASES.index, _PHASES)
+        local, sync = map(algorithm.PHASES.index, _PHASES)
         return jnp.stack([jnp.where(state.due, sync, local), -1]).astype(jnp.int32)
 
-    def accepts(self, state: State, phase: Phase) -> jax.Array | bool:
+    def accepts(self, state: CadaState, phase: Phase) -> jax.Array | bool:
         """Any phase, but an exchange first."""
         return phase == "sync" or state.progress.count > 0
 
-    def step(self, state: State, update: Update, *, syncs: bool) -> Made:
+    def step(self, state: CadaState, update: Update, *, syncs: bool) -> Made:
         """Averages gradients in a sync; then decides whether the next update is one.
 
         The update is the mean gradient as of the last exchange.
@@ -117,10 +105,7 @@ class Cada(Algorithm):
 
 
 def cada(
-    axis_name: str | tuple[str, str],
-    *,
-    c: jax.typing.ArrayLike = 0.6,
-    delay: int = 10,
+    axis_name: str | tuple[str, str], *, c: jax.typing.ArrayLike = 0.6, delay: int = 10
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages gradients only where a worker's has changed: CADA, with a skip that all share.
 
@@ -195,4 +180,4 @@ def cada(
     # Nothing is compressed: of an exchange only the axis counts.
     exchange = ExchangeOptions().at_bits(axis_name, 8)
     delay = validation.count("delay", delay, 1, "10 is usual")
-    return transformation(Cada(validation.number("c", c, "positive"), delay, exchange))
+    return algorithm.transformation(Cada(validation.number("c", c, "positive"), delay, exchange))

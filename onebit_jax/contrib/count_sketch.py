@@ -45,13 +45,9 @@ class CountSketch:
         places = places.astype(jnp.uint32)
         keys = jax.random.bits(jax.random.key(self.seed), (self.rows, 2), jnp.uint32)
         words = [hash_words(places, key) for key in keys]
-        return [
-            (
-                (word & np.uint32(2**31 - 1)) % np.uint32(self.columns),
-                jnp.where(word >> 31 == 0, 1.0, -1.0),
-            )
-            for word in words
-        ]
+        columns = [(word & np.uint32(2**31 - 1)) % np.uint32(self.columns) for word in words]
+        signs = [jnp.where(word >> 31 == 0, 1.0, -1.0) for word in words]
+        return list(zip(columns, signs, strict=True))
 
     def table(self, x: jax.Array) -> jax.Array:
         """``S(x)`` of a vector ``[d]``; float32 ``[rows, columns]``.

@@ -42,8 +42,15 @@ import numpy as np
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.layout import BLOCK, Grouping, Layout
-from onebit_jax.collectives.packing import largest, pack_flags, scaled_signs, to_bytes
+from onebit_jax.collectives.layout import (
+    BLOCK,
+    Layout,
+    Pieces,
+    largest,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+)
 from onebit_jax.collectives.random_signs import hash_words
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.
@@ -124,7 +131,7 @@ class Drive:
     seed: int = 0
     forms = ("one-shot", "two-shot")
     planes = 8
-    grouping: Grouping = dataclasses.field(default="blocks", init=False)
+    grouping = "blocks"
 
     def __post_init__(self):
         validation.check_name("scale", self.scale, "unbiased", "least_error")
@@ -132,23 +139,20 @@ class Drive:
 
     def init(self, layout: Layout, servers: bool) -> jax.Array:
         """Call 0."""
-        del layout, servers
         return jnp.zeros([], jnp.int32)
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+        self, layout: Layout, values: Pieces, state: jax.Array
+    ) -> tuple[Pieces, jax.Array, jax.Array]:
         """The worker's half; sizes are the largest scale of each piece."""
-        z = [piece.cut(x)[0] for piece, x in zip(layout.pieces, values, strict=True)]
+        z = [x[0] for x in layout.cut(values)]
         keys = jnp.broadcast_to(self._key(layout, state, shot=0), (layout.chunks, 2))
         D = random_signs(keys, lax.iota(jnp.uint32, layout.chunks), layout.scale_shape[-1])
         flags, s = self._rounded(jnp.concatenate(z, -2) * D)
         sizes = jnp.stack([largest(x) for x in layout.by_piece(s)])
         return self._sections(layout, flags, s, keys), state + 1, sizes
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
+    def serve(self, layout: Layout, rows: jax.Array, state: jax.Array) -> tuple[Pieces, jax.Array]:
         """The server's half: the mean of its chunk, rotated anew."""
         chunk = lax.axis_index(layout.axes.node).astype(jnp.uint32)[None]
 
@@ -161,7 +165,7 @@ class Drive:
         flags, s = self._rounded(total / len(rows) * random_signs(key, chunk, total.shape[-2]))
         return [x[0] for x in self._sections(layout, flags, s, key)], state
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows to pieces."""
         blocks = _decoded(layout, rows, lax.iota(jnp.uint32, layout.chunks))
         return [jnp.expand_dims(x, rows.ndim - 2) for x in _by_piece(layout, blocks)]
@@ -182,9 +186,7 @@ class Drive:
         return y >= 0, jnp.sum(y * y, -1) / jnp.where(norm == 0, 1.0, norm)
 
     @staticmethod
-    def _sections(
-        layout: Layout, flags: jax.Array, s: jax.Array, keys: jax.Array
-    ) -> list[jax.Array]:
+    def _sections(layout: Layout, flags: jax.Array, s: jax.Array, keys: jax.Array) -> Pieces:
         """Sections ``[C, bytes]`` of chunks' blocks, scales and keys."""
         sections = [
             *_by_piece(layout, pack_flags(flags, 1)),
@@ -194,7 +196,7 @@ class Drive:
         return [x.reshape(len(keys), -1) for x in sections]
 
 
-def _by_piece(layout: Layout, blocks: jax.Array) -> list[jax.Array]:
+def _by_piece(layout: Layout, blocks: jax.Array) -> Pieces:
     """Each piece's part of blocks ``[..., R, 256]``."""
     ends = np.cumsum([piece.scales for piece in layout.pieces])
     return jnp.split(blocks, ends[:-1].tolist(), -2)
@@ -202,11 +204,8 @@ def _by_piece(layout: Layout, blocks: jax.Array) -> list[jax.Array]:
 
 def _decoded(layout: Layout, rows: jax.Array, chunks: jax.Array) -> jax.Array:
     """``R^T (s sgn)`` of rows ``[..., C, bytes]`` of these chunks; ``[..., C, 8, R, 256]``."""
-    blocks, s = (
-        rows[..., : layout.payload].reshape(*rows.shape[:-1], -1, BLOCK),
-        layout.scales(rows),
-    )
+    blocks = rows[..., : layout.payload].reshape(*rows.shape[:-1], -1, BLOCK)
     start = layout.payload + 4 * math.prod(layout.scale_shape)
     keys = rows[..., start : start + 8].reshape(*rows.shape[:-1], 2, 4)
     D = random_signs(lax.bitcast_convert_type(keys, jnp.uint32), chunks, blocks.shape[-2])
-    return rotate(scaled_signs(blocks, s[..., None], rows.ndim - 1)) * D
+    return rotate(scaled_signs(blocks, layout.scales(rows)[..., None], rows.ndim - 1)) * D

@@ -2,29 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
 from onebit_jax.contrib.count_sketch import CountSketch
-from onebit_jax.contrib.selection import places_of_largest
-from onebit_jax.transforms.algorithm import (
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    at_count,
-    begin,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Progress, Update
 
 
 class FetchSgdState(NamedTuple):
@@ -41,9 +31,6 @@ class FetchSgdState(NamedTuple):
     sizes: Any
     momentum: jax.Array
     error: jax.Array
-
-
-State = FetchSgdState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +51,7 @@ class FetchSgd(Algorithm):
         columns = math.ceil(max(size, 1) / (self.compression * self.rows))
         return CountSketch(self.rows, columns, self.seed), size
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> FetchSgdState:
         """Empty tables."""
         if shards := bound_axes(self.exchange.axis_name).shards:
             raise ValueError(
@@ -79,27 +66,21 @@ class FetchSgd(Algorithm):
             )
         empty = jnp.zeros((sketch.rows, sketch.columns), jnp.float32)
         sizes = jax.tree.map(lambda p: jnp.uint32(p.size), params)
-        return FetchSgdState(begin(), sizes, empty, empty)
+        return FetchSgdState(algorithm.begin(), sizes, empty, empty)
 
-    def steps(self) -> Mapping[Phase, Step]:
-        """Compressed updates alone."""
-        return {"compression": self.step}
-
-    def step(self, state: State, update: Update) -> Made:
+    def step(self, state: FetchSgdState, update: Update) -> Made:
         """``u <- rho u + mean S(g)``, ``v <- v + lr u``; subtracts the largest of ``v``."""
         sketch, size = self._sketch(update.grads)
         leaves, tree = jax.tree.flatten(update.grads)
-        if tree != jax.tree.structure(state.sizes):
-            raise ValueError(
-                "the parameter tree changed since init: call init again for the new parameters."
-            )
+        sizes = jax.tree.map(lambda x: jnp.uint32(x.size), update.grads)
+        validation.check_same_tree(sizes, state.sizes)
         parts = [x.astype(jnp.float32).reshape(-1) for x in leaves]
         flat = jnp.concatenate([*parts, jnp.zeros((0,), jnp.float32)])
         mean = dense_mean(sketch.table(flat), bound_axes(self.exchange.axis_name))
         u = self.momentum * state.momentum + mean
-        v = state.error + at_count(self.learning_rate, state.progress.count) * u
+        v = state.error + algorithm.at_count(self.learning_rate, state.progress.count) * u
         estimates = sketch.estimates(v, size)
-        places = places_of_largest(jnp.abs(estimates), math.ceil(self.share * size))
+        _, places = lax.top_k(jnp.abs(estimates), math.ceil(self.share * size))
         taken = jnp.zeros_like(flat).at[places].set(estimates[places])
         # Where nothing is applied, as at a learning rate of 0, nothing is cleared.
         applied = estimates[places] != 0
@@ -195,7 +176,7 @@ def fetch_sgd(
       subtracts its sketch instead, which diverges. All workers take part in every step. Weight
       decay is left to Optax.
     """
-    return transformation(
+    return algorithm.transformation(
         FetchSgd(
             learning_rate=validation.rate("learning_rate", learning_rate),
             momentum=validation.number("momentum", momentum, "decay"),

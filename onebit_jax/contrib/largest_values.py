@@ -39,11 +39,11 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import from_bytes, largest, to_bytes
-from onebit_jax.contrib.selection import kth_largest, places_of
+from onebit_jax.collectives.layout import Layout, Pieces, from_bytes, largest, to_bytes
 from onebit_jax.markers import PerWorker
 
+# The number of flags in a row that is counted at once.
+_ROW = 64
 # Odd, and about the golden section of 2**32: multiples of it are evenly spread.
 _SPREAD = 2654435769
 
@@ -89,7 +89,7 @@ class LargestValues:
     residual_decay: float = 1.0
     forms = ("one-shot",)
     planes = 1
-    grouping: Grouping = dataclasses.field(default="joined", init=False)
+    grouping = "joined"
 
     def __post_init__(self):
         validation.number("share", self.share, "part")
@@ -98,20 +98,18 @@ class LargestValues:
 
     def init(self, layout: Layout, servers: bool) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
-        del servers
         if shards := layout.axes.shards:
             raise ValueError(
-                f"LargestValues chooses among all values of a device, but here tensors are split "
-                f"over {shards}: of a tensor that is not, such as a bias, each device would choose "
-                f"other values, and copies would diverge. Take compressed_mean with bits=."
+                f"LargestValues would choose other values of a bias on each device of {shards}, "
+                f"over which tensors are split: take compressed_mean with bits=."
             )
         threshold = Threshold(jnp.zeros((1,), jnp.float32), jnp.zeros((1,), jnp.int32))
         e = Compensated(layout.held(layout.zeros()), threshold)
         return ExchangeState(PerWorker(e), PerWorker(Compensated((), ())), ())
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: ExchangeState
+    ) -> tuple[Pieces, ExchangeState, jax.Array]:
         """The largest values and their places; the size is the largest magnitude."""
         ([e], threshold), [z] = state.worker.value, values
         c = lax.optimization_barrier((z + self.residual_decay * e[0]).reshape(-1))
@@ -119,7 +117,7 @@ class LargestValues:
         [last], [age] = threshold
         # A threshold of 0 comes of a gradient that is 0 nearly everywhere, such as the first
         # behind an output layer of zeros.
-        tau = lax.cond((age == 0) | (last == 0), lambda: kth_largest(size, room), lambda: last)
+        tau = lax.cond((age == 0) | (last == 0), lambda: lax.top_k(size, room)[0][-1], lambda: last)
         places, found = places_of((size >= tau) & (size > 0), room, _start(age, c.size))
         sent = jnp.where(found, c[places], 0.0)
         left = c.at[jnp.where(found, places, c.size)].set(0.0, mode="drop").reshape(z.shape)
@@ -130,7 +128,7 @@ class LargestValues:
 
     def serve(
         self, layout: Layout, rows: jax.Array, state: ExchangeState
-    ) -> tuple[list[jax.Array], ExchangeState]:
+    ) -> tuple[Pieces, ExchangeState]:
         """Never called: every worker averages."""
         raise NotImplementedError
 
@@ -138,7 +136,7 @@ class LargestValues:
         """The number of values that a device sends."""
         return math.ceil(self.share * math.prod(layout.pieces[0].chunked))
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """Decodes rows to pieces: zero but for the values sent."""
         shape, end = layout.pieces[0].chunked, 4 * self._room(layout)
 
@@ -149,16 +147,11 @@ class LargestValues:
         flat = jnp.vectorize(of_row, signature="(b)->(d)")(rows[..., 0, :])
         return [flat.reshape(*rows.shape[:-2], *shape)]
 
-    def residuals(
-        self, layout: Layout, state: ExchangeState
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut; no server has a residual."""
-        e = layout.pieces_of(state.worker.value.values)
-        return [piece.cut(x) for piece, x in zip(layout.pieces, e, strict=True)], []
+        return layout.cut(layout.pieces_of(state.worker.value.values)), []
 
-    def with_residual(
-        self, layout: Layout, state: ExchangeState, pieces: list[jax.Array]
-    ) -> ExchangeState:
+    def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
         e = state.worker.value._replace(values=layout.held(pieces))
         return state._replace(worker=PerWorker(e))
@@ -168,3 +161,34 @@ def _start(age: jax.Array, size: int) -> jax.Array:
     """Where a call's search begins; int32 ``[]``."""
     start = (age.astype(jnp.uint32) * np.uint32(_SPREAD)) % np.uint32(size)
     return start.astype(jnp.int32)
+
+
+def places_of(
+    flags: jax.Array, count: int, start: jax.Array | int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """The places of the first ``count`` true flags from a start on, wrapping around at the end.
+
+    Args:
+      flags: bool ``[d]``.
+      count: the largest number of places.
+      start: below ``d``.
+
+    Returns:
+      int32 ``[count]``, and flags that tell which of them were found; the others are 0.
+
+    >>> places_of(jnp.array([True, False, True, True]), 2, start=3)[0]
+    Array([3, 0], dtype=int32)
+    """
+    # Counted in rows: XLA for CPUs is slow at cumulative sums.
+    rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, _ROW)
+    ranks = jnp.cumsum(jnp.sum(rows, 1, dtype=jnp.int32))
+    row, column = jnp.divmod(jnp.asarray(start, jnp.int32), _ROW)
+    before = ranks[row] - jnp.sum(rows[row] & (lax.iota(jnp.int32, _ROW) >= column))
+    nth, total = lax.iota(jnp.int32, count), ranks[-1]
+    found = nth < total
+    rank = before + nth + 1
+    rank = jnp.where(rank > total, rank - total, rank)
+    row = jnp.minimum(jnp.searchsorted(ranks, rank), len(ranks) - 1)
+    within = rank - (ranks[row] - jnp.sum(rows[row], 1, dtype=jnp.int32))
+    column = jnp.argmax(jnp.cumsum(rows[row], 1, dtype=jnp.int32) >= within[:, None], 1)
+    return jnp.where(found, row * _ROW + column, 0).astype(jnp.int32), found

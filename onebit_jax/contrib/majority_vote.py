@@ -33,9 +33,16 @@ import numpy as np
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Grouping, Layout
+from onebit_jax.collectives.layout import (
+    Layout,
+    Pieces,
+    from_bytes,
+    pack_flags,
+    scaled_signs,
+    to_bytes,
+)
 from onebit_jax.collectives.one_bit import OneBit
-from onebit_jax.collectives.packing import from_bytes, pack_flags, scaled_signs, to_bytes
+from onebit_jax.collectives.votes import votes
 
 
 class VoteState(NamedTuple):
@@ -76,22 +83,16 @@ class MajorityVote:
 
     forms = ("two-shot",)
     planes = 8
-    grouping: Grouping = dataclasses.field(default="tensors", init=False)
+    grouping = "tensors"
 
     def init(self, layout: Layout, servers: bool) -> VoteState:
         """Call 0."""
-        del layout, servers
         return VoteState(jnp.zeros([], jnp.int32), ())
 
     def encode(
-        self, layout: Layout, values: list[jax.Array], state: VoteState
-    ) -> tuple[list[jax.Array], VoteState, jax.Array]:
+        self, layout: Layout, values: Pieces, state: VoteState
+    ) -> tuple[Pieces, VoteState, jax.Array]:
         """A worker's signs, the mean magnitudes, and its weight; sizes are the magnitudes."""
-        zero_is_positive = (state.count + lax.axis_index(layout.axes.node)) % 2 == 0
-        sections = [
-            piece.section(pack_flags(piece.cut(jnp.where(zero_is_positive, z >= 0, z > 0)), 2))
-            for piece, z in zip(layout.pieces, values, strict=True)
-        ]
         sums = layout.in_order([jnp.sum(jnp.abs(z).reshape(len(z), -1), 1) for z in values])
         magnitudes = sums / jnp.maximum(_sizes(layout), 1)
         given = 1.0 if isinstance(state.weight, tuple) else state.weight
@@ -99,24 +100,22 @@ class MajorityVote:
         if layout.axes.local is not None:
             weight = lax.psum(weight, layout.axes.local)
         sent = jnp.append(magnitudes, weight)
-        sections.append(to_bytes(jnp.broadcast_to(sent, (layout.chunks, sent.size))))
-        return sections, state, magnitudes
+        in_bytes = to_bytes(jnp.broadcast_to(sent, (layout.chunks, sent.size)))
+        return [*votes(layout, values, state.count), in_bytes], state, magnitudes
 
-    def serve(
-        self, layout: Layout, rows: jax.Array, state: VoteState
-    ) -> tuple[list[jax.Array], VoteState]:
+    def serve(self, layout: Layout, rows: jax.Array, state: VoteState) -> tuple[Pieces, VoteState]:
         """The majority's signs of this server's chunk, and the means of the magnitudes."""
         magnitudes, end = layout.scales(rows), layout.payload + 4 * math.prod(layout.scale_shape)
         weights = from_bytes(rows[:, end : end + 4])
         sections = []
         for sent in layout.sections(rows):
-            votes = scaled_signs(sent, weights.reshape(-1, *[1] * sent.ndim), 2)
-            total = jnp.sum(votes, 0)
+            signs = scaled_signs(sent, weights.reshape(-1, *[1] * sent.ndim), 2)
+            total = jnp.sum(signs, 0)
             won = jnp.where(state.count % 2 == 0, total >= 0, total > 0)
             sections.append(pack_flags(won, 1).reshape(-1))
         return [*sections, to_bytes(jnp.mean(magnitudes, 0))], VoteState(state.count + 1, ())
 
-    def decode(self, layout: Layout, rows: jax.Array) -> list[jax.Array]:
+    def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
         """The numbers ``s v``."""
         return OneBit().decode(layout, rows)
 

@@ -9,24 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import Axes, bound_axes, least_over_shards
+from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
-from onebit_jax.transforms.algorithm import (
-    Made,
-    Progress,
-    Update,
-    chain,
-    notice_unmoved,
-    transformation,
-)
-from onebit_jax.transforms.frozen_variance import Momentum
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Made, Progress, Update
+from onebit_jax.transforms.frozen_variance import Momentum, average
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState, fields_of
 from onebit_jax.transforms.onebit_lamb import (
     OnebitLamb,
     coefficients,
-    decay_rates,
     squared_norms,
     summary,
     times,
@@ -94,17 +88,14 @@ class OnebitLambPublished(OnebitLamb):
 
     def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
         """The record with corrected variances: ``c`` cancels a factor common to all of a tensor."""
-        del of_v
         t = (state.progress.count + 1).astype(jnp.float32)
         return super().observed(state, v, 1 - jnp.float32(self.b2) ** t)
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ r u`` after it, from Adam's direction."""
         q, running = u, state.running
-        rates = decay_rates(self.weight_decay, self.mask, update.params, state.progress.count)
-        u = jax.tree.map(
-            lambda q, p, rate: q + rate * p.astype(jnp.float32), q, update.params, rates
-        )
+        rate = algorithm.at_count(self.weight_decay, state.progress.count)
+        u = algorithm.decayed(q, update.params, rate, self.mask)
         if dense:
             axis_name = self.exchange.axis_name
             c = coefficients(update.params, u, self.min_coeff, self.max_coeff, axis_name)
@@ -120,10 +111,8 @@ class OnebitLambPublished(OnebitLamb):
         v, exchange = state.v_then_inverse_root, self.bound(state, update)
         m = self.dense(exchange, state.momentum)
         active = jax.tree.map(lambda v: v > 0, v)
-        squares, counts = (
-            squared_norms(x, self.exchange.axis_name)
-            for x in (jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active), active)
-        )
+        moved = jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active)
+        squares, counts = (squared_norms(x, self.exchange.axis_name) for x in (moved, active))
         sigma = jnp.sqrt(squares / jnp.maximum(counts, 1))
         moving = sigma > 0
         mean = jnp.sum(sigma) / jnp.maximum(jnp.sum(moving), 1)
@@ -137,13 +126,12 @@ class OnebitLambPublished(OnebitLamb):
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and ``v~`` from it."""
         exchange, k = self.bound(state, update), state.momentum_scales
         k_g = exchange.node_mean(times(k, update.grads))
-        m_i = self.momentum_of(self.last(exchange, state.momentum), k_g)
+        m_i = average(self.b1, self.last(exchange, state.momentum), k_g)
         before = self._before(exchange, state.momentum)
         momentum, F, unfit = self.compressed(exchange, state, update.grads, m_i)
         k_g = jax.tree.map(lambda F, b: (F - b) / (1 - self.b1), F, before)
-        fresh = jax.tree.map(
-            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.fresh_variance, times(1 / k, k_g)
-        )
+        squares = jax.tree.map(jnp.square, times(1 / k, k_g))
+        fresh = average(self.b2, state.fresh_variance, squares)
         q = jax.tree.map(operator.mul, times(1 / k, F), state.v_then_inverse_root)
         state = state._replace(momentum=momentum, fresh_variance=fresh)
         return self.scaled(state, update, q, unfit, dense=False)
@@ -168,7 +156,8 @@ class OnebitLambPublished(OnebitLamb):
         axis_name, last = self.exchange.axis_name, state.ratios
         found = jax.tree.map(least_quotient, state.fresh_variance, state.v_then_inverse_root)
         least = jnp.asarray(jax.tree.leaves(found), jnp.float32)
-        least = least_over_shards(least, bound_axes(axis_name))
+        if shards := bound_axes(axis_name).shards:
+            least = lax.pmin(least, shards)
         f = jnp.where(jnp.isfinite(least), 1 / least, 1.0)
         of_q, of_u = squared_norms(q, axis_name), squared_norms(u, axis_name)
         w = jnp.sqrt(of_q / jnp.where(of_u > 0, of_u, 1.0))
@@ -308,13 +297,12 @@ def onebit_lamb_published(
       by zero. A tensor whose coefficient was always 1 keeps 1; :math:`\tilde c = 0` would stop it.
       :func:`onebit_jax.variance_stable` can end warm-up.
     """
-    fields = fields_of(
-        b1, b2, eps, axis_name, warmup, 32, None, None, exchange, bias_correction=False
-    )
+    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, exchange)
     fields["exchange"] = exchange.at_bits(axis_name, 1, fused=True)
     rate = validation.rate("learning_rate", learning_rate)
     scale = OnebitLambPublished(
         **fields,
+        bias_correction=False,
         weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
         mask=validation.checked_mask(mask),
         min_coeff=validation.number("min_coeff", min_coeff, "positive"),
@@ -325,4 +313,4 @@ def onebit_lamb_published(
         ratio_threshold=validation.number("ratio_threshold", ratio_threshold, "threshold"),
     )
     rate_tx = optax.scale_by_learning_rate(rate)
-    return chain(transformation(scale), rate_tx, notice_unmoved())
+    return algorithm.chain(algorithm.transformation(scale), rate_tx, algorithm.notice_unmoved())

@@ -92,7 +92,7 @@ class Module:
         self.devices = math.prod(map(int, counts)) if counts else None
 
     def at_most_one_turn(self, loop: Instruction) -> bool:
-        """Whether the body always makes the condition false, as in ``collectives.xla``."""
+        """Whether the body always makes the condition false, as in ``overwrite_if``."""
         [condition], [body] = loop.callees("condition"), loop.callees("body")
         tested, left = self._roots[condition], self._roots[body]
         place = re.match(r", index=(\d+)", tested.attributes)

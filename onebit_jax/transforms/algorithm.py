@@ -17,27 +17,24 @@ and casts.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import (
-    Specs,
-    bound_axes,
-    check_told_of_shards,
-    equal_on_all_workers,
-    own_gradients,
-)
+from onebit_jax.collectives import axes as mesh_axes
+from onebit_jax.collectives.axes import Specs, bound_axes, equal_on_all_workers, varying_axes
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.collectives.xla import overwrite_if, restore_unless
 from onebit_jax.markers import PerWorker, Share, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
 PHASES: tuple[Phase, ...] = ("warmup", "compression", "local", "sync", "refresh")
+
+Arrays = TypeVar("Arrays")
 
 # The number of upcoming updates whose phases a state holds: a host that waits only for the update
 # before the last one still knows the phase of the next.
@@ -156,12 +153,15 @@ class Algorithm:
         raise NotImplementedError
 
     def steps(self) -> Mapping[Phase, Step]:
-        """The step of each phase."""
+        """The step of each phase; of an algorithm with one phase its ``step``."""
+        return {"compression": self.step}
+
+    def step(self, state: Any, update: Update) -> Made:
+        """The step of an algorithm with one phase."""
         raise NotImplementedError
 
     def upcoming(self, state: Any) -> Any:
         """The phases of the next updates: see :class:`Progress`."""
-        del state
         return ()
 
     def accepts(self, state: Any, phase: Phase) -> jax.Array | bool:
@@ -186,10 +186,12 @@ class Algorithm:
           update: parameters, and how they are split.
 
         Returns:
-          A tree of values that are the same on all workers, for :meth:`resume`.
+          A tree of values that are the same on all workers, for :meth:`resume`; by default the
+          total residual of the exchange whose state is ``state.exchange``, if it has one.
         """
-        del state, update
-        return ()
+        if not hasattr(state, "exchange"):
+            return ()
+        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
 
     def resume(self, state: Any, carried: Any, update: Update) -> Any:
         """Puts into a state what :meth:`carry` gave, on another number of workers.
@@ -199,8 +201,10 @@ class Algorithm:
           carried: the result of :meth:`carry`.
           update: parameters, and how they are split.
         """
-        del carried, update
-        return state
+        if carried == ():
+            return state
+        exchange = self.exchange.over(update.params, update.specs)
+        return state._replace(exchange=exchange.resumed(carried))
 
     def foreign(self, state: Any, update: Update) -> tuple[Any, Any]:
         """Updates and state of transformations of others within, without any exchange.
@@ -270,9 +274,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             return algorithm.foreign(state, Update(updates, params, extra_args))
         if not has_progress(state):
             raise ValueError(
-                f"update was given a state of type {type(state).__name__}, not what init returned. "
-                f"A checkpoint that was read without its target gives lists and dicts: restore it "
-                f"into a state that init made."
+                f"update was given a state of type {type(state).__name__}, not what init returned: "
+                f"restore a checkpoint into a state that init made."
             )
         own(state.progress.unfit)  # checks that the state is in the worker view
         if algorithm.needs_params and params is None:
@@ -280,9 +283,9 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 f"params=None, but {algorithm.needs_params}: call update(gradients, state, params)."
             )
         axes = bound_axes(algorithm.exchange.axis_name)
-        check_told_of_shards(axes, algorithm.exchange.axis_name, param_specs)
+        mesh_axes.check_told_of_shards(axes, algorithm.exchange.axis_name, param_specs)
         validation.check_gradients(updates)
-        update = Update(own_gradients(updates, axes), params, extra_args, param_specs)
+        update = Update(mesh_axes.own_gradients(updates, axes), params, extra_args, param_specs)
         if len(steps) == 1:
             [phase] = steps
         elif phase is not None and phase not in steps:
@@ -295,10 +298,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         if len(steps) == 1:
             return made, new
         accepted = jnp.bool(algorithm.accepts(state, phase))
-        refused = state._replace(
-            progress=state.progress._replace(phase=jnp.full([], -1, jnp.int32))
-        )
-        new = restore_unless(accepted, new, refused, axes.names)
+        refused = state.progress._replace(phase=jnp.full([], -1, jnp.int32))
+        new = restore_unless(accepted, new, state._replace(progress=refused), axes.names)
         return jax.tree.map(lambda u: jnp.where(accepted, u, 0), made), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -401,6 +402,13 @@ def decay_and_rate(
     return keeping_dtypes(decay), keeping_dtypes(rate), notice_unmoved()
 
 
+def decayed(updates: Any, params: Any, rate: Any, mask: Any) -> Any:
+    """``updates + rate * params`` in float32, or ``updates`` where the mask is false."""
+    p = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    tx = optax.add_decayed_weights(rate, mask)
+    return tx.update(updates, tx.init(p), p)[0]
+
+
 def at_count(value: Any, count: jax.Array) -> jax.Array:
     """A number, or what a schedule gives after ``count`` updates; float32."""
     return jnp.asarray(value(count) if callable(value) else value, jnp.float32)
@@ -448,4 +456,71 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
     return keeping_dtypes(
         optax.GradientTransformationExtraArgs(lambda params: inner.init(cast(params)), update_fn)
+    )
+
+
+# Loops of at most one turn, for large arrays that XLA would copy otherwise.
+
+
+def overwrite_if(
+    predicate: jax.Array,
+    update: Callable[..., Arrays],
+    arrays: Arrays,
+    *reads: Any,
+    axis_names: tuple[str, ...] = (),
+) -> Arrays:
+    """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
+
+    A zero- or one-iteration loop, which writes its result over ``arrays``. A ``lax.cond`` would
+    copy the arrays, and a select would compute both.
+
+    Args:
+      predicate: bool ``[]``, the same on all workers: ``update`` may call collectives.
+      update: returns a tree of the structure, shapes and dtypes of ``arrays``.
+      arrays: a tree of arrays.
+      *reads: further trees of arrays that ``update`` reads.
+      axis_names: the axes that the workers run along. An axis bound by ``vmap`` gives every worker
+        its own predicate, which would turn the loop into a select.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if mapped := tuple(name for name in axis_names if name not in manual):
+        predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
+
+    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, reads))))
+
+    def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
+        # the loop before it, and so in every step.
+        (_, over), tied = lax.optimization_barrier((carry, reads))
+        return jnp.zeros_like(carry[0]), _cast(update(over, *tied), varying)
+
+    return lax.while_loop(lambda carry: carry[0], turn, (predicate, _cast(arrays, varying)))[1]
+
+
+def _cast(tree: Any, axes: frozenset[str]) -> Any:
+    """The arrays with types that let them differ along these axes, as those of a loop must."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def restore_unless(
+    fit: jax.Array, new: Arrays, old: Arrays, axis_names: tuple[str, ...] = ()
+) -> Arrays:
+    """The new arrays, or the old ones, bit for bit, unless ``fit``.
+
+    ``fit`` becomes known only after the new arrays were written. On CPUs a select would then be one
+    more pass over both; the loop costs nothing in a step that fits. On accelerators a loop would
+    wait for the host, and a select is cheap. ``axis_names`` as for :func:`overwrite_if`.
+    """
+    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((fit, new, old))))
+    return lax.platform_dependent(
+        *_cast((fit, new, old), varying),
+        cpu=lambda fit, new, old: overwrite_if(
+            ~fit, lambda _, was: was, new, old, axis_names=axis_names
+        ),
+        default=lambda fit, new, old: jax.tree.map(lambda x, y: jnp.where(fit, x, y), new, old),
     )

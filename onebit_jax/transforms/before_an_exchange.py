@@ -93,7 +93,6 @@ def clip_by_common_norm(
         task: Task = "update",
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        del params, extra_args
         if task != "update":
             return updates, state
         axes = bound_axes(axis_name)
@@ -140,9 +139,8 @@ def per_worker(inner: optax.GradientTransformation) -> optax.GradientTransformat
         state = inner.init(params)
         if any(is_per_worker(x) for x in jax.tree.leaves(state, is_leaf=is_per_worker)):
             raise ValueError(
-                "per_worker was given an optimizer that marks each worker's state itself, as this "
-                "library's do. Wrap only what stands before it: "
-                "optax.chain(onebit_jax.per_worker(optax.trace(0.9)), ...)."
+                "per_worker was given an optimizer that marks each worker's state itself: wrap "
+                "only what stands before it, optax.chain(onebit_jax.per_worker(...), ...)."
             )
         return as_own(state)
 

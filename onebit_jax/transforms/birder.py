@@ -13,28 +13,17 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
-from onebit_jax.collectives.packing import pack_flags, unpack_flags
+from onebit_jax.collectives.layout import Pieces
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms.algorithm import (
-    PHASES,
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    begin,
-    chain,
-    decay_and_rate,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Phase, Progress, Step, Update
 from onebit_jax.transforms.distributed_lion import mean_of_held
 
 # The least a of an active element. Its product with the smallest uniform number is still a normal
 # float, and a > 0 marks the element as active.
 _LEAST_A = 2.0**-100
-_WARMUP, _COMPRESSION = PHASES.index("warmup"), PHASES.index("compression")
+_WARMUP, _COMPRESSION = algorithm.PHASES.index("warmup"), algorithm.PHASES.index("compression")
 
 
 class ScaleByBirderState(NamedTuple):
@@ -65,7 +54,6 @@ class ScaleByBirderState(NamedTuple):
           ``|m| / a`` over these; ``saturation``, the share of these with ``|m| / a > 0.99``;
           ``greatest_ratio``, the greatest, at most 1; and the number of ``updates``.
         """
-        del axes
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
         ratio = jnp.concatenate([*ratios, jnp.zeros(1, jnp.float32)])
@@ -80,10 +68,6 @@ class ScaleByBirderState(NamedTuple):
         }
 
 
-State = ScaleByBirderState
-Pieces = list[jax.Array]
-
-
 @dataclasses.dataclass(frozen=True)
 class Birder(Algorithm):
     """The algorithm; :func:`birder` documents its fields."""
@@ -92,13 +76,13 @@ class Birder(Algorithm):
     seed: Any
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> ScaleByBirderState:
         """``m = a = 0``."""
         layout, seed = self.exchange.over(params).layout, self.seed
         is_key = jnp.ndim(seed) == 1 or jnp.issubdtype(jnp.result_type(seed), jax.dtypes.prng_key)
         key = jax.random.bits(seed if is_key else jax.random.key(seed), (2,), jnp.uint32)
         m, a = (PerWorker(layout.held(layout.zeros())) for _ in range(2))
-        return ScaleByBirderState(begin(), key, m, a)
+        return ScaleByBirderState(algorithm.begin(), key, m, a)
 
     def steps(self) -> Mapping[Phase, Step]:
         """The first update, which asks for active elements; all others."""
@@ -107,7 +91,7 @@ class Birder(Algorithm):
             "compression": lambda state, update: self.step(state, update, ask=False),
         }
 
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: ScaleByBirderState) -> jax.Array:
         """``"warmup"`` for the first update, ``"compression"`` for all others."""
         first = jnp.array([_WARMUP, _COMPRESSION], jnp.int32)
         return jnp.where(state.progress.count == 0, first, _COMPRESSION)
@@ -124,7 +108,7 @@ class Birder(Algorithm):
         ]
         return new_m, new_a
 
-    def step(self, state: State, update: Update, *, ask: bool) -> Made:
+    def step(self, state: ScaleByBirderState, update: Update, *, ask: bool) -> Made:
         """Both averages, and ``u = Q(1/n sum_i Q(m_i / a_i))``; on a single node ``u = m / a``."""
         exchange = self.exchange.over(update.grads)
         layout, g = exchange.layout, exchange.node_mean(update.grads)
@@ -142,72 +126,43 @@ class Birder(Algorithm):
         return Made(kept, layout.scatter(u), unfit)
 
     def _exchanged(
-        self,
-        exchange: BoundExchange,
-        state: State,
-        arrays: tuple[Pieces, Pieces, Pieces],
-        *,
-        ask: bool,
+        self, exchange: BoundExchange, state: Any, arrays: tuple[Pieces, ...], *, ask: bool
     ) -> tuple[Pieces, Pieces, Pieces, jax.Array]:
         """The new ``m`` and ``a``, ``u`` from the exchange of their signs, and an unfit tensor."""
         (m, a, g), layout = arrays, exchange.layout
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         key = jax.random.fold_in(key, state.progress.count)
-        active = layout.row(
-            [
-                piece.section(pack_flags(piece.cut(x != 0), 2))
-                for piece, x in zip(layout.pieces, a, strict=True)
-            ],
-            None,
-        )
+        active = layout.row(layout.packed([x != 0 for x in a]), None)
         if ask:
             values = [Ratio(x, x) for x in g]
             answer, _, _ = exchange.all_reduce(values, Draw(key, jnp.zeros_like(active)))
             active |= layout.shard(answer)[:, : active.shape[1]]
         active = equal_on_all_workers(active)
-        m, a = self.averages(m, a, g, _flags(exchange, active))
+        m, a = self.averages(m, a, g, layout.own(layout.flags(active)))
         z = [Ratio(x, y) for x, y in zip(m, a, strict=True)]
         received, _, unfit = exchange.all_reduce(z, Draw(key, active))
         told = layout.shard(received)[:, : active.shape[1]] & ~active
         a = [
             jnp.maximum(x, jnp.where(new, _LEAST_A, 0.0))
-            for x, new in zip(a, _flags(exchange, told), strict=True)
+            for x, new in zip(a, layout.own(layout.flags(told)), strict=True)
         ]
         if layout.shards > 1:
             active = lax.all_gather(active, exchange.axes.local)
-        on = _all_flags(exchange, active)
+        on = layout.uncut(layout.flags(active))
         u = [jnp.where(x, y, 0.0) for x, y in zip(on, exchange.decode(received), strict=True)]
         return m, a, u, unfit
 
-    def carry(self, state: State, update: Update) -> Any:
+    def carry(self, state: ScaleByBirderState, update: Update) -> Any:
         """The means of ``m_i`` and ``a_i`` over the workers."""
         m, a = (mean_of_held(self.exchange, x, update.params) for x in (state.m, state.a))
         # Rounding must not make |m| exceed a.
         return m, jax.tree.map(lambda x, y: jnp.maximum(y, jnp.abs(x)), m, a)
 
-    def resume(self, state: State, carried: Any, update: Update) -> State:
+    def resume(self, state: ScaleByBirderState, carried: Any, update: Update) -> ScaleByBirderState:
         """Gives these means to every worker."""
         exchange = self.exchange.over(update.params, update.specs)
         m, a = (PerWorker(exchange.layout.held(exchange.own(tree))) for tree in carried)
         return state._replace(m=m, a=a)
-
-
-def _all_flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
-    """Unpacks rows of bits ``[..., chunks, bytes]`` of all shards to booleans, whole pieces."""
-    layout, axis = exchange.layout, bits.ndim
-    return [
-        piece.uncut(jnp.swapaxes(unpack_flags(x, axis), axis - 2, axis - 1))
-        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
-    ]
-
-
-def _flags(exchange: BoundExchange, bits: jax.Array) -> Pieces:
-    """The same of this device's shard, ``[chunks, bytes]``, like what it compresses."""
-    layout = exchange.layout
-    return [
-        layout.own(piece, unpack_flags(x, 2).swapaxes(0, 1))
-        for piece, x in zip(layout.pieces, layout.sections(bits), strict=True)
-    ]
 
 
 def scale_by_birder(
@@ -235,7 +190,7 @@ def scale_by_birder(
     """
     validation.check_seed(seed)
     decay = validation.number("b", b, "decay")
-    return transformation(Birder(decay, seed, exchange.of(axis_name, RandomSigns())))
+    return algorithm.transformation(Birder(decay, seed, exchange.of(axis_name, RandomSigns())))
 
 
 def birder(
@@ -329,7 +284,7 @@ def birder(
       :math:`a_i` is at least :math:`2^{-100}`: without gradients :math:`Q` tosses a fair coin.
     """
     signs = scale_by_birder(b, seed=seed, axis_name=axis_name, exchange=exchange)
-    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))
+    return algorithm.chain(signs, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))
 
 
 binsgdm = birder

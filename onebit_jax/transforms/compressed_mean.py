@@ -13,17 +13,8 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Compressor
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
-from onebit_jax.transforms.algorithm import (
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    begin,
-    in_float32,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Phase, Progress, Step, Update
 
 
 class CompressedMeanState(NamedTuple):
@@ -47,11 +38,7 @@ class CompressedMean(Algorithm):
 
     def init(self, params: optax.Params) -> CompressedMeanState:
         """No residuals, and all elements active."""
-        return CompressedMeanState(begin(), self.exchange.over(params).begin())
-
-    def steps(self) -> Mapping[Phase, Step]:
-        """Compressed updates alone."""
-        return {"compression": self.step}
+        return CompressedMeanState(algorithm.begin(), self.exchange.over(params).begin())
 
     def step(self, state: CompressedMeanState, update: Update) -> Made:
         """``u = EC(g_1, ..., g_n)``."""
@@ -59,19 +46,6 @@ class CompressedMean(Algorithm):
         kept = weighted(exchange, state.exchange, update.extra_args)
         mean, kept, unfit = exchange.mean(update.grads, kept)
         return Made(state._replace(exchange=kept), mean, unfit)
-
-    def carry(self, state: CompressedMeanState, update: Update) -> Any:
-        """The total residual of all workers and servers."""
-        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
-
-    def resume(
-        self, state: CompressedMeanState, carried: Any, update: Update
-    ) -> CompressedMeanState:
-        """Gives every worker this residual."""
-        exchange = self.exchange.over(update.params, update.specs)
-        if carried == ():
-            return state
-        return state._replace(exchange=exchange.resumed(carried))
 
 
 def weighted(exchange: BoundExchange, kept: Any, extra_args: Mapping[str, Any]) -> Any:
@@ -183,10 +157,10 @@ def compressed_mean(
     bits = validation.bits("bits", bits, (1, 2, 4, 8, 32))
     decay = validation.number("residual_decay", residual_decay, "share")
     if compressor is not None:
-        return transformation(CompressedMean(exchange.of(axis_name, compressor)))
+        return algorithm.transformation(CompressedMean(exchange.of(axis_name, compressor)))
     if bits == 32:
-        return in_float32(mean_gradients(axis_name))
-    return transformation(CompressedMean(exchange.at_bits(axis_name, bits, decay)))
+        return algorithm.in_float32(mean_gradients(axis_name))
+    return algorithm.transformation(CompressedMean(exchange.at_bits(axis_name, bits, decay)))
 
 
 class MeanGradientsState(NamedTuple):
@@ -203,8 +177,7 @@ class MeanGradients(Algorithm):
 
     def init(self, params: optax.Params) -> MeanGradientsState:
         """No updates."""
-        del params
-        return MeanGradientsState(begin())
+        return MeanGradientsState(algorithm.begin())
 
     def steps(self) -> Mapping[Phase, Step]:
         """Dense updates alone."""
@@ -236,4 +209,4 @@ def mean_gradients(axis_name: str | tuple[str, str]) -> optax.GradientTransforma
     >>> import onebit_jax
     >>> tx = optax.chain(onebit_jax.mean_gradients("data"), optax.adamw(1e-3))
     """
-    return transformation(MeanGradients(ExchangeOptions().at_bits(axis_name, 8)))
+    return algorithm.transformation(MeanGradients(ExchangeOptions().at_bits(axis_name, 8)))

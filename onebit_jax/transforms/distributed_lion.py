@@ -1,7 +1,7 @@
 """Distributed Lion and Signum: optimizers whose workers vote with the signs of their updates."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,18 +14,8 @@ from onebit_jax.collectives.axes import equal_on_all_workers
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, unfit_of
 from onebit_jax.collectives.votes import Votes
 from onebit_jax.markers import PerWorker
-from onebit_jax.transforms.algorithm import (
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    begin,
-    chain,
-    decay_and_rate,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Progress, Update
 
 
 class ScaleByDistributedLionState(NamedTuple):
@@ -42,9 +32,6 @@ class ScaleByDistributedLionState(NamedTuple):
     momentum: PerWorker
 
 
-State = ScaleByDistributedLionState
-
-
 @dataclasses.dataclass(frozen=True)
 class DistributedLion(Algorithm):
     """The algorithm; :func:`distributed_lion` documents its fields."""
@@ -53,16 +40,14 @@ class DistributedLion(Algorithm):
     b2: Any
     exchange: Exchange
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> ScaleByDistributedLionState:
         """``m_i = 0``."""
         layout = self.exchange.over(params).layout
-        return ScaleByDistributedLionState(begin(), PerWorker(layout.held(layout.zeros())))
+        return ScaleByDistributedLionState(
+            algorithm.begin(), PerWorker(layout.held(layout.zeros()))
+        )
 
-    def steps(self) -> Mapping[Phase, Step]:
-        """Compressed updates alone."""
-        return {"compression": self.step}
-
-    def step(self, state: State, update: Update) -> Made:
+    def step(self, state: ScaleByDistributedLionState, update: Update) -> Made:
         """``u``, voted by ``sgn(b1 m_i + (1 - b1) g_i)``; ``m_i <- b2 m_i + (1 - b2) g_i``."""
         exchange = self.exchange.over(update.grads)
         layout, count = exchange.layout, state.progress.count
@@ -79,11 +64,11 @@ class DistributedLion(Algorithm):
         kept = state._replace(momentum=PerWorker(layout.held(m)))
         return Made(kept, layout.scatter(u), unfit)
 
-    def carry(self, state: State, update: Update) -> Any:
+    def carry(self, state: ScaleByDistributedLionState, update: Update) -> Any:
         """The mean momentum."""
         return mean_of_held(self.exchange, state.momentum, update.params)
 
-    def resume(self, state: State, carried: Any, update: Update) -> State:
+    def resume(self, state: Any, carried: Any, update: Update) -> ScaleByDistributedLionState:
         """Gives the mean momentum to every worker."""
         exchange = self.exchange.over(update.params, update.specs)
         return state._replace(momentum=PerWorker(exchange.layout.held(exchange.own(carried))))
@@ -93,11 +78,8 @@ def mean_of_held(how: Exchange, held: PerWorker, like: Any) -> Any:
     """The mean over the workers of pieces in a state, a tree."""
     exchange = how.over(like)
     layout = exchange.layout
-    pieces = [
-        piece.cut(lax.pmean(x, exchange.axes.names[:1]))
-        for piece, x in zip(layout.pieces, layout.pieces_of(held.value), strict=True)
-    ]
-    return layout.scatter(exchange.of_all_shards(pieces))
+    pieces = [lax.pmean(x, exchange.axes.node) for x in layout.pieces_of(held.value)]
+    return layout.scatter(exchange.of_all_shards(layout.cut(pieces)))
 
 
 def scale_by_distributed_lion(
@@ -125,7 +107,7 @@ def scale_by_distributed_lion(
       >>> tx = optax.chain(scaled, optax.scale_by_learning_rate(1e-3))
     """
     validation.check_name("aggregation", aggregation, "majority", "mean")
-    return transformation(
+    return algorithm.transformation(
         DistributedLion(
             b1=validation.number("b1", b1, "decay"),
             b2=validation.number("b2", b2, "decay"),
@@ -218,7 +200,7 @@ def distributed_lion(
     signs = scale_by_distributed_lion(
         b1, b2, axis_name=axis_name, aggregation=aggregation, exchange=exchange
     )
-    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))
+    return algorithm.chain(signs, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))
 
 
 def signum(
@@ -294,4 +276,4 @@ def signum(
       within one learning rate of its initial value.
     """
     signs = scale_by_distributed_lion(b1, b1, axis_name=axis_name, exchange=exchange)
-    return chain(signs, *decay_and_rate(learning_rate, weight_decay, mask))
+    return algorithm.chain(signs, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))

@@ -1,7 +1,7 @@
 """Error-feedback sign SGD: SGD with momentum over the error-compensated one-bit all-reduce."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +12,8 @@ from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions
 from onebit_jax.markers import PerWorker, as_own, own
-from onebit_jax.transforms.algorithm import (
-    Algorithm,
-    Made,
-    Phase,
-    Progress,
-    Step,
-    Update,
-    at_count,
-    begin,
-    transformation,
-)
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Algorithm, Made, Progress, Update
 
 
 class EfSignsgdState(NamedTuple):
@@ -39,9 +30,6 @@ class EfSignsgdState(NamedTuple):
     exchange: ExchangeState
 
 
-State = EfSignsgdState
-
-
 @dataclasses.dataclass(frozen=True)
 class EfSignsgd(Algorithm):
     """The algorithm; :func:`ef_signsgd` documents its fields."""
@@ -53,18 +41,14 @@ class EfSignsgd(Algorithm):
     exchange: Exchange
     needs_params = "weight decay multiplies them"
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> EfSignsgdState:
         """No momentum and no residuals."""
         m = optax.tree.zeros_like(params, dtype=jnp.float32)
-        return EfSignsgdState(begin(), as_own(m), self.exchange.over(params).begin())
+        return EfSignsgdState(algorithm.begin(), as_own(m), self.exchange.over(params).begin())
 
-    def steps(self) -> Mapping[Phase, Step]:
-        """Compressed updates alone."""
-        return {"compression": self.step}
-
-    def step(self, state: State, update: Update) -> Made:
+    def step(self, state: EfSignsgdState, update: Update) -> Made:
         """``m_i <- mu m_i + g_i``, ``Delta = EC1(lr (mu m_i + g_i))`` and ``-Delta - lr wd p``."""
-        rate = at_count(self.learning_rate, state.progress.count)
+        rate = algorithm.at_count(self.learning_rate, state.progress.count)
 
         def add(m: jax.Array, g: jax.Array) -> jax.Array:
             return self.momentum * m + g.astype(jnp.float32)
@@ -73,21 +57,10 @@ class EfSignsgd(Algorithm):
         m = jax.tree.map(add, own(state.momentum), update.grads)
         steps = jax.tree.map(lambda m, g: rate * add(m, g), m, update.grads)
         delta, kept, unfit = self.exchange.over(steps).mean(steps, state.exchange)
-        decay = -rate * at_count(self.weight_decay, state.progress.count)
-        tx = optax.add_decayed_weights(decay, self.mask)
-        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
-        updates, _ = tx.update(jax.tree.map(lambda x: -x, delta), tx.init(p), p)
+        decay = -rate * algorithm.at_count(self.weight_decay, state.progress.count)
+        delta = jax.tree.map(jnp.negative, delta)
+        updates = algorithm.decayed(delta, update.params, decay, self.mask)
         return Made(state._replace(momentum=as_own(m), exchange=kept), updates, unfit)
-
-    def carry(self, state: State, update: Update) -> Any:
-        """The total residual of all workers and servers."""
-        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
-
-    def resume(self, state: State, carried: Any, update: Update) -> State:
-        """Gives every worker this residual."""
-        return state._replace(
-            exchange=self.exchange.over(update.params, update.specs).resumed(carried)
-        )
 
 
 def ef_signsgd(
@@ -178,7 +151,7 @@ def ef_signsgd(
       decoupled and not sent. As in the paper, a parameter that never had a gradient moves by the
       scale and error feedback moves it back: it stays within its residuals of its initial value.
     """
-    return transformation(
+    return algorithm.transformation(
         EfSignsgd(
             learning_rate=validation.rate("learning_rate", learning_rate),
             momentum=validation.number("momentum", momentum, "decay"),

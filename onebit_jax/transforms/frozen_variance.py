@@ -93,6 +93,11 @@ def ignored(
     return as_own(jax.tree.map(jnp.maximum, own(before), now))
 
 
+def average(decay: Any, old: Any, new: Any) -> Any:
+    """``decay old + (1 - decay) new``, of trees."""
+    return jax.tree.map(lambda x, y: decay * x + (1 - decay) * y.astype(jnp.float32), old, new)
+
+
 @dataclasses.dataclass(frozen=True)
 class FrozenVariance(Algorithm):
     """An algorithm that averages gradients in warm-up, and momenta after it.

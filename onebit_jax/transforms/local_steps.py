@@ -93,9 +93,8 @@ class LocalStepsState(NamedTuple):
         if saved != wanted and not (alike and int(self.since_sync) == saved.delay):
             raise ValueError(
                 f"opt_state is one of local_steps with {_in_words(saved)}, saved "
-                f"{int(self.since_sync)} updates after its last exchange, but the optimizer has "
-                f"{_in_words(wanted)}. Go on with what it was made with. Another every can be "
-                f"given, of a state with fragments=1, right after an exchange."
+                f"{int(self.since_sync)} updates after an exchange, but the optimizer has "
+                f"{_in_words(wanted)}. With fragments=1, every may change right after an exchange."
             )
 
 
@@ -142,9 +141,6 @@ class Fragments:
         return self._structure.unflatten(next(new) if own == number else x for x, own in pairs)
 
 
-State = LocalStepsState
-
-
 @dataclasses.dataclass(frozen=True)
 class LocalSteps(Algorithm):
     """The algorithm; :func:`local_steps` documents its fields."""
@@ -164,7 +160,7 @@ class LocalSteps(Algorithm):
         every = 0 if callable(self.every) else self.every
         return Plan(jnp.asarray(every, jnp.int32), jnp.int32(self.fragments), jnp.int32(self.delay))
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> LocalStepsState:
         """Sets ``x`` and all ``x_i`` to the parameters."""
         # Copies: a step donates the state and the parameters.
         shared = jax.tree.map(lambda p: jnp.array(p, jnp.float32), params)
@@ -192,12 +188,12 @@ class LocalSteps(Algorithm):
             steps[algorithm.sync_of(i)] = functools.partial(self.step, group=i)
         return steps
 
-    def accepts(self, state: State, phase: Phase) -> jax.Array | bool:
+    def accepts(self, state: LocalStepsState, phase: Phase) -> jax.Array | bool:
         """Whether it is the group's turn."""
         syncs = [algorithm.sync_of(i) for i in range(self.fragments)]
         return phase == "local" or state.fragment == syncs.index(phase)
 
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: LocalStepsState) -> jax.Array:
         """The phases that ``every`` gives."""
         found, since_sync, fragment = [], state.since_sync, state.fragment
         codes = jnp.array([algorithm.code(algorithm.sync_of(i)) for i in range(self.fragments)])
@@ -210,7 +206,7 @@ class LocalSteps(Algorithm):
             fragment = jnp.where(syncs, (fragment + 1) % self.fragments, fragment)
         return jnp.stack(found).astype(jnp.int32)
 
-    def step(self, state: State, update: Update, *, group: int | None) -> Made:
+    def step(self, state: LocalStepsState, update: Update, *, group: int | None) -> Made:
         """An inner step; where a group is given, then its outer step.
 
         The updates are the new ``x_i`` minus the parameters given.
@@ -235,8 +231,8 @@ class LocalSteps(Algorithm):
         return Made(state._replace(own=as_own(moved)), updates, unfit_of(grads))
 
     def _outer_step(
-        self, state: State, update: Update, fragments: Fragments, group: int, own: Any
-    ) -> tuple[Any, State]:
+        self, state: LocalStepsState, update: Update, fragments: Fragments, group: int, own: Any
+    ) -> tuple[Any, LocalStepsState]:
         """``D = EC(x - x_i)`` and ``x <- x + outer(D)`` of one group; its new ``x``, the state."""
         x, kept = fragments.group(state.shared, group), state.exchange[group]
         D = jax.tree.map(lambda x, y: x - y, x, own)
@@ -259,7 +255,7 @@ class LocalSteps(Algorithm):
             exchange=with_new(state.exchange, kept),
         )
 
-    def foreign(self, state: State, update: Update) -> tuple[Any, State]:
+    def foreign(self, state: LocalStepsState, update: Update) -> tuple[Any, LocalStepsState]:
         """The steps of both optimizers."""
         steps, _ = self.inner.update(update.grads, own(state.inner), own(state.own))
         fragments = Fragments(steps, self.fragments)
@@ -272,14 +268,14 @@ class LocalSteps(Algorithm):
         groups = [fragments.group(update.params, i) for i in range(self.fragments)]
         return [self.exchange.over(group, update.specs) for group in groups]
 
-    def carry(self, state: State, update: Update) -> Any:
+    def carry(self, state: LocalStepsState, update: Update) -> Any:
         """The total residual of each group."""
         if not self.compresses:
             return ()
         pairs = zip(self._exchanges(update), state.exchange, strict=True)
         return [exchange.total_residual(kept) for exchange, kept in pairs]
 
-    def resume(self, state: State, carried: Any, update: Update) -> State:
+    def resume(self, state: LocalStepsState, carried: Any, update: Update) -> LocalStepsState:
         """Gives every worker these residuals."""
         if not self.compresses:
             return state
@@ -299,9 +295,8 @@ def _check_exchanges_nothing(
     program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
     for eqn in collectives(program.jaxpr):
         raise ValueError(
-            f"the inner optimizer of local_steps calls {eqn.primitive.name}: it would exchange in "
-            f"every step what local steps are there to save. Give one without an exchange, such as "
-            f"optax.adamw(1e-3)."
+            f"the inner optimizer of local_steps calls {eqn.primitive.name} in every step: give "
+            f"one without an exchange, such as optax.adamw(1e-3)."
         )
 
 

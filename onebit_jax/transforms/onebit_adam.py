@@ -13,12 +13,14 @@ from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
-from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum
+from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
 # The best measured (docs/results.md): with refreshes it matters little when the warm-up ends,
 # as long as the learning rate's own is over.
 WARMUP = variance_stable(min_steps=100)
+# In learning rates.
+STEP_BOUND = 3.0
 _REFRESHES = schedules.published_variance_steps(16)
 
 
@@ -48,7 +50,6 @@ class ScaleByOnebitAdamState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share`` and ``variance_at``, scalars."""
-        del axes
         share = zero_share(self.v_then_inverse_root)
         return {"inactive_share": share, "variance_at": self.variance_at}
 
@@ -131,18 +132,12 @@ class OnebitAdam(FrozenVariance):
         b1, b2 = jnp.float32(self.b1), jnp.float32(self.b2)
         return 1 - b1 ** t.astype(jnp.float32), 1 - b2 ** t.astype(jnp.float32)
 
-    def momentum_of(self, m: Any, g: Any) -> Any:
-        """``b1 m + (1 - b1) g``."""
-        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, m, g)
-
     def dense_step(self, state: Any, update: Update) -> Made:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
         exchange, t = self.bound(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        stored = self.stored(exchange, self.momentum_of(self.dense(exchange, state.momentum), g))
-        v = jax.tree.map(
-            lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_inverse_root, g
-        )
+        stored = self.stored(exchange, average(self.b1, self.dense(exchange, state.momentum), g))
+        v = average(self.b2, state.v_then_inverse_root, jax.tree.map(jnp.square, g))
         of_m, of_v = self.corrections(t)
         state = state._replace(
             v_then_inverse_root=v,
@@ -170,7 +165,6 @@ class OnebitAdam(FrozenVariance):
 
     def freeze(self, state: Any, update: Update, updates: Any) -> Any:
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
-        del updates
         t = state.progress.count + 1
         _, of_v = self.corrections(t)
         inverse_root = jax.tree.map(
@@ -221,7 +215,7 @@ class OnebitAdam(FrozenVariance):
     def _exchanged(
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
-        m_i = self.momentum_of(m, exchange.node_mean(update.grads))
+        m_i = average(self.b1, m, exchange.node_mean(update.grads))
         momentum, m, unfit = self.compressed(exchange, state, update.grads, m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
@@ -232,7 +226,6 @@ class OnebitAdam(FrozenVariance):
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``."""
-        del update, dense
         return Made(state, u, unfit)
 
     def bound(self, state: Any, update: Update) -> BoundExchange:
@@ -247,7 +240,6 @@ class OnebitAdam(FrozenVariance):
 
     def resume(self, state: Any, carried: Any, update: Update) -> Any:
         """Momentum and residuals."""
-        del update
         fresh = self.no_momentum(state.v_then_inverse_root)
         return state._replace(momentum=self.resumed_momentum(fresh, carried[:2], state, self.b1))
 
@@ -262,8 +254,6 @@ def fields_of(
     variance_refreshes: int | StepSet | Literal["auto"] | None,
     step_bound: jax.typing.ArrayLike | None,
     exchange: ExchangeOptions,
-    *,
-    bias_correction: bool = True,
 ) -> dict[str, Any]:
     """The fields of :class:`OnebitAdam` from arguments of :func:`onebit_adam`, checked."""
     bits = validation.bits("warmup_bits", warmup_bits, (4, 8, 32))
@@ -279,7 +269,6 @@ def fields_of(
         "warmup": schedules.check_warmup(warmup, refreshed=refreshes is not None),
         "refreshes": schedules.refresh_steps("variance_refreshes", refreshes),
         "step_bound": step_bound,
-        "bias_correction": bias_correction,
     }
 
 
@@ -292,7 +281,7 @@ def scale_by_onebit_adam(
     warmup: Warmup = WARMUP,
     warmup_bits: int = 4,
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
-    step_bound: jax.typing.ArrayLike | None = 3.0,
+    step_bound: jax.typing.ArrayLike | None = STEP_BOUND,
     bias_correction: bool = True,
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -333,18 +322,9 @@ def scale_by_onebit_adam(
     """
     validation.check_flag("bias_correction", bias_correction)
     fields = fields_of(
-        b1,
-        b2,
-        eps,
-        axis_name,
-        warmup,
-        warmup_bits,
-        variance_refreshes,
-        step_bound,
-        exchange,
-        bias_correction=bias_correction,
+        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, step_bound, exchange
     )
-    return algorithm.transformation(OnebitAdam(**fields))
+    return algorithm.transformation(OnebitAdam(**fields, bias_correction=bias_correction))
 
 
 def onebit_adam(
@@ -483,16 +463,10 @@ def onebit_adam(
       :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
       DeepSpeed never implemented.
     """
-    scale = scale_by_onebit_adam(
-        b1,
-        b2,
-        eps,
-        axis_name=axis_name,
-        warmup=warmup,
-        warmup_bits=warmup_bits,
-        variance_refreshes=variance_refreshes,
-        exchange=exchange,
+    fields = fields_of(
+        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, STEP_BOUND, exchange
     )
+    scale = algorithm.transformation(OnebitAdam(**fields, bias_correction=True))
     return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))
 
 
@@ -531,16 +505,7 @@ def onebit_adam_published(
     Differences from the paper:
       Inactive elements do not move, as in :func:`onebit_adam`.
     """
-    scale = scale_by_onebit_adam(
-        b1,
-        b2,
-        eps,
-        axis_name=axis_name,
-        warmup=warmup,
-        warmup_bits=32,
-        variance_refreshes=None,
-        step_bound=None,
-        bias_correction=False,
-        exchange=ExchangeOptions(form="two-shot"),
-    )
+    exchange = ExchangeOptions(form="two-shot")
+    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, exchange)
+    scale = algorithm.transformation(OnebitAdam(**fields, bias_correction=False))
     return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))

@@ -12,17 +12,10 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
-from onebit_jax.transforms.algorithm import (
-    Made,
-    Progress,
-    Update,
-    at_count,
-    chain,
-    notice_unmoved,
-    transformation,
-)
+from onebit_jax.transforms import algorithm, onebit_adam
+from onebit_jax.transforms.algorithm import Made, Progress, Update
 from onebit_jax.transforms.frozen_variance import Momentum
-from onebit_jax.transforms.onebit_adam import WARMUP, OnebitAdam, ScaleByOnebitAdamState, fields_of
+from onebit_jax.transforms.onebit_adam import STEP_BOUND, WARMUP, OnebitAdam, fields_of
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup
 
 # Decay of the running coefficient, the paper's.
@@ -55,7 +48,7 @@ class ScaleByOnebitLambState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Those of 1-bit Adam."""
-        return ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
+        return onebit_adam.ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
@@ -66,26 +59,10 @@ def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
     return {f"{name}_{f.__name__}": f(values[filled]) for f in (jnp.min, jnp.mean, jnp.max)}
 
 
-def decay_rates(weight_decay: Any, mask: Any, params: Any, count: jax.Array) -> Any:
-    """``lambda`` of each tensor: a tree of numbers."""
-    rate = at_count(weight_decay, count)
-    if mask is None:
-        return jax.tree.map(lambda _: rate, params)
-    return jax.tree.map(
-        lambda on, part: jax.tree.map(lambda _: rate if on else jnp.float32(0), part),
-        mask(params),
-        params,
-    )
-
-
 def squared_norms(tree: Any, axis_name: Any) -> jax.Array:
     """The squared norm of each tensor, whole; float32 ``[P]``."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return (
-        sum_over_shards(jnp.stack(squares), bound_axes(axis_name))
-        if squares
-        else jnp.zeros(0, jnp.float32)
-    )
+    return sum_over_shards(jnp.asarray(squares, jnp.float32), bound_axes(axis_name))
 
 
 def coefficients(params: Any, u: Any, low: Any, high: Any, axis_name: Any) -> jax.Array:
@@ -121,10 +98,8 @@ class OnebitLamb(OnebitAdam):
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """``c u`` in warm-up, ``c~ u`` after it; ``u`` is Adam's direction plus weight decay."""
         count, running = state.progress.count, state.running
-        rates = decay_rates(self.weight_decay, self.mask, update.params, count)
-        u = jax.tree.map(
-            lambda u, p, rate: u + rate * p.astype(jnp.float32), u, update.params, rates
-        )
+        rate = algorithm.at_count(self.weight_decay, count)
+        u = algorithm.decayed(u, update.params, rate, self.mask)
         if not dense:
             return Made(state, times(jnp.where(running > 0, running, 1.0), u), unfit)
         axis_name = self.exchange.axis_name
@@ -164,11 +139,12 @@ def scale_by_onebit_lamb(
     >>> tx = optax.chain(scale, optax.scale_by_learning_rate(1e-3))
     """
     fields = fields_of(
-        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, 3.0, exchange
+        b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, STEP_BOUND, exchange
     )
-    return transformation(
+    return algorithm.transformation(
         OnebitLamb(
             **fields,
+            bias_correction=True,
             weight_decay=validation.rate("weight_decay", weight_decay, "not negative"),
             mask=validation.checked_mask(mask),
             min_coeff=validation.number("min_coeff", min_coeff, "positive"),
@@ -294,4 +270,4 @@ def onebit_lamb(
         exchange=exchange,
     )
     rate = validation.rate("learning_rate", learning_rate)
-    return chain(scale, optax.scale_by_learning_rate(rate), notice_unmoved())
+    return algorithm.chain(scale, optax.scale_by_learning_rate(rate), algorithm.notice_unmoved())

@@ -70,7 +70,6 @@ def orthogonalized_momentum(
         task: Task = "update",
         **extra_args: Any,
     ) -> Any:
-        del params, extra_args
         if task != "update":
             return updates, state
         correct = optax.tree.bias_correction
@@ -256,9 +255,8 @@ def _dimensions(matrices: Any, params: Any, adam_learning_rate: Any) -> tuple[An
             )
         if matrices is None and jnp.ndim(p) > 2:
             raise ValueError(
-                f"{name}, has more than two axes, so that onebit_muon cannot tell whether it is a "
-                f"stack of matrices: give matrices=, with optax.contrib.MuonDimensionNumbers for "
-                f"those that Muon updates and False for those that Adam does."
+                f"{name}, may be a stack of matrices: give matrices=, with "
+                f"optax.contrib.MuonDimensionNumbers for what Muon updates, and False for the rest."
             )
         if isinstance(choice, (bool, np.bool)):
             choice = MuonDimensionNumbers() if choice else None

@@ -1,6 +1,5 @@
 """When things happen: the end of a warm-up, refreshes of a variance, and syncs of 0/1 Adam."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -39,16 +38,6 @@ class VarianceStable(NamedTuple):
 
     threshold: float | None
     min_steps: int
-
-    def earliest_end(self) -> int:
-        """The first update that can be the last dense one.
-
-        >>> VarianceStable(None, min_steps=100).earliest_end()
-        160
-        """
-        octaves = (range(_AN_OCTAVE << k, 2 * _AN_OCTAVE << k, 1 << k) for k in itertools.count(1))
-        checks = (t for octave in octaves for t in octave if t >= self.min_steps)
-        return next(itertools.islice(checks, _IN_A_ROW - 1, None))
 
 
 Warmup = int | VarianceStable
@@ -320,7 +309,6 @@ def check_variance_steps(steps: StepSet, variance_freeze: Any) -> None:
         wrong = jax.vmap(lambda count: jnp.asarray(steps(count)))(after)
         if not steps(0) or jnp.any(wrong):
             raise ValueError(
-                f"variance_steps must be true at update 0, before which v is 0, and false from "
-                f"variance_freeze={variance_freeze} on, when no worker knows the mean gradient; it "
-                f"is {bool(steps(0))} at 0, and true at {after[wrong][:3]}."
+                f"variance_steps must be true at update 0, and false from variance_freeze="
+                f"{variance_freeze} on: it is {bool(steps(0))} at 0, true at {after[wrong][:3]}."
             )

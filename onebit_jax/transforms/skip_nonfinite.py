@@ -3,7 +3,8 @@
 One NaN in one worker's gradient reaches every parameter, every residual and every average, and
 stays there. So does a square that overflows. The flag travels with the scales: a NaN or an infinity
 makes the scale of its tensor not finite, so no pass looks at gradients, and nothing that is sent
-waits. Of inactive elements, which do not move, gradients have no effect, whatever they are. All workers then share the number of a tensor that is unfit, and keep the old state.
+waits. Of inactive elements, which do not move, gradients have no effect, whatever they are. All
+workers then share the number of a tensor that is unfit, and keep the old state.
 """
 
 from typing import Any, NamedTuple, cast
@@ -18,9 +19,8 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import unfit_of
 from onebit_jax.collectives.layout import tensor_id
-from onebit_jax.collectives.xla import restore_unless
 from onebit_jax.markers import nodes_with
-from onebit_jax.transforms.algorithm import Task, states_of
+from onebit_jax.transforms.algorithm import Task, restore_unless, states_of
 
 # Causes other than a tensor, in place of its id.
 LOSS, UPDATE = -1, -2
@@ -68,9 +68,8 @@ class NonFiniteError(FloatingPointError):
             what = f"the loss, the new model state (worker {worker}) or the update, by a schedule,"
         super().__init__(
             f"{in_a_row} steps in a row were skipped, the last of them step {step}: {what} was "
-            f"not finite, or too large to be squared in float32. Parameters are as they were "
-            f"before these steps. Look at that worker's part of the batch and at schedules; lower "
-            f"the learning rate or lengthen its rise; clip gradients."
+            f"not finite, or too large to be squared in float32. Look at that worker's part of the "
+            f"batch and at schedules; lower the learning rate, lengthen its rise, clip gradients."
         )
 
 

@@ -16,11 +16,7 @@ from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfi
 from onebit_jax.markers import PerWorker, as_own, in_place_of, named_shares, own
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
-from onebit_jax.transforms.frozen_variance import (
-    FrozenVariance,
-    ignored,
-    none_ignored,
-)
+from onebit_jax.transforms.frozen_variance import FrozenVariance, average, ignored, none_ignored
 from onebit_jax.transforms.onebit_adam import bounded, for_uncorrected, zero_share
 from onebit_jax.transforms.schedules import StepSet
 
@@ -79,7 +75,6 @@ class ZeroOneAdamState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""
-        del axes
         shares = named_shares("ignored_share", self.ignored)
         return {"inactive_share": zero_share(self.inverse_root)} | shares
 
@@ -87,9 +82,6 @@ class ZeroOneAdamState(NamedTuple):
         """Which parameters may differ between workers, a tree of booleans: all once v is frozen."""
         frozen = self.progress.frozen_at >= 0
         return jax.tree.map(lambda _: frozen, self.v_then_y)
-
-
-State = ZeroOneAdamState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +101,7 @@ class ZeroOneAdam(FrozenVariance):
     needs_params = "0/1 Adam computes what they become and must know what they are"
     before = ("warmup", "compression")
 
-    def init(self, params: optax.Params) -> State:
+    def init(self, params: optax.Params) -> ZeroOneAdamState:
         """``m = v = 0``, and no residuals."""
         zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         return ZeroOneAdamState(
@@ -134,7 +126,7 @@ class ZeroOneAdam(FrozenVariance):
             "sync": self.sync_step,
         }
 
-    def upcoming(self, state: State) -> jax.Array:
+    def upcoming(self, state: ZeroOneAdamState) -> jax.Array:
         """The phases that the step sets give."""
         count, sets = state.progress.count, (self.variance_steps, self.sync_steps)
         coming = [
@@ -143,16 +135,16 @@ class ZeroOneAdam(FrozenVariance):
         ]
         return jnp.stack(coming).astype(jnp.int32)
 
-    def ends(self, state: State) -> jax.Array:
+    def ends(self, state: ZeroOneAdamState) -> jax.Array:
         """Whether v freezes after this update."""
         return state.progress.count + 1 >= self.variance_freeze
 
-    def bound(self, state: State, update: Update) -> BoundExchange:
+    def bound(self, state: ZeroOneAdamState, update: Update) -> BoundExchange:
         """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
         validation.check_same_tree(update.grads, state.inverse_root)
         return self.exchange.over(state.inverse_root)
 
-    def over_root(self, state: State, x: jax.Array, root: jax.Array, rates: Any) -> jax.Array:
+    def over_root(self, state: Any, x: jax.Array, root: jax.Array, rates: Any) -> jax.Array:
         """``x / (sqrt(v) + eps)``, bounded for learning rates of such a sum."""
         bound = for_uncorrected(self.step_bound, self.b2, state.variance_updates)
         return bounded(x * root, None if bound is None else bound * jnp.abs(rates))
@@ -160,30 +152,24 @@ class ZeroOneAdam(FrozenVariance):
     def decayed(self, updates: Any, p: Any, count: jax.Array) -> Any:
         """``updates - lr wd p`` for the parameters that are decayed, else ``updates``."""
         rate = -at_count(self.learning_rate, count) * at_count(self.weight_decay, count)
-        tx = optax.add_decayed_weights(rate, self.mask)
-        return tx.update(updates, tx.init(p), p)[0]
+        return algorithm.decayed(updates, p, rate, self.mask)
 
-    def momentum_of(self, m: Any, g: Any) -> Any:
-        """``b1 m + (1 - b1) g``."""
-        return jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g.astype(jnp.float32), m, g)
-
-    def _adam(self, state: State, update: Update, m: Any, unfit: jax.Array) -> Made:
+    def _adam(self, state: ZeroOneAdamState, update: Update, m: Any, unfit: jax.Array) -> Made:
         """Before the freeze: ``- lr (m / (sqrt(v) + eps) + wd p)``."""
         count = state.progress.count
         rate = at_count(self.learning_rate, count)
         u = jax.tree.map(
             lambda m, root: -rate * self.over_root(state, m, root, 1.0), m, state.inverse_root
         )
-        p = jax.tree.map(lambda p: p.astype(jnp.float32), update.params)
-        return Made(state._replace(m=as_own(m)), self.decayed(u, p, count), unfit)
+        return Made(state._replace(m=as_own(m)), self.decayed(u, update.params, count), unfit)
 
-    def dense_step(self, state: State, update: Update) -> Made:
+    def dense_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
         exchange = self.bound(state, update)
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        v = jax.tree.map(lambda v, g: self.b2 * v + (1 - self.b2) * g**2, state.v_then_y, g)
+        v = average(self.b2, state.v_then_y, jax.tree.map(jnp.square, g))
         root = jax.tree.map(lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0), v)
-        m = self.momentum_of(own(equal_on_all_workers(state.m)), g)
+        m = average(self.b1, own(equal_on_all_workers(state.m)), g)
         exchanged = state.exchange
         if exchange.compresses:
             exchanged = exchange.activate(exchanged, v)
@@ -195,49 +181,49 @@ class ZeroOneAdam(FrozenVariance):
         )
         return self._adam(state, update, m, unfit)
 
-    def compressed_step(self, state: State, update: Update) -> Made:
+    def compressed_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
         exchange = self.bound(state, update)
         G, exchanged, unfit = exchange.mean(update.grads, state.exchange)
         # The mean received for an inactive element is undefined, and must not enter its momentum.
         G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), G, state.inverse_root)
-        m = self.momentum_of(own(equal_on_all_workers(state.m)), G)
+        m = average(self.b1, own(equal_on_all_workers(state.m)), G)
         return self._adam(state._replace(exchange=exchanged), update, m, unfit)
 
-    def freeze(self, state: State, update: Update, updates: Any) -> State:
+    def freeze(self, state: ZeroOneAdamState, update: Update, updates: Any) -> ZeroOneAdamState:
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
         y = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, update.params, updates)
         exchange = jax.tree.map(jnp.zeros_like, state.exchange)
         return state._replace(v_then_y=y, exchange=exchange._replace(active=state.exchange.active))
 
-    def _accumulated(self, state: State, update: Update) -> tuple[Any, Any, jax.Array, Any]:
+    def _accumulated(self, state: Any, update: Update) -> tuple[Any, Any, jax.Array, Any]:
         """``m_i``, ``B_i`` and ``G`` after this update; and ``y``, decayed."""
         count, begun = state.progress.count, state.local_steps > 0
         g, local = update.grads, bound_axes(self.exchange.axis_name).local
         if local is not None:
             g = lax.pmean(jax.tree.map(lambda x: x.astype(jnp.float32), g), local)
-        m, rate = self.momentum_of(own(state.m), g), at_count(self.learning_rate, count)
+        m, rate = average(self.b1, own(state.m), g), at_count(self.learning_rate, count)
         B = jax.tree.map(
             lambda x, y: jnp.where(begun, x, 0.0) + rate * y, own(state.accumulated), m
         )
         G = jnp.where(begun, state.learning_rate_sum, 0.0) + rate
         return m, B, G, self.decayed(state.v_then_y, state.v_then_y, count)
 
-    def _ignored(self, state: State, update: Update) -> PerWorker:
+    def _parameters(self, state: Any, y: Any, B: Any, G: Any) -> Any:
+        """``y - B / (sqrt(v) + eps)``."""
+        return jax.tree.map(
+            lambda y, B, root: y - self.over_root(state, B, root, G), y, B, state.inverse_root
+        )
+
+    def _ignored(self, state: ZeroOneAdamState, update: Update) -> PerWorker:
         count, active = state.progress.count, state.exchange.active
         return ignored(state.ignored, count, update.grads, state.inverse_root, active)
 
-    def local_step(self, state: State, update: Update) -> Made:
+    def local_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
         self.bound(state, update)
         m, B, G, y = self._accumulated(state, update)
-        moved = jax.tree.map(
-            lambda y, B, root, p: y - self.over_root(state, B, root, G) - p.astype(jnp.float32),
-            y,
-            B,
-            state.inverse_root,
-            update.params,
-        )
+        moved = _moved(self._parameters(state, y, B, G), update)
         state = state._replace(
             local_steps=state.local_steps + 1,
             learning_rate_sum=G,
@@ -248,7 +234,7 @@ class ZeroOneAdam(FrozenVariance):
         )
         return Made(state, moved, unfit_of(update.grads))
 
-    def sync_step(self, state: State, update: Update) -> Made:
+    def sync_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
         exchange = self.bound(state, update)
         _, B_i, G, y = self._accumulated(state, update)
@@ -257,11 +243,8 @@ class ZeroOneAdam(FrozenVariance):
             B = exchange.layout.scatter(exchange.decode(received))
         else:
             B, exchanged, unfit = equal_on_all_workers(B_i), state.exchange, unfit_of(B_i)
-        y = jax.tree.map(
-            lambda y, B, root: y - self.over_root(state, B, root, G), y, B, state.inverse_root
-        )
+        y = self._parameters(state, y, B, G)
         per_rate = jnp.where(G != 0, 1 / jnp.where(G != 0, G, 1.0), 0.0)
-        moved = jax.tree.map(lambda y, p: y - p.astype(jnp.float32), y, update.params)
         state = state._replace(
             local_steps=jnp.zeros_like(state.local_steps),
             learning_rate_sum=jnp.zeros_like(G),
@@ -270,18 +253,16 @@ class ZeroOneAdam(FrozenVariance):
             exchange=exchanged,
             ignored=self._ignored(state, update),
         )
-        return Made(state, moved, unfit)
+        return Made(state, _moved(y, update), unfit)
 
-    def carry(self, state: State, update: Update) -> Any:
+    def resume(self, state: ZeroOneAdamState, carried: Any, update: Update) -> ZeroOneAdamState:
         """The residuals."""
-        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
+        exchange = self.exchange.over(update.params, update.specs)
+        return state._replace(exchange=exchange.resumed(carried, state.inverse_root))
 
-    def resume(self, state: State, carried: Any, update: Update) -> State:
-        """The residuals."""
-        exchange = self.exchange.over(update.params, update.specs).resumed(
-            carried, state.inverse_root
-        )
-        return state._replace(exchange=exchange)
+
+def _moved(new: Any, update: Update) -> Any:
+    return jax.tree.map(lambda x, p: x - p.astype(jnp.float32), new, update.params)
 
 
 def zero_one_adam(

@@ -14,7 +14,7 @@ from benchmarks import compile as compilation
 from benchmarks import gpu, state, step, tasks
 from benchmarks.kinds import AXIS, kinds, onebit_adam
 from benchmarks.loops import Run, make_mesh
-from onebit_jax.collectives.packing import pack_flags, unpack_flags
+from onebit_jax.collectives.layout import pack_flags, unpack_flags
 
 ELEMENTS = 2**20
 TASK = tasks.trivial(tasks.matrices(ELEMENTS, 4))

@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 from onebit_jax import wire
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.k_bits import KBits
+from onebit_jax.collectives.layout import pack_flags
 from onebit_jax.collectives.one_bit import OneBit
-from onebit_jax.collectives.packing import pack_flags
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Votes
 from tests.runs import Sizes, axis_of

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from onebit_jax.collectives.axes import Axes, bound_axes, check_told_of_shards
-from onebit_jax.collectives.layout import Grouping, Layout
-from onebit_jax.collectives.packing import pack, unpack
+from onebit_jax.collectives.layout import Layout, pack, unpack
 from tests.runs import axis_of
 from tests.workers import (
     LOCAL,
@@ -24,7 +23,7 @@ from tests.workers import (
 
 # Some of one shape, which are stacked; one that is large enough to be alone in blocks.
 SHAPES = [(8, 8), (5,), (), (0, 3), (3, 7, 11), (5,), (9, 7), (300, 700)]
-FORMS: list[tuple[Any, Grouping, int]] = [
+FORMS: list[tuple[Any, str, int]] = [
     (1, "tensors", 8),
     (3, "tensors", 8),
     ((2, 4), "tensors", 8),
