@@ -8,17 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-COLLECTIVES = frozenset(
-    {
-        "all-gather",
-        "all-reduce",
-        "all-to-all",
-        "collective-broadcast",
-        "collective-permute",
-        "ragged-all-to-all",
-        "reduce-scatter",
-    }
-)
+_OF_ALL = frozenset(("all-gather", "all-reduce", "all-to-all", "reduce-scatter"))
+COLLECTIVES = _OF_ALL | {"collective-broadcast", "collective-permute", "ragged-all-to-all"}
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -145,10 +136,7 @@ def bytes_sent(op: str, operand_bytes: int, group_size: int) -> int:
             return -(-2 * others * operand_bytes // group_size)
         case "collective-permute" | "collective-broadcast":
             return operand_bytes if others else 0
-    raise ValueError(
-        f"the program holds a {op}, whose bytes depend on its data; expected collectives whose "
-        "shapes say what they send"
-    )
+    raise ValueError(f"the program holds a {op}, whose bytes depend on its data: none are known")
 
 
 # Positions 0, 1, ... in this shape, and the order in which its axes are then transposed.

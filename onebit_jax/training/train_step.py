@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import named_leaves
-from onebit_jax.programs.jaxprs import axes_of_results
+from onebit_jax.programs.jaxprs import axes_of_results, refuse_differing
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
 from onebit_jax.states.placement import Workers, computing_on, place
 from onebit_jax.states.resizing import put
@@ -302,14 +302,8 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
         traced = program.trace(*arguments)
     varies = axes_of_results(traced.jaxpr.jaxpr)
     state: Any = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies).model_state
-    for name, over in named_leaves(state, "model_state"):
-        if over:
-            raise ValueError(
-                f"{name} would differ between workers along {sorted(over)}. Float leaves are "
-                f"averaged over them; others, integers say, must become the same on all, as a "
-                f"count of steps does: keep this one as a float, or make it the same by "
-                f"jax.lax.psum, jax.lax.pmax."
-            )
+    mend = "Keep it as a float, which is averaged, or make it the same by jax.lax.psum or pmax."
+    refuse_differing(named_leaves(state, "model_state"), mend)
     return program
 
 
