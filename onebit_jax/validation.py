@@ -171,7 +171,7 @@ def _check_floating(kind: str, tree: Any, mend: str) -> None:
 
 def check_parameters(params: Any) -> None:
     """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
-    mend = "Leave it out with optax.partition and optax.set_to_zero, or hold it as float32."
+    mend = "Leave it out by optax.partition or eqx.filter, or hold it as float32."
     _check_floating("parameter", params, mend)
 
 

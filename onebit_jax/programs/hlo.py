@@ -173,17 +173,16 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
         return _lists(text)
     if match := re.match(rf"\[([\d,]+)\]<={_TILES}", text):
         return _positions(*match.groups()[1:]).reshape(_integers(match[1])).tolist()
-    if match := re.match(
-        rf"mesh\[([^\]]*)\](?:, device_ids=\({_TILES}\))? \{{((?:'[^']*',?)*)\}}", text
-    ):
+    axes = r"\{((?:'[^']*',?)*)\}"
+    if match := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({_TILES}\))? {axes}", text):
         sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
         names = list(sizes)
         axes = [names.index(name) for name in match[4].split(",") if name]
         found = np.asarray(groups_along(tuple(sizes.values()), axes))
         return (_positions(match[2], match[3]).reshape(-1)[found] if match[2] else found).tolist()
     raise ValueError(
-        f"replica_groups={text:.60} of the {op} is in no form that is known here; "
-        "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
+        f"replica_groups={text:.60} of the {op} is in no known form; expected {{{{0,1}},...}}, "
+        f"[groups,size]<=[...] or mesh['axis'=size,...] {{'axis',...}}"
     )
 
 

@@ -87,12 +87,11 @@ def collectives(
     >>> [(c.op, c.dtype, c.axis, c.bytes_sent) for c in collectives(lowered, mesh)]
     [('all-reduce', 'f32', 'data', 700)]
     """
+    text: Any = program
     if isinstance(program, jax.stages.Lowered):
         text = program.as_text("hlo", debug_info=True)
     elif isinstance(program, jax.stages.Compiled):
         text = program.as_text()
-    else:
-        text = program
     if not isinstance(text, str) or not (module := hlo.Module(text)).entry:
         raise ValueError(
             f"program is {program!r:.80}; expected a jax.stages.Lowered or Compiled, or HLO text"
