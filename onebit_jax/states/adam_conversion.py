@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_jax import validation
-from onebit_jax.markers import outermost
+from onebit_jax.markers import nodes, outermost
 from onebit_jax.states.placed import by_place, from_places, map_placed
 from onebit_jax.states.placement import Workers
 from onebit_jax.states.resizing import is_carried, on_host, put, side
@@ -72,36 +72,29 @@ def from_adam(
         count=np.broadcast_to(adam.count, node.progress.count.shape),
         upcoming=np.broadcast_to(upcoming, node.progress.upcoming.shape),
     )
-    begun = node._replace(progress=progress, v_then_inverse_root=nu)
+    warm = node._replace(progress=progress, v_then_inverse_root=nu)
     zeros = jax.tree.map(np.zeros_like, mu)
-    carried = Carried(begun, (mu, zeros, np.zeros((*node.progress.count.shape, 4), np.float32)))
+    carried = Carried(warm, (mu, zeros, np.zeros((*node.progress.count.shape, 4), np.float32)))
+    schedules = {path for path, x in nodes(held) if _is_schedule(x)}
 
-    def filled(x: Any) -> Any:
-        """The carried state; counts of schedules, which hold nothing else, go on."""
-        if isinstance(x, ScaleByOnebitAdamState):
+    def filled(path: Any, x: Any) -> Any:
+        """The carried state; counts of schedules go on."""
+        if x is node:
             return carried
-        if hasattr(x, "count") and set(x._fields) <= {"count", *_INJECTED}:
-            rest = {
-                name: jax.tree.map(filled, getattr(x, name), is_leaf=_counts)
-                for name in x._fields
-                if name in ("inner_state", "hyperparams_states")
-            }
-            return x._replace(count=np.broadcast_to(adam.count, np.shape(x.count)), **rest)
-        return x
+        goes_on = path[-1] == jax.tree_util.GetAttrKey("count") and path[:-1] in schedules
+        return np.broadcast_to(adam.count, np.shape(x)) if goes_on else x
 
-    state = this.from_places(this.resumed(jax.tree.map(filled, held, is_leaf=_counts)))
+    begun = jax.tree_util.tree_map_with_path(filled, held, is_leaf=lambda x: x is node)
+    state = this.from_places(this.resumed(begun))
     return map_placed(
         lambda p, x: put(x, NamedSharding(mesh, p.spec_on(workers.axes))), this.placed, state
     )
 
 
-_INJECTED = ("hyperparams", "hyperparams_states", "inner_state")
-
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, ScaleByOnebitAdamState) or (
-        hasattr(x, "_fields") and "count" in x._fields and set(x._fields) <= {"count", *_INJECTED}
-    )
+def _is_schedule(node: Any) -> bool:
+    """True for a state that holds a count and nothing else, beside injected hyperparameters."""
+    fields = set(getattr(node, "_fields", ()))
+    return fields - {"hyperparams", "hyperparams_states", "inner_state"} == {"count"}
 
 
 def _like(tree: Any, params: Any) -> Any:

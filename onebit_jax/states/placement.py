@@ -342,8 +342,8 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
         raise ValueError(
             f"opt_state is not a state of this optimizer for these parameters and {workers} "
             f"workers: {name} is {got.get(name)}, expected {needed.get(name)}. onebit_jax.resize "
-            f"takes a state to another number of workers; without its PerWorker nodes, which Orbax "
-            f"loses unless it has a target, and nnx.split always, replicas would diverge."
+            f"takes a state to another number of workers, init begins anew; without its "
+            f"PerWorker nodes, as from Orbax without a target or nnx.split, replicas would diverge."
         )
 
 

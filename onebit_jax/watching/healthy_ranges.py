@@ -51,21 +51,21 @@ RANGES = (
         "residual_ratio",
         lambda ratio, workers: ratio <= 50 * math.sqrt(workers),
         "what is still to be sent is more than 50 sqrt(workers) times what an exchange brings. "
-        "Shuffle data over all workers; or take a lower learning rate, larger batches, more bits.",
+        "Let all workers shuffle data together; or lower the learning rate, or take more bits.",
     ),
     Range(
         "workers_alike",
         lambda alike, workers: alike == 0,
-        "all workers have sent the same numbers: give the optimizer each worker's own gradients, "
-        "not averaged before, and each worker its own batches. Right after a restore it means that "
-        "all were given one worker's state, as by jax_utils.unreplicate, and those of the others "
-        "are lost: save and restore the state with its axis of workers.",
+        "all workers have sent the same numbers: gradients were averaged before the optimizer, or "
+        "all have one batch. Give it each worker's own gradients. Right after a restore it means "
+        "that all were given one worker's state, as by jax_utils.unreplicate, and those of the "
+        "others are lost: save and restore the state with its axis of workers.",
     ),
     Range(
         "scale_spread",
         lambda spread, workers: spread <= 1e15,
-        "one tensor's scale is more than 1e15 times another's, whose squares are about to be 0 in "
-        "float32. Look for a part of the model that the loss does not reach, or that saturated.",
+        "one tensor's scale is more than 1e15 times another's, which has next to no gradient. Look "
+        "for a part of the model that the loss does not reach, or that has saturated.",
     ),
     Range(
         "inactive_share",

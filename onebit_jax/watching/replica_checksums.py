@@ -53,7 +53,7 @@ class ReplicaDivergenceError(RuntimeError):
         groups = [group for x in divergences for group in held[x.tensor]]
         differing = [set(group.tolist()) for group, checksums in groups if np.ptp(checksums)]
         undecided = any(group <= set(places) for group in differing)
-        which = "any may be wrong of" if undecided else "the minority is"
+        which = "wrong may be any of" if undecided else "the minority is"
         super().__init__(
             f"replicas have diverged: {len(divergences)} of {len(held)} tensors that all workers "
             f"share, the first of them {divergences[0].tensor}, are not the same bits on all; "
