@@ -16,7 +16,7 @@ from onebit_jax.markers import named_leaves, nodes_with
 from onebit_jax.programs.jaxprs import Program, axes_of_results, refuse_differing
 from onebit_jax.programs.over_workers import traced_on_mesh
 
-# Of one that is shared and would differ; {} is the workers' axis.
+# How to mend what would differ between workers; their axis is filled in.
 MEND = (
     "Put onebit_jax.mean_gradients({!r}) before what trains without an exchange, in every branch "
     "of optax.partition, which is to replace optax.masked; wrap what is to see a worker's own "

@@ -136,7 +136,7 @@ def bytes_sent(op: str, operand_bytes: int, group_size: int) -> int:
             return -(-2 * others * operand_bytes // group_size)
         case "collective-permute" | "collective-broadcast":
             return operand_bytes if others else 0
-    raise ValueError(f"the program holds a {op}, whose bytes depend on its data: none are known")
+    raise ValueError(f"the program holds a {op}, whose bytes depend on its data and are unknown")
 
 
 # Positions 0, 1, ... in this shape, and the order in which its axes are then transposed.

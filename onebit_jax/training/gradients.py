@@ -132,8 +132,8 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, Any, Metrics, Any]
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
     if len(others) not in ((0, 1) if model_state is None else (2,)):
         raise ValueError(
-            f"loss_fn returned {len(others) + 1} values, expected {expected}, a model_state if the "
-            f"step is given one, step(..., model_state=...)."
+            f"loss_fn returned {len(others) + 1} values, expected {expected}; a model_state too "
+            f"if the step is given one, step(..., model_state=...)."
         )
     metrics, new_state = (*others, *({}, None)[len(others) :])
     weight = None
@@ -179,7 +179,9 @@ def _check_same_state(new: Any, given: Any) -> None:
         return jax.tree.structure(tree), shapes
 
     if kinds(new) != kinds(given):
-        raise ValueError("loss_fn returned a model_state of another structure, shape or dtype")
+        raise ValueError(
+            "loss_fn returned a model_state of another structure, shape or dtype: give all of it"
+        )
     for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True):
         if is_key(x) and x is not y:
             raise ValueError(

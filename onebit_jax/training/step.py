@@ -184,8 +184,8 @@ def _update(
     else:
         finite = jnp.isfinite(loss) & gradients.remains_finite(given.model_state, model_state)
         unfit = jnp.where(finite, 0, LOSS)
-        told = told | given.extra_args
-        updates, opt_state, health = guarded_update(*arguments, axes, unfit, **told)
+        guarded = *arguments, axes, unfit
+        updates, opt_state, health = guarded_update(*guarded, **told, **given.extra_args)
         skips = skips.after(health)
     fit = jnp.bool(True) if health is None else health.fit
     refused, outlook = _outlook(opt_state, phase)
@@ -214,7 +214,8 @@ def _outlook(opt_state: Any, phase: Phase | None) -> tuple[jax.Array, jax.Array]
     if not found:
         return jnp.bool(False), jnp.zeros((0, 2 + OUTLOOK), jnp.int32)
     refusals = [(x.phase == -1) & (x.count > 0) if phase else jnp.bool(False) for x in found]
-    rows = [jnp.stack([y, x.count, *x.upcoming]) for x, y in zip(found, refusals, strict=True)]
+    pairs = zip(refusals, found, strict=True)
+    rows = [jnp.stack([refused, x.count, *x.upcoming]) for refused, x in pairs]
     return jnp.any(jnp.stack(refusals)), jnp.stack(rows)
 
 

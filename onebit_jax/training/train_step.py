@@ -187,8 +187,8 @@ class TrainStep:
     def _plan(self, given: Arguments) -> "Plan":
         """How arguments of these shapes, that lie so, are to lie; made, and checked, once."""
         arrays, structure = jax.tree.flatten(given)
-        kinds = (*((np.shape(x), jax.numpy.result_type(x)) for x in arrays),)
-        key = structure, kinds, *(getattr(x, "sharding", None) for x in arrays)
+        shapes = tuple((np.shape(x), jax.numpy.result_type(x)) for x in arrays)
+        key = structure, shapes, *(getattr(x, "sharding", None) for x in arrays)
         if key not in self._plans:
             workers, params = self._setup.workers, given.params
             specs = jax.tree.map(lambda _: P(), given)._replace(
@@ -197,7 +197,7 @@ class TrainStep:
                 batch=jax.tree_util.tree_map_with_path(self._batch_spec, given.batch),
             )
             workers.check(params, given.extra_args)
-            kinds = structure, kinds, *jax.tree.leaves(specs)
+            kinds = structure, shapes, *jax.tree.leaves(specs)
             self._plans[key] = Plan(specs, workers.shardings(specs), kinds)
         return self._plans[key]
 
