@@ -139,8 +139,8 @@ class Checkpoints:
         manager = self._manager = self._manager or self._write(self._open)
         if not self._write(lambda: manager.save(step, args=args)):
             raise ValueError(
-                f"step={step}, but {self.folder} has a later checkpoint, {manager.latest_step()}: "
-                f"call restore first, which goes on from the latest, or give another folder."
+                f"step={step}, but {self.folder} has checkpoint {manager.latest_step()}: call "
+                f"restore first, or give another folder."
             )
         if not self._in_block:
             self.close()
@@ -181,10 +181,7 @@ class Checkpoints:
             self._damaged = [later for later in steps if later > step]
             return Restored(step, params, state, loaded, run["extra"])
         if steps:
-            raise ValueError(
-                f"no checkpoint in {self.folder} can be read, of steps {steps}: put back a copy, "
-                f"or begin in another folder"
-            )
+            raise ValueError(f"no checkpoint in {self.folder} can be read, of steps {steps}")
         return Restored(0, params, opt_state, others, None)
 
     def _open(self) -> ocp.CheckpointManager:
@@ -325,10 +322,9 @@ def _check(run: Any, now: Any, tx: Any, path: pathlib.Path) -> bool:
         # What is converted is checked then.
         if was != has and not (convert and (name == _AXES or name.startswith("opt_state"))):
             raise ValueError(
-                f"{path} is of another run: {name} is {was} there and {has} here. Go on with the "
-                f"model, the optimizer and the versions that it was saved with, "
-                f"{run.get('versions')}; give restore tx=, the optimizer, if the number of workers "
-                f"is another; or begin a new run with its parameters alone, "
+                f"{path} is of another run: {name} is {was} there and {has} here. Go on with its "
+                f"model, optimizer and versions {run.get('versions')}; if the number of workers is "
+                f"another, give restore tx=; or take the parameters alone, "
                 f"orbax.checkpoint.StandardCheckpointer().restore('{path}/state')['params']."
             )
     return convert

@@ -36,10 +36,8 @@ def own(node: PerWorker) -> Any:
         if x.shape[:1] != (1,):
             raise ValueError(
                 f"a PerWorker's value{jax.tree_util.keystr(path)} has shape {x.shape}, but inside "
-                f"shard_map, pmap or vmap its first axis must be 1, this worker's own row. For "
-                f"shard_map make the state by onebit_jax.init, and map it by "
-                f"onebit_jax.state_specs(opt_state, axis_name); for pmap and vmap make it inside, "
-                f"jax.pmap(tx.init, axis_name=...)(params), and never replicate it."
+                f"shard_map its first axis must be 1: map the state by onebit_jax.state_specs; for "
+                f"pmap and vmap make it inside, jax.pmap(tx.init, axis_name=...)(params)."
             )
         return x[0]
 

@@ -34,19 +34,19 @@ class Setting(NamedTuple):
     """A training run and its machines; the fields are the command's options.
 
     Attributes:
-      parameters: number of model parameters.
+      parameters: number of model parameters, such as 340e6.
       workers: data-parallel replicas; each is one device, or ``shards`` devices.
       bandwidth: bit/s of one node's network in each direction, as collectives reach it.
       step_time: seconds of one training step on one device, without communication.
-      steps: training steps; None assumes 100,000.
-      per_node: devices that share one node's network.
-      shards: devices that each worker's model is split over, by fast links.
-      warmup: fraction of the steps before compression begins, which is after 160 or later.
-      every: steps between two syncs of local steps (DiLoCo's H).
-      overlap: fraction of ``step_time`` during which gradients are already sent.
-      latency: seconds of one message between nodes.
-      local_bandwidth: bit/s between the devices of a node.
-      host_bandwidth: bit/s at which a host's software moves bytes between memory and network.
+      steps: training steps; without it 100,000 are assumed.
+      per_node: devices that share one node's network; 1 by default.
+      shards: devices that each worker's model is split over, such as FSDP in a node; 1 by default.
+      warmup: fraction of the steps before compression begins, after 160 or later; 0.15 by default.
+      every: steps between two syncs of local steps (DiLoCo's H); 30 by default.
+      overlap: fraction of ``step_time`` in which gradients are sent; 0.67 if you do so, else 0.
+      latency: seconds of one message between nodes; 50us by default, between sites 10 to 100 ms.
+      local_bandwidth: bit/s between a node's devices; 25GB by default (PCIe 4.0), NVLink: 300GB.
+      host_bandwidth: bit/s of a host's network software (Gloo, TCP); no limit by default (RDMA).
     """
 
     parameters: float
@@ -275,13 +275,9 @@ class Plan(NamedTuple):
             below = self.pays_below.get(name, math.nan)
             words = {0: "never", math.inf: "always"}
             pays = "" if math.isnan(below) else words.get(below) or _rate(below)
-            times = [
-                _time(p.step),
-                *([_time(p.run)] if total else []),
-                f"{self.speedup[name]:.1f}x",
-            ]
+            times = [_time(p.step), *([_time(p.run)] if total else [])]
             sizes = [f"{p.state_bytes / 1e9:,.2f} GB", _scaled(p.step_bytes, "B")]
-            rows.append([name, *times, pays, *sizes])
+            rows.append([name, *times, f"{self.speedup[name]:.1f}x", pays, *sizes])
         run = (
             f"{s.parameters:,.0f} parameters, {s.workers} workers"
             f"{f' of {s.shards} devices' if s.shards > 1 else ''}, {s.per_node}-device nodes, "
@@ -439,22 +435,9 @@ _PARSERS = {
     "RATE": functools.partial(_quantity, _RATES, "10Gbit, 100Mbit or, in bytes, 25GB"),
     "TIME": functools.partial(_quantity, _TIMES, "50us, 450ms or 0.45s"),
 }
-_OPTIONS = """\
-parameters N number of model parameters, e.g. 340e6
-workers N data-parallel replicas; usually the number of GPUs
-bandwidth RATE network bandwidth of one node in each direction, as collectives reach it, e.g. 10Gbit
-step-time TIME one training step on one device without communication, e.g. 450ms
-steps N training steps, for the total time (default: speedups are those of 100,000 steps)
-per-node N devices that share one node's network (default: 1)
-shards N devices that each worker's model is split over, such as FSDP in a node (default: 1)
-warmup F fraction of steps before compression begins; 0.07 to 0.18 in measured runs (default: 0.15)
-every N steps between two syncs of local steps, DiLoCo's H (default: 30)
-overlap F fraction of compute during which gradients are already sent; 0.67 if you overlap \
-the backward pass (default: 0)
-latency TIME one message between nodes; links between sites have 10 to 100 ms (default: 50us)
-local-bandwidth RATE between devices of a node; NVLink: 300GB (default: 25GB, PCIe 4.0 x16)
-host-bandwidth RATE limit of the host's network software (Gloo, TCP) (default: none, as with RDMA)
-"""
+_METAVARS = dict.fromkeys(Setting._fields, "N") | {"warmup": "F", "overlap": "F"}
+_METAVARS |= dict.fromkeys(("step_time", "latency"), "TIME")
+_METAVARS |= dict.fromkeys(("bandwidth", "local_bandwidth", "host_bandwidth"), "RATE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -464,11 +447,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "predict the time, bytes and state of a run, and say whether 1-bit Adam pays"
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     command = commands.add_parser("plan", help=text, argument_default=argparse.SUPPRESS)
-    for line in _OPTIONS.splitlines():
-        name, metavar, text = line.split(maxsplit=2)
-        required = name.replace("-", "_") not in Setting._field_defaults
-        kind = _PARSERS[metavar]
-        command.add_argument(f"--{name}", metavar=metavar, type=kind, help=text, required=required)
+    described = dict(re.findall(r"^ +(\w+): (.*)$", Setting.__doc__ or "", re.MULTILINE))
+    for name, metavar in _METAVARS.items():
+        option, text = f"--{name.replace('_', '-')}", described.get(name)
+        required, kind = name not in Setting._field_defaults, _PARSERS[metavar]
+        command.add_argument(option, metavar=metavar, type=kind, help=text, required=required)
     text = "print compute utilization over bandwidths and sync intervals instead"
     command.add_argument("--utilization", action="store_true", default=False, help=text)
     options = vars(parser.parse_args(arguments))

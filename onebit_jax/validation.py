@@ -51,9 +51,8 @@ def number(name: str, value: Any, kind: str) -> Any:
     if _traced(value):
         if value.dtype.itemsize < 4:
             raise ValueError(
-                f"{name} is traced in {value.dtype}, in which 0.999 is 1. Hold it in float32: "
-                f"optax.inject_hyperparams takes the parameters' dtype, unless it is given "
-                f"hyperparam_dtype=jnp.float32."
+                f"{name} is traced in {value.dtype}, in which 0.999 is 1: give "
+                f"optax.inject_hyperparams hyperparam_dtype=jnp.float32."
             )
         return value.astype(jnp.float32)
     try:
@@ -91,16 +90,21 @@ def count(name: str, value: Any, at_least: int, usual: str, *, traced: bool = Fa
         if traced and jnp.issubdtype(value.dtype, jnp.integer):
             return value
         raise ValueError(
-            f"{name} is traced, but decides what program is compiled: in optax.inject_hyperparams "
-            f"name it among static_args."
+            f"{name} is traced, but decides what is compiled: name it among the static_args of "
+            f"optax.inject_hyperparams."
         )
-    try:
-        found = operator.index(value) if not isinstance(value, bool) else -1
-    except TypeError:
-        found = -1
+    found = _index(value)
     if not at_least <= found < 2**31:
         raise ValueError(f"{name}={value!r} must be an int of at least {at_least}: {usual}.")
     return found
+
+
+def _index(value: Any) -> int:
+    """A whole number as an int; -1 for anything else."""
+    try:
+        return operator.index(value) if not isinstance(value, bool) else -1
+    except TypeError:
+        return -1
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -112,9 +116,10 @@ def check_flag(name: str, value: Any) -> None:
 def bits(name: str, value: Any, allowed: tuple[int, ...]) -> int:
     """A number of bits that an exchange can send."""
     *others, last = map(str, allowed)
-    found = count(name, value, 1, f"{', '.join(others)} or {last}, bits per value")
+    usual = f"{', '.join(others)} or {last}, bits per value"
+    found = count(name, value, 1, usual)
     if found not in allowed:
-        raise ValueError(f"{name}={value!r} must be {', '.join(others)} or {last}, bits per value.")
+        raise ValueError(f"{name}={value!r} must be {usual}.")
     return found
 
 
@@ -126,45 +131,29 @@ def check_name(option: str, value: Any, *names: str) -> None:
 
 def check_seed(seed: Any) -> None:
     """Raises ``ValueError`` unless ``seed`` is an int of 32 bits or a PRNG key of JAX."""
-    is_key = isinstance(seed, (jax.Array, np.ndarray)) and (
-        jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) or seed.dtype == jnp.uint32
-    )
-    if not is_key and not _traced(seed):
-        try:
-            # Of larger ones JAX drops bits, so that two could give the same run.
-            is_key = not isinstance(seed, bool) and 0 <= operator.index(seed) < 2**32
-        except TypeError:
-            is_key = False
-    if not (is_key or _traced(seed)):
+    dtype = getattr(seed, "dtype", np.dtype(np.int32))
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype == jnp.uint32 or _traced(seed)
+    # Of larger ints JAX drops bits, so that two could give the same run.
+    if not is_key and not 0 <= _index(seed) < 2**32:
         raise ValueError(
-            f"seed={seed!r} must be an int in [0, 2**32) or a PRNG key: all random bits come from "
-            f"it. Give seed=0, say, or jax.random.key(0); the same seed gives the same run."
+            f"seed={seed!r} must be an int in [0, 2**32) or a PRNG key, such as jax.random.key(0)."
         )
 
 
 def check_transformation(name: str, tx: Any) -> None:
     """Raises ``ValueError`` unless ``tx`` is a gradient transformation."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ValueError(
-            f"{name}, a {type(tx).__name__}, must be an Optax gradient transformation, such as "
-            f"optax.adamw(1e-3)."
-        )
+        raise ValueError(f"{name}, a {type(tx).__name__}, must be an Optax transformation.")
 
 
 def check_mesh(mesh: Any, *, simulated: bool = False) -> None:
     """Raises ``ValueError`` unless ``mesh`` is one of devices, or of workers to ``simulated``."""
-    abstract = isinstance(mesh, jax.sharding.AbstractMesh)
-    if abstract and simulated and mesh.shape and jax.process_count() == 1:
-        return
-    if not isinstance(mesh, jax.sharding.Mesh):
+    abstract = isinstance(mesh, jax.sharding.AbstractMesh) and bool(mesh.shape)
+    one = simulated and jax.process_count() == 1
+    if not isinstance(mesh, jax.sharding.Mesh) and not (one and abstract):
         raise ValueError(
             f"mesh={mesh!r:.100} must be a mesh of devices, such as jax.make_mesh((8,), ('data',))"
-            + (
-                ", or, in a single process, jax.sharding.AbstractMesh((8,), ('data',)) for workers "
-                "that are simulated on one device."
-                if simulated
-                else "."
-            )
+            + one * ", or jax.sharding.AbstractMesh((8,), ('data',)) for simulated workers"
         )
 
 
@@ -182,12 +171,8 @@ def _check_floating(kind: str, tree: Any, mend: str) -> None:
 
 def check_parameters(params: Any) -> None:
     """Raises ``ValueError`` for a leaf that is not a real floating-point array."""
-    _check_floating(
-        "parameter",
-        params,
-        "Leave it out with optax.partition and optax.set_to_zero (of an Equinox model give "
-        "eqx.filter(model, eqx.is_inexact_array)), or hold it as float32.",
-    )
+    mend = "Leave it out by optax.partition or eqx.filter, or hold it as float32."
+    _check_floating("parameter", params, mend)
 
 
 def check_gradients(grads: Any) -> None:
@@ -199,12 +184,10 @@ def check_same_tree(tree: Any, like: Any) -> None:
     """Raises ``ValueError`` unless gradients or parameters are those that ``init`` was given."""
     got, seen = ({name: leaf.shape for name, leaf in named_leaves(x)} for x in (tree, like))
     if got != seen:
-        differing = sorted(x for x in got.keys() | seen.keys() if got.get(x) != seen.get(x))
-        name = differing[0]
+        name, *_ = differing = sorted({x for x, _ in got.items() ^ seen.items()})
         raise ValueError(
             f"the parameter tree changed since init: {len(differing)} leaves differ, the first of "
-            f"them {name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now. Call "
-            f"init again for the new parameters."
+            f"them {name}: {seen.get(name, 'absent')} at init, {got.get(name, 'absent')} now."
         )
 
 
@@ -224,7 +207,7 @@ def checked_mask(mask: Any, option: str = "mask") -> Any:
             if not isinstance(x, (bool, np.bool)):
                 raise ValueError(
                     f"{option} has the leaf {name} = {x!r:.60}; it must be a tree of booleans like "
-                    f"the parameters, a prefix of one, or a function of them that returns one."
+                    f"the parameters, a prefix of one, or a function of them."
                 )
         return given
 

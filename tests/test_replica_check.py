@@ -96,17 +96,21 @@ def test_an_exchange_of_the_users_own_passes(axis_name):
     ("axis_name", "tx", "words"),
     [
         ("data", optax.sgd(LR), r"mean_gradients\('data'\) before"),
-        (PAIR, optax.sgd(LR), r"over \('node', 'local'\).*mean_gradients\(\('node', 'local'\)\)"),
-        (PAIR, of_updates(lambda g: lax.pmean(g, "node")), r"over \('node', 'local'\)"),
-        (PAIR, of_updates(lambda g: lax.pmean(g, "local")), r"over \('node', 'local'\)"),
-        ("data", of_updates(lambda g: lax.ppermute(g, "data", [(0, 1), (1, 0)])), "nothing"),
-        ("data", of_updates(lambda g: lax.psum_scatter(jnp.ones(4), "data") + g), "nothing"),
-        ("data", of_updates(lambda g: lax.pmean(g, "data") + lax.axis_index("data")), "nothing"),
+        (PAIR, optax.sgd(LR), r"mean_gradients\(\('node', 'local'\)\)"),
+        (PAIR, of_updates(lambda g: lax.pmean(g, "node")), r"mean_gradients\(\('node', 'local'\)"),
+        (PAIR, of_updates(lambda g: lax.pmean(g, "local")), r"mean_gradients\(\('node', 'local'\)"),
+        ("data", of_updates(lambda g: lax.ppermute(g, "data", [(0, 1), (1, 0)])), "jax.lax.pmean"),
+        ("data", of_updates(lambda g: lax.psum_scatter(jnp.ones(4), "data") + g), "jax.lax.pmean"),
+        (
+            "data",
+            of_updates(lambda g: lax.pmean(g, "data") + lax.axis_index("data")),
+            "would differ",
+        ),
     ],
     ids=["dense", "dense on nodes", "between nodes", "in nodes", "ppermute", "scatter", "index"],
 )
 def test_updates_that_differ_are_counted_and_named(axis_name, tx, words):
-    message = rf"^the updates of 2 parameters, the first of them \['layer'\]\['bias'\].*{words}"
+    message = rf"^updates\['layer'\]\['bias'\] would differ.*{words}"
     with pytest.raises(ValueError, match=message):
         check(tx, axis_name)
 
@@ -149,14 +153,14 @@ def scaled_by(*names, before):
 
 def test_one_that_needs_a_value_is_checked_and_one_that_needs_more_once_it_is_known():
     check(scaled_by("value", before=dense()))
-    with pytest.raises(ValueError, match="nothing averages"):
+    with pytest.raises(ValueError, match=r"^updates.* would differ"):
         check(scaled_by("value", before=optax.sgd(LR)))
     check(scaled_by("temperature", before=optax.sgd(LR)))
     check(scaled_by("temperature", before=dense()), extra_args={"temperature": jnp.float32(2)})
     tx = scaled_by("temperature", before=optax.sgd(LR))
     state = onebit_jax.init(tx, make_params(), MESH)
     step = onebit_jax.train_step(lambda p, x: jnp.mean(p["layer"]["bias"] * jnp.mean(x)), tx, MESH)
-    with pytest.raises(ValueError, match="nothing averages"):
+    with pytest.raises(ValueError, match=r"^updates.* would differ"):
         step(make_params(), state, jnp.ones(8), temperature=jnp.float32(2))
     with pytest.raises(TypeError, match="missing"):
         step(make_params(), state, jnp.ones(8))

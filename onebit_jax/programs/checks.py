@@ -12,9 +12,17 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax.markers import nodes_with
-from onebit_jax.programs.jaxprs import Program, axes_of_results
+from onebit_jax.markers import named_leaves, nodes_with
+from onebit_jax.programs.jaxprs import Program, axes_of_results, refuse_differing
 from onebit_jax.programs.over_workers import traced_on_mesh
+
+# How to mend what would differ between workers; their axis is filled in.
+MEND = (
+    "Put onebit_jax.mean_gradients({!r}) before what trains without an exchange, in every branch "
+    "of optax.partition, which is to replace optax.masked; wrap what is to see a worker's own "
+    "gradients in onebit_jax.per_worker. For optax.apply_if_finite take onebit_jax.skip_nonfinite, "
+    "for optax.MultiSteps train_step's accumulation=k; average statistics by jax.lax.pmean."
+)
 
 # What has passed, by the optimizers' functions: `init` and every step check the same.
 _passed: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
@@ -86,44 +94,10 @@ def check_replicas(
     varies = [over & frozenset(axes) for over in axes_of_results(program)]
     updates, state = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
     if static.get("task", "update") == "update":
-        _check_state(state, specs, axes)
-        if not local:
-            _check_updates(updates, axes)
+        pairs = zip(named_leaves(state, "opt_state"), jax.tree.leaves(specs), strict=True)
+        shared = [leaf for leaf, spec in pairs if spec == P()]
+        shared += [] if local else named_leaves(updates, "updates")
+        refuse_differing(shared, MEND.format(axes[0] if len(axes) == 1 else axes))
     if look is not None:
         look(program)
     passed.add(key)
-
-
-def _is_axes(x: Any) -> bool:
-    return isinstance(x, frozenset)
-
-
-def _check_state(varies: Any, specs: Any, axes: tuple[str, ...]) -> None:
-    with_paths = jax.tree_util.tree_leaves_with_path(varies, is_leaf=_is_axes)
-    for (path, over), spec in zip(with_paths, jax.tree.leaves(specs), strict=True):
-        if over and spec == P():
-            raise ValueError(
-                f"opt_state{jax.tree_util.keystr(path)} would differ between workers without being "
-                f"marked as each worker's own, and replicas would silently diverge. If it is to "
-                f"see each worker's own gradients, wrap it in onebit_jax.per_worker; else put "
-                f"onebit_jax.mean_gradients({_argument(axes)}) before it. In place of "
-                f"optax.MultiSteps give train_step accumulation=k; in place of "
-                f"optax.apply_if_finite take onebit_jax.skip_nonfinite."
-            )
-
-
-def _check_updates(varies: Any, axes: tuple[str, ...]) -> None:
-    with_paths = jax.tree_util.tree_leaves_with_path(varies, is_leaf=_is_axes)
-    differing = [path for path, over in with_paths if over]
-    if differing:
-        raise ValueError(
-            f"the updates of {len(differing)} parameters, the first of them "
-            f"{jax.tree_util.keystr(differing[0])}, differ between workers: nothing averages their "
-            f"gradients over {axes}, and replicas would silently diverge. Put "
-            f"onebit_jax.mean_gradients({_argument(axes)}) before what trains them, in every "
-            f"branch of optax.partition; optax.partition also takes the place of optax.masked."
-        )
-
-
-def _argument(axes: tuple[str, ...]) -> str:
-    return repr(axes[0] if len(axes) == 1 else axes)

@@ -8,17 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-COLLECTIVES = frozenset(
-    {
-        "all-gather",
-        "all-reduce",
-        "all-to-all",
-        "collective-broadcast",
-        "collective-permute",
-        "ragged-all-to-all",
-        "reduce-scatter",
-    }
-)
+_OF_ALL = frozenset(("all-gather", "all-reduce", "all-to-all", "reduce-scatter"))
+COLLECTIVES = _OF_ALL | {"collective-broadcast", "collective-permute", "ragged-all-to-all"}
 
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(
@@ -145,10 +136,7 @@ def bytes_sent(op: str, operand_bytes: int, group_size: int) -> int:
             return -(-2 * others * operand_bytes // group_size)
         case "collective-permute" | "collective-broadcast":
             return operand_bytes if others else 0
-    raise ValueError(
-        f"the program holds a {op}, whose bytes depend on its data; expected collectives whose "
-        "shapes say what they send"
-    )
+    raise ValueError(f"the program holds a {op}, whose bytes depend on its data and are unknown")
 
 
 # Positions 0, 1, ... in this shape, and the order in which its axes are then transposed.
@@ -185,17 +173,16 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
         return _lists(text)
     if match := re.match(rf"\[([\d,]+)\]<={_TILES}", text):
         return _positions(*match.groups()[1:]).reshape(_integers(match[1])).tolist()
-    if match := re.match(
-        rf"mesh\[([^\]]*)\](?:, device_ids=\({_TILES}\))? \{{((?:'[^']*',?)*)\}}", text
-    ):
+    axes = r"\{((?:'[^']*',?)*)\}"
+    if match := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\({_TILES}\))? {axes}", text):
         sizes = {name: int(size) for name, size in re.findall(r"('[^']*')=(\d+)", match[1])}
         names = list(sizes)
         axes = [names.index(name) for name in match[4].split(",") if name]
         found = np.asarray(groups_along(tuple(sizes.values()), axes))
         return (_positions(match[2], match[3]).reshape(-1)[found] if match[2] else found).tolist()
     raise ValueError(
-        f"replica_groups={text:.60} of the {op} is in no form that is known here; "
-        "expected {{0,1},...}, [groups,size]<=[...] or mesh['axis'=size,...] {'axis',...}"
+        f"replica_groups={text:.60} of the {op} is in no known form; expected {{{{0,1}},...}}, "
+        f"[groups,size]<=[...] or mesh['axis'=size,...] {{'axis',...}}"
     )
 
 

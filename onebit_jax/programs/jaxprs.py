@@ -5,7 +5,7 @@ Along each mesh axis a value either is the same on all workers or may vary. Coll
 vary; everything else varies if something that it is computed from does.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # One class since JAX 0.11, in whose types ClosedJaxpr is missing.
@@ -17,26 +17,10 @@ Axes = frozenset[str]
 Program = Jaxpr | ClosedJaxpr
 
 # Their results are the same on all workers along their axes; results of other collectives are not.
-_EQUALIZING = frozenset(
-    {
-        "psum",
-        "psum_invariant",
-        "unreduced_psum",
-        "pmax",
-        "pmin",
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-    }
-)
-_COLLECTIVES = _EQUALIZING | {
-    "all_to_all",
-    "ragged_all_to_all",
-    "ppermute",
-    "pbroadcast",
-    "reduce_scatter",
-    "unreduced_reduce_scatter",
-}
+_SUMS = frozenset(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"))
+_EQUALIZING = _SUMS | {"all_gather", "all_gather_invariant", "all_gather_reduced"}
+_PERMUTING = frozenset(("all_to_all", "ragged_all_to_all", "ppermute", "pbroadcast"))
+_COLLECTIVES = _EQUALIZING | _PERMUTING | {"reduce_scatter", "unreduced_reduce_scatter"}
 
 
 def axes_of_results(program: Program, given: Sequence[Axes] | None = None) -> list[Axes]:
@@ -85,9 +69,8 @@ def _results(eqn: Any, given: list[Axes]) -> list[Axes]:
         if not any(params["node"] in x for x in given):
             raise ValueError(
                 f"the gradients that an optimizer is given are the same on all workers along "
-                f"{params['node']!r}: they were averaged before, which sends them at full "
-                f"precision. Leave jax.lax.pmean and jax.lax.psum of gradients out, and of "
-                f"Flax's DynamicScale axis_name: the optimizer averages, at one bit."
+                f"{params['node']!r}: they were averaged before, at full precision. Leave their "
+                f"jax.lax.pmean or psum out, and axis_name of Flax's DynamicScale."
             )
         return given
     if "axes_of_results" in params:  # an update that stands for those of all workers
@@ -138,15 +121,28 @@ def _carried(
         carried = after
 
 
+def refuse_differing(named: Iterable[tuple[str, Axes]], mend: str) -> None:
+    """Raises ``ValueError`` for the first value that varies over axes, though workers share it.
+
+    Args:
+      named: names of values, and the axes that they vary over.
+      mend: how to mend it, for the message.
+    """
+    for name, over in named:
+        if over:
+            raise ValueError(
+                f"{name} would differ between workers along {sorted(over)}, and replicas would "
+                f"silently diverge. {mend}"
+            )
+
+
 def _check_condition(predicate: Axes, *programs: Program) -> None:
     for eqn in (eqn for program in programs for eqn in collectives(program)):
         if shared := predicate & axes_of(eqn):
             raise ValueError(
                 f"the {eqn.primitive.name} over {sorted(axes_of(eqn))} is called under a condition "
-                f"that workers along {sorted(shared)} need not share, such as one on a worker's "
-                f"own gradients in optax.apply_if_finite: they would wait for each other for ever. "
-                f"Base the condition on values that are equal on all workers, for example by "
-                f"jax.lax.pmin of a flag; to skip bad gradients take onebit_jax.skip_nonfinite."
+                f"that workers along {sorted(shared)} need not share: they would wait for ever. "
+                f"Take jax.lax.pmin of the flag; to skip gradients, onebit_jax.skip_nonfinite."
             )
 
 

@@ -23,8 +23,9 @@ def on_one_worker() -> Iterator[None]:
         yield
     except Exception as error:
         error.add_note(
-            "onebit_jax calls this function for one worker and its share of the batch, so that the "
-            "axes that workers lie along split nothing in it: leave them out of sharding "
+            "onebit_jax calls this for one worker and its share of the batch: a loss_fn as "
+            "loss_fn(params, batch), with rng= and model_state= by keyword if the step is given "
+            "them. The axes that workers lie along split nothing in it: leave them out of sharding "
             "constraints, jax.reshard and out_sharding. Collectives over them work."
         )
         raise

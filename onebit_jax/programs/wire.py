@@ -87,16 +87,14 @@ def collectives(
     >>> [(c.op, c.dtype, c.axis, c.bytes_sent) for c in collectives(lowered, mesh)]
     [('all-reduce', 'f32', 'data', 700)]
     """
+    text: Any = program
     if isinstance(program, jax.stages.Lowered):
         text = program.as_text("hlo", debug_info=True)
     elif isinstance(program, jax.stages.Compiled):
         text = program.as_text()
-    else:
-        text = program
     if not isinstance(text, str) or not (module := hlo.Module(text)).entry:
         raise ValueError(
-            f"program is {program!r:.80}; expected a jax.stages.Lowered or Compiled, or HLO text: "
-            "pass `jax.jit(f).lower(...)` or `jax.jit(f).lower(...).compile()`"
+            f"program is {program!r:.80}; expected a jax.stages.Lowered or Compiled, or HLO text"
         )
     return list(_Walk(module, mesh).walk(module.entry, 1))
 
@@ -117,9 +115,8 @@ def bytes_sent(collectives: Iterable[Collective]) -> int:
     for collective in collectives:
         if collective.executions is None:
             raise ValueError(
-                f"executions of the {collective.op} in {collective.where!r} is None: expected a "
-                "program that states its loops' trip counts; compile it, or give the loop a "
-                "constant length"
+                f"executions of the {collective.op} in {collective.where!r} is None: compile the "
+                f"program, or give the loop a constant length"
             )
     return _most(collectives)
 
@@ -272,8 +269,7 @@ def _axis(op: str, groups: list[list[int]], mesh: Mesh | None) -> str:
         return "?"
     if max(map(max, groups), default=0) >= mesh.size:
         raise ValueError(
-            f"mesh has {mesh.size} devices, but the {op} of the program runs between "
-            f"{groups}; give the mesh that the program was made for"
+            f"mesh has {mesh.size} devices, but the {op} of the program runs between {groups}"
         )
     wanted = set(map(frozenset, groups))
     for count in range(1, len(mesh.axis_names) + 1):

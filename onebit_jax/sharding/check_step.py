@@ -8,7 +8,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax.markers import named_leaves, nodes_with
-from onebit_jax.programs.jaxprs import axes_of_results
+from onebit_jax.programs.checks import MEND
+from onebit_jax.programs.jaxprs import axes_of_results, refuse_differing
 from onebit_jax.programs.over_workers import traced_on_mesh
 from onebit_jax.states.placement import state_specs
 from onebit_jax.transforms.algorithm import states_of
@@ -62,14 +63,5 @@ def check_step(step: Callable[..., Any], state: Any, *others: Any, axis_name: st
     new = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies)
     # Parameters may differ between two exchanges.
     local = nodes_with("synced_parameters", state)
-    for name, over in named_leaves(states_of(new) if local else new, "state"):
-        if over:
-            raise ValueError(
-                f"after a step, {name} would differ between workers, and replicas silently "
-                f"diverge: it is computed from each worker's own gradients or loss. Put "
-                f"onebit_jax.mean_gradients({axis_name!r}) before what trains without an exchange, "
-                f"also in optax.partition, which is to take the place of optax.masked; wrap what "
-                f"stands before an exchange in onebit_jax.per_worker; let all workers skip a step "
-                f"together, by onebit_jax.skip_nonfinite, or with Flax's DynamicScale by "
-                f"jax.lax.pmin of is_fin and of the scale; average statistics by jax.lax.pmean."
-            )
+    mend = f"{MEND.format(axis_name)} Of Flax's DynamicScale take jax.lax.pmin of is_fin and scale."
+    refuse_differing(named_leaves(states_of(new) if local else new, "after a step, state"), mend)

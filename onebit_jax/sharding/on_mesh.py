@@ -4,7 +4,6 @@ Its update stands in the user's step for one worker; under ``jax.vmap`` over the
 every device of the mesh, on that device's shards, where the workers' axis is bound.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,16 +22,9 @@ from onebit_jax.states.placement import Workers
 from onebit_jax.states.specs import MeshAxes, Specs, parameter_specs, spec_in_type
 
 
-def _with_and_without_arrays(
-    extra_args: Mapping[str, Any],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts arguments that a program takes from those that decide what it is, such as a phase."""
-
-    def has_arrays(x: Any) -> bool:
-        return any(isinstance(leaf, (jax.Array, float, int)) for leaf in jax.tree.leaves(x))
-
-    traced = {name: x for name, x in extra_args.items() if has_arrays(x)}
-    return traced, {name: x for name, x in extra_args.items() if name not in traced}
+def _has_arrays(x: Any) -> bool:
+    """Whether a program takes an argument; one such as a phase decides what it is."""
+    return any(isinstance(leaf, (jax.Array, float, int)) for leaf in jax.tree.leaves(x))
 
 
 class _OnMesh:
@@ -63,7 +55,7 @@ class _OnMesh:
                 for x, like, s in zip(arrays, given, of_leaves, strict=True)
             ]
             state = self._workers.tx.init(structure.unflatten(leaves))
-            return layout.from_worker_view(placed, state)
+            return layout.map_placed(layout.Placed.from_worker, placed, state)
 
         of_state = layout.map_placed(lambda p: p.spec, placed)
         initialised = over_workers(of_shards, self._axes.mesh, (of_leaves,), of_state)
@@ -82,7 +74,8 @@ class _OnMesh:
         specs = parameter_specs(axes, self._workers.param_specs, updates)
         given, state = state, without_shardings(state, updates)
         placed = layout.place_leaves(axes, state, updates, specs, of_shards=False)
-        traced, static = _with_and_without_arrays(extra_args)
+        traced = {name: x for name, x in extra_args.items() if _has_arrays(x)}
+        static = {name: x for name, x in extra_args.items() if name not in traced}
         of_params = None if params is None else specs
         of_state = layout.map_placed(lambda p: p.spec, placed)
         in_specs = (specs, of_state, of_params, jax.tree.map(lambda _: P(), traced))
@@ -91,15 +84,12 @@ class _OnMesh:
         results = jax.tree.structure((updates, state))
 
         def of_shards(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            in_worker_view = layout.to_worker_view(placed, state)
-            updates, new = self._workers.tx.update(
-                updates, in_worker_view, params, **traced, **static
-            )
-            return updates, layout.from_worker_view(placed, new)
+            state = layout.map_placed(layout.Placed.to_worker, placed, state)
+            updates, new = self._workers.tx.update(updates, state, params, **traced, **static)
+            return updates, layout.map_placed(layout.Placed.from_worker, placed, new)
 
         @jax.custom_batching.custom_vmap
-        def update_worker(updates: Any, state: Any, params: Any, traced: Any) -> tuple[Any, Any]:
-            del traced
+        def update_worker(updates: Any, state: Any, params: Any, _: Any) -> tuple[Any, Any]:
             return update_of_one_worker(placed, axes.slow_names, updates, state, params)
 
         @update_worker.def_vmap
@@ -145,15 +135,12 @@ def _check_workers(axes: MeshAxes, size: int, batched: Any, grads: Any) -> None:
     """
     if size != axes.workers:
         raise ValueError(
-            f"update runs under a jax.vmap over {size}, but along axis_name={axes.slow!r} of the "
-            f"mesh lie {axes.workers} workers: map over as many, one row of parameters, state and "
-            f"batch for each."
+            f"update runs under a jax.vmap over {size}, but the mesh has {axes.workers} workers"
         )
     if not any(jax.tree.leaves(batched)):
         raise ValueError(
-            f"all gradients are the same for all {size} workers: they were averaged already, or "
-            f"the batch is not mapped. Let jax.vmap map the batch too, and average nothing before "
-            f"the update: the optimizer does that itself, at one bit."
+            f"all gradients are the same for all {size} workers: let jax.vmap map the batch too, "
+            f"and average nothing before the update."
         )
 
 

@@ -47,18 +47,15 @@ def worker_step(train_step: Step, mesh: Mesh, *, axis_name: str | tuple[str, str
     axes, one_workers = MeshAxes(mesh, axis_name), on_one_worker()(train_step)
 
     def of_first(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.mean(x, 0)
-        return x[0]
+        return jnp.mean(x, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
 
     def step(state: State, batch: Any) -> tuple[State, Any]:
         for name, x in named_leaves(state, "state"):
             if jnp.shape(x)[:1] != (axes.workers,):
                 raise ValueError(
                     f"{name} has shape {jnp.shape(x)}, but its first axis must be of the "
-                    f"{axes.workers} workers along {axes.slow!r}: make the state by worker_copies, "
-                    f"or take what the last step returned; onebit_jax.resize takes an optimizer's "
-                    f"from another number of workers."
+                    f"{axes.workers} workers: make the state by worker_copies; "
+                    f"onebit_jax.resize takes an optimizer's from another number of workers."
                 )
         shares = jax.tree.map(lambda x: worker_shares(axes, x), batch)
 
@@ -129,8 +126,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
         if set(names_of(spec)) & set(axes.slow_names):
             raise ValueError(
                 f"state{jax.tree_util.keystr(path)} is split by {spec}, but along "
-                f"{axes.slow!r} lie the workers, each of which gets all of it: give one worker's "
-                f"state, with what the init of an optimizer from on_mesh returned."
+                f"{axes.slow!r} lie the workers: give one worker's state."
             )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
@@ -170,9 +166,8 @@ def worker_copy(state: State, worker: int = 0) -> State:
         rows = jnp.shape(x)[:1]
         if not rows or not -rows[0] <= worker < rows[0]:
             raise ValueError(
-                f"worker={worker}, but {name} has shape {jnp.shape(x)}: give a state that "
-                f"worker_copies or a step of worker_step returned, and the index of a row of its "
-                f"first axis."
+                f"worker={worker}, but {name} has shape {jnp.shape(x)}: give a state of "
+                f"worker_copies and the index of a row"
             )
     return jax.tree.map(lambda x: row_of(x, worker), state)
 

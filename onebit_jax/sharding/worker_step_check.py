@@ -15,7 +15,8 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import mlir
 
 from onebit_jax.markers import is_masked, nodes_with
-from onebit_jax.programs.jaxprs import Axes, Program, axes_of_results, programs_in
+from onebit_jax.programs import jaxprs
+from onebit_jax.programs.jaxprs import Axes
 from onebit_jax.states.placed import is_placed_node
 from onebit_jax.states.specs import MeshAxes
 
@@ -25,16 +26,14 @@ _NO_VMAP = (
 )
 
 _PASSED_BY = (
-    "after a step {name} would differ between workers, and replicas silently diverge: it depends "
-    "on each worker's own gradients or loss, not by way of the exchange alone. Put wrappers such "
-    "as optax.masked, optax.partition, optax.apply_if_finite inside onebit_jax.sharding.on_mesh, "
-    "with an exchange in every branch; to skip bad gradients take onebit_jax.skip_nonfinite."
+    "Put wrappers such as optax.masked, optax.partition, optax.apply_if_finite inside "
+    "onebit_jax.sharding.on_mesh, with an exchange in every branch; to skip bad gradients take "
+    "onebit_jax.skip_nonfinite."
 )
 
 _NO_EXCHANGE = (
-    "after a step {name} would differ between workers, and replicas silently diverge: this step "
-    "has no optimizer from onebit_jax.sharding.on_mesh, by which gradients would be exchanged. To "
-    "evaluate, take onebit_jax.sharding.worker_copy(state)."
+    "This step has no optimizer from onebit_jax.sharding.on_mesh, by which gradients would be "
+    "exchanged. To evaluate, take onebit_jax.sharding.worker_copy(state)."
 )
 
 # Operations whose result is the same array, with another dtype, place or name.
@@ -127,11 +126,12 @@ def check_replicas_of_step(train_step: Any, mesh_axes: MeshAxes, state: Any, bat
     alike = _alike(updates, paths) if updates else _floats(program.outvars[:count])
     axes = [Axes()] * count + [Axes(slow)] * (len(program.invars) - count)
     while True:
-        after = axes_of_results(program, axes)[:count]
-        differing = next((i for i in alike if after[i] & Axes(slow)), None)
-        if differing is not None:
-            name = f"state{jax.tree_util.keystr(paths[differing])}"
-            raise ValueError((_PASSED_BY if updates else _NO_EXCHANGE).format(name=name))
+        after = jaxprs.axes_of_results(program, axes)[:count]
+        names = (f"after a step, state{jax.tree_util.keystr(paths[i])}" for i in alike)
+        varies = (after[i] & Axes(slow) for i in alike)
+        jaxprs.refuse_differing(
+            zip(names, varies, strict=True), _PASSED_BY if updates else _NO_EXCHANGE
+        )
         grown = [x | y for x, y in zip(axes, after, strict=False)] + axes[count:]
         if grown == axes:
             return
@@ -166,7 +166,7 @@ def _before(whole: Any, path: Any) -> list[Any]:
 
 
 def _updates_in(
-    program: Program, origins: dict[Any, int]
+    program: jaxprs.Program, origins: dict[Any, int]
 ) -> Iterator[tuple[_Given, list[int | None]]]:
     """What updates in a program were given, and where in the state it was, as far as is known."""
     origins = dict(origins)
@@ -177,7 +177,7 @@ def _updates_in(
         elif eqn.primitive.name in _SAME and of[0] is not None:
             origins[eqn.outvars[0]] = of[0]
         for value in eqn.params.values():
-            for below in programs_in(value):
+            for below in jaxprs.programs_in(value):
                 # The last arguments: conditions and counts come before.
                 last = of[max(len(of) - len(below.invars), 0) :]
                 known = zip(below.invars, last, strict=False)

@@ -8,10 +8,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from onebit_jax import validation
-from onebit_jax.markers import outermost
+from onebit_jax.markers import nodes, outermost
 from onebit_jax.states.placed import by_place, from_places, map_placed
 from onebit_jax.states.placement import Workers
-from onebit_jax.states.resizing import on_host, put, side
+from onebit_jax.states.resizing import is_carried, on_host, put, side
 from onebit_jax.states.specs import Specs
 from onebit_jax.transforms.algorithm import Carried, code
 from onebit_jax.transforms.onebit_adam import ScaleByOnebitAdamState
@@ -59,10 +59,8 @@ def from_adam(
       >>> opt_state = onebit_jax.from_adam(adam_state, tx, params, mesh)
     """
     validation.check_mesh(mesh)
-    workers, this = (
-        Workers(tx, mesh, axis_name, param_specs),
-        side(tx, params, mesh, axis_name, param_specs),
-    )
+    workers = Workers(tx, mesh, axis_name, param_specs)
+    this = side(tx, params, mesh, axis_name, param_specs)
     adam = jax.tree.map(on_host, _only(optax.ScaleByAdamState, adam_state))
     moments = [_like(x, params) for x in (adam.mu, adam.nu)]
     held = this.by_place(jax.tree.map(on_host, workers.init(params)))
@@ -74,36 +72,29 @@ def from_adam(
         count=np.broadcast_to(adam.count, node.progress.count.shape),
         upcoming=np.broadcast_to(upcoming, node.progress.upcoming.shape),
     )
-    begun = node._replace(progress=progress, v_then_inverse_root=nu)
+    warm = node._replace(progress=progress, v_then_inverse_root=nu)
     zeros = jax.tree.map(np.zeros_like, mu)
-    carried = Carried(begun, (mu, zeros, np.zeros((*node.progress.count.shape, 4), np.float32)))
+    carried = Carried(warm, (mu, zeros, np.zeros((*node.progress.count.shape, 4), np.float32)))
+    schedules = {path for path, x in nodes(held) if _is_schedule(x)}
 
-    def filled(x: Any) -> Any:
-        """The carried state; counts of schedules, which hold nothing else, go on."""
-        if isinstance(x, ScaleByOnebitAdamState):
+    def filled(path: Any, x: Any) -> Any:
+        """The carried state; counts of schedules go on."""
+        if x is node:
             return carried
-        if hasattr(x, "count") and set(x._fields) <= {"count", *_INJECTED}:
-            rest = {
-                name: jax.tree.map(filled, getattr(x, name), is_leaf=_counts)
-                for name in x._fields
-                if name in ("inner_state", "hyperparams_states")
-            }
-            return x._replace(count=np.broadcast_to(adam.count, np.shape(x.count)), **rest)
-        return x
+        goes_on = path[-1] == jax.tree_util.GetAttrKey("count") and path[:-1] in schedules
+        return np.broadcast_to(adam.count, np.shape(x)) if goes_on else x
 
-    state = this.from_places(this.resumed(jax.tree.map(filled, held, is_leaf=_counts)))
+    begun = jax.tree_util.tree_map_with_path(filled, held, is_leaf=lambda x: x is node)
+    state = this.from_places(this.resumed(begun))
     return map_placed(
         lambda p, x: put(x, NamedSharding(mesh, p.spec_on(workers.axes))), this.placed, state
     )
 
 
-_INJECTED = ("hyperparams", "hyperparams_states", "inner_state")
-
-
-def _counts(x: Any) -> bool:
-    return isinstance(x, ScaleByOnebitAdamState) or (
-        hasattr(x, "_fields") and "count" in x._fields and set(x._fields) <= {"count", *_INJECTED}
-    )
+def _is_schedule(node: Any) -> bool:
+    """True for a state that holds a count and nothing else, beside injected hyperparameters."""
+    fields = set(getattr(node, "_fields", ()))
+    return fields - {"hyperparams", "hyperparams_states", "inner_state"} == {"count"}
 
 
 def _like(tree: Any, params: Any) -> Any:
@@ -116,8 +107,7 @@ def _like(tree: Any, params: Any) -> Any:
         if x is None or np.shape(x) != np.shape(p):
             raise ValueError(
                 f"adam_state has {'nothing' if x is None else f'shape {np.shape(x)}'} for the "
-                f"parameter {jax.tree_util.keystr(path)} of shape {np.shape(p)}: give the "
-                f"parameters that it belongs to."
+                f"parameter {jax.tree_util.keystr(path)} of shape {np.shape(p)}"
             )
         leaves.append(np.asarray(x, np.float32))
     return structure.unflatten(leaves)
@@ -174,11 +164,8 @@ def to_adam(
     this = side(tx, params, mesh, axis_name, param_specs)
     held = this.by_place(jax.tree.map(on_host, opt_state))
     _only(ScaleByOnebitAdamState, held)
-    [found] = [
-        x
-        for x in outermost(this.carried(held), lambda x: isinstance(x, Carried))
-        if isinstance(x.state, ScaleByOnebitAdamState)
-    ]
+    carried = outermost(this.carried(held), is_carried)
+    [found] = [x for x in carried if isinstance(x.state, ScaleByOnebitAdamState)]
     (m, residual, numbers), node = found.trees, found.state
     first = (0,) * len(this.workers.axes.fast_names)
     b1, b2, eps, corrected = (float(x) for x in numbers[first])
@@ -202,20 +189,14 @@ def to_adam(
     def on_devices(p: Any, x: Any) -> Any:
         return put(from_places(this.workers.axes, p, np.asarray(x)), NamedSharding(mesh, p.spec))
 
+    mu, nu = (map_placed(on_devices, of_params, x) for x in (mu, nu))
     replicated = NamedSharding(mesh, jax.P())
-    return optax.ScaleByAdamState(
-        put(np.asarray(count, np.int32), replicated),
-        map_placed(on_devices, of_params, mu),
-        map_placed(on_devices, of_params, nu),
-    )
+    return optax.ScaleByAdamState(put(np.asarray(count, np.int32), replicated), mu, nu)
 
 
 def _only(kind: type, state: Any) -> Any:
     """The one state of a type inside another."""
     found = outermost(state, lambda x: isinstance(x, kind))
     if len(found) != 1:
-        raise ValueError(
-            f"the state has {len(found)} of {kind.__name__} in it, expected one: give that of an "
-            f"optimizer with a single optax.scale_by_adam, or a single 1-bit Adam for tx."
-        )
+        raise ValueError(f"the state has {len(found)} of {kind.__name__} in it, expected one")
     return found[0]

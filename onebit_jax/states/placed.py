@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 
     def from_worker(self, x: jax.Array) -> jax.Array:
         """From the worker view this device's part of one worker's array."""
-        x = x[0] if self.own else x
+        x = jnp.asarray(x)[0] if self.own else jnp.asarray(x)
         return x[None] if self.leading else x
 
     def to_worker(self, x: jax.Array) -> jax.Array:
@@ -116,14 +116,16 @@ def _leaves(state: Any) -> Iterator[tuple[Any, Any, bool]]:
             yield (*path, *below), x, is_per_worker(node)
 
 
-def to_worker_view(placed: Any, state: Any) -> Any:
-    """From this device's part of one worker's state that in the worker view."""
-    return map_placed(Placed.to_worker, placed, state)
+def to_worker_rows(placed: Any, state: Any) -> Any:
+    """From this device's part of all workers' state that in the worker view."""
+    return map_placed(lambda p, x: p.to_worker(x[0] if p.own else x), placed, state)
 
 
-def from_worker_view(placed: Any, state: Any) -> Any:
-    """Undoes :func:`to_worker_view`."""
-    return map_placed(lambda p, x: p.from_worker(jnp.asarray(x)), placed, state)
+def from_worker_rows(placed: Any, state: Any) -> Any:
+    """Undoes :func:`to_worker_rows`."""
+    return map_placed(
+        lambda p, x: p.from_worker(x)[None] if p.own else p.from_worker(x), placed, state
+    )
 
 
 def by_place(axes: MeshAxes, placed: Placed, x: Any) -> Any:

@@ -14,19 +14,11 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from onebit_jax import validation
-from onebit_jax.markers import (
-    is_key,
-    is_masked,
-    is_per_worker,
-    named_leaves,
-    nodes_with,
-    on_key_data,
-)
+from onebit_jax import markers, validation
 from onebit_jax.programs.checks import check_replicas
 from onebit_jax.programs.jaxprs import Program, programs_in
 from onebit_jax.programs.over_workers import abstract_mesh, mesh_of_arrays, over_workers
-from onebit_jax.states.placed import Placed, from_worker_view, map_placed, place_leaves
+from onebit_jax.states.placed import Placed, from_worker_rows, map_placed, place_leaves
 from onebit_jax.states.specs import MeshAxes, Specs, names_of, parameter_specs
 from onebit_jax.transforms.algorithm import usual_promotion
 
@@ -44,8 +36,7 @@ def computing_on(mesh: Mesh, *, concretely: bool = False) -> Iterator[None]:
     """
     if cast(Any, jax.config).jax_disable_jit:
         raise ValueError(
-            "jax_disable_jit is set, but all workers run one compiled program: without it they "
-            "would wait for each other for ever. Unset it; to debug a loss, call it by itself."
+            "jax_disable_jit is set, under which workers would wait for ever: unset it"
         )
     with (
         jax.set_mesh(mesh) if concretely else use_abstract_mesh(mesh.abstract_mesh),
@@ -76,9 +67,9 @@ def state_specs(opt_state: optax.OptState, axis_name: str | tuple[str, ...]) -> 
     """
 
     def specs(node: Any) -> Any:
-        return jax.tree.map(lambda _: P(axis_name) if is_per_worker(node) else P(), node)
+        return jax.tree.map(lambda _: P(axis_name) if markers.is_per_worker(node) else P(), node)
 
-    return jax.tree.map(specs, opt_state, is_leaf=is_per_worker)
+    return jax.tree.map(specs, opt_state, is_leaf=markers.is_per_worker)
 
 
 class Workers:
@@ -111,11 +102,7 @@ class Workers:
             validation.check_mesh(mesh, simulated=axis_name is None)
         self.split = axis_name is not None
         if param_specs is not None and not self.split:
-            raise ValueError(
-                f"param_specs was given without axis_name, so that all axes of the mesh, "
-                f"{mesh.axis_names}, are the workers' and none splits parameters: give axis_name, "
-                f"the slow axis, that workers lie along."
-            )
+            raise ValueError("param_specs was given without axis_name, the slow axis: give it too")
         self.tx = optax.with_extra_args_support(tx)
         self.axes = MeshAxes(mesh, axis_name if axis_name is not None else mesh.axis_names)
         self.devices = mesh_of_arrays(mesh)
@@ -161,13 +148,11 @@ class Workers:
 
     def _shards(self, params: Any, specs: Any) -> Any:
         """The shapes of one device's shards of the parameters."""
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                self.axes.shape_of_shard(x.shape, spec), jnp.result_type(x)
-            ),
-            params,
-            specs,
-        )
+
+        def shard(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(self.axes.shape_of_shard(x.shape, spec), jnp.result_type(x))
+
+        return jax.tree.map(shard, params, specs)
 
     def state_specs(self, params: Any) -> Any:
         """The partition specs of a state."""
@@ -222,17 +207,6 @@ def initial_shapes(
     # From another mesh JAX goes to this one only by way of none.
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh), usual_promotion():
         return jax.eval_shape(mapped, shards)
-
-
-def to_worker_rows(placed: Any, state: Any) -> Any:
-    """From this device's part of all workers' state that in the worker view."""
-    return map_placed(lambda p, x: p.to_worker(x[0] if p.own else x), placed, state)
-
-
-def from_worker_rows(placed: Any, state: Any) -> Any:
-    """Undoes :func:`to_worker_rows`."""
-    state = from_worker_view(placed, state)
-    return map_placed(lambda p, x: x[None] if p.own else x, placed, state)
 
 
 def init(
@@ -298,11 +272,9 @@ def strong(x: Any) -> Any:
 
 def worker_parameters(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """The parameters that a worker trains: those in the state if it has such, else ``params``."""
-    for node in nodes_with("worker_parameters", opt_state):
-        masked = jax.tree.structure(
-            jax.tree.map(lambda x: 0 if is_masked(x) else x, node.shared, is_leaf=is_masked)
-        )
-        if masked == jax.tree.structure(params):
+    for node in markers.nodes_with("worker_parameters", opt_state):
+        shared = jax.tree.structure(node.shared, is_leaf=markers.is_masked)
+        if shared == jax.tree.structure(params):
             params = node.worker_parameters(params)
     return params
 
@@ -314,8 +286,8 @@ def place(tree: Any, shardings: Any) -> Any:
         if getattr(x, "sharding", None) == sharding:
             return x
         # With several processes device_put takes no random keys.
-        if not sharding.is_fully_addressable and is_key(x):
-            return on_key_data(lambda data: jax.device_put(data, sharding), x)
+        if not sharding.is_fully_addressable and markers.is_key(x):
+            return markers.on_key_data(lambda data: jax.device_put(data, sharding), x)
         return jax.device_put(x, sharding)
 
     return jax.tree.map(put, tree, shardings)
@@ -323,15 +295,13 @@ def place(tree: Any, shardings: Any) -> Any:
 
 def check_simulated(opt_state: optax.OptState, mesh: Mesh | AbstractMesh) -> None:
     """Raises ``ValueError`` for an optimizer that workers which are simulated cannot have."""
-    in_params = len(nodes_with("own_parameters", opt_state))
-    if isinstance(mesh, AbstractMesh) and in_params > len(
-        nodes_with("worker_parameters", opt_state)
-    ):
+    methods = "own_parameters", "worker_parameters"
+    in_params, in_state = (len(markers.nodes_with(x, opt_state)) for x in methods)
+    if isinstance(mesh, AbstractMesh) and in_params > in_state:
         raise ValueError(
-            f"mesh={mesh!r} has no devices, so that its workers are simulated and share one copy "
-            f"of the parameters, but this optimizer, as 0/1 Adam, lets each worker's copy differ "
-            f"between syncs. Give a mesh of devices; on CPUs "
-            f"jax.config.update('jax_num_cpu_devices', {mesh.size}) makes them."
+            f"simulated workers share one copy of the parameters, but this optimizer, as 0/1 Adam, "
+            f"lets them differ between syncs: give a mesh of devices, which on CPUs "
+            f"jax.config.update('jax_num_cpu_devices', {mesh.size}) makes."
         )
 
 
@@ -339,7 +309,7 @@ def check_plans(
     tx: optax.GradientTransformation, opt_state: optax.OptState, params: Any, axes: MeshAxes
 ) -> None:
     """Checks the schedules in a state that must be the optimizer's."""
-    saved = nodes_with("check_plan", opt_state)
+    saved = markers.nodes_with("check_plan", opt_state)
     unknown = jax.ShapeDtypeStruct, Tracer
     if not saved or any(isinstance(x, unknown) for x in jax.tree.leaves(saved)):
         return
@@ -347,7 +317,7 @@ def check_plans(
 
     def plans() -> list[Any]:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return [node.plan for node in nodes_with("check_plan", tx.init(zeros))]
+        return [node.plan for node in markers.nodes_with("check_plan", tx.init(zeros))]
 
     mesh = abstract_mesh(axes.mesh)
     simulated = over_workers(plans, mesh, (), P())
@@ -360,7 +330,10 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
     """Raises ``ValueError`` for a state of another optimizer, tree or number of workers."""
 
     def shapes(tree: Any) -> dict[str, Any]:
-        return {x: (jnp.shape(y), jnp.result_type(y)) for x, y in named_leaves(tree, "opt_state")}
+        return {
+            x: (jnp.shape(y), jnp.result_type(y))
+            for x, y in markers.named_leaves(tree, "opt_state")
+        }
 
     got, needed = shapes(opt_state), shapes(expected)
     differing = [name for name in needed | got if got.get(name) != needed.get(name)]
@@ -369,9 +342,8 @@ def _check_shapes(opt_state: Any, expected: Any, workers: int) -> None:
         raise ValueError(
             f"opt_state is not a state of this optimizer for these parameters and {workers} "
             f"workers: {name} is {got.get(name)}, expected {needed.get(name)}. onebit_jax.resize "
-            f"takes a state to another number of workers or other options of the exchange; without "
-            f"its PerWorker nodes, which Orbax loses unless it has a target, and nnx.split and "
-            f"nnx.to_pure_dict always, replicas would diverge; else begin anew by onebit_jax.init."
+            f"takes a state to another number of workers, init begins anew; without its "
+            f"PerWorker nodes, as from Orbax without a target or nnx.split, replicas would diverge."
         )
 
 
@@ -396,12 +368,10 @@ def _check_elementwise(program: Program) -> None:
         most = max((np.prod(getattr(x.aval, "shape", ())) for x in arrays), default=0)
         if _MIXING.match(eqn.primitive.name) and most > 1:
             raise ValueError(
-                f"the optimizer computes {eqn.primitive.name} over elements of a tensor, but "
-                f"parameters are split, and an optimizer has shards alone. To clip, take "
-                f"onebit_jax.clip_by_common_norm; leave optax.flatten out; let what needs whole "
-                f"tensors, as trust ratios and orthogonalization do, stand outside: "
-                f"optax.chain(onebit_jax.sharding.on_mesh(onebit_jax.compressed_mean(axis), ...), "
-                f"optax.contrib.muon(0.02))."
+                f"the optimizer computes {eqn.primitive.name} over elements of a tensor of which "
+                f"it has a shard. To clip, take onebit_jax.clip_by_common_norm; what needs whole "
+                f"tensors must stand outside: optax.chain(onebit_jax.sharding.on_mesh("
+                f"onebit_jax.compressed_mean(axis), ...), optax.contrib.muon(0.02))."
             )
         for value in eqn.params.values():
             for below in programs_in(value):

@@ -68,8 +68,7 @@ class Side(NamedTuple):
         def of_worker(state: Any) -> list[Any]:
             params = jax.tree.map(shards, self.params, specs)
             _, new = workers.tx.update(params, state, params, task=task, **told)
-            nodes = outermost(new, found)
-            return [x.trees if isinstance(x, Carried) else x for x in nodes]
+            return [x.trees if is_carried(x) else x for x in outermost(new, found)]
 
         in_specs = state_specs(state, mesh.axis_names)
         at_places = over_axes(of_worker, places, jax.tree.map(len, (in_specs,)), 0)
@@ -83,44 +82,35 @@ class Side(NamedTuple):
 
     def carried(self, state: Any) -> Any:
         """The state with :class:`Carried` in place of each algorithm's."""
-        trees = iter(self.run("carry", state, lambda x: isinstance(x, Carried)))
-        count = len(states_of(state))
+        trees = iter(self.run("carry", state, is_carried))
 
         def replaced(node: Any) -> Any:
             return Carried(node, next(trees)) if has_progress(node) else node
 
         found = jax.tree.map(replaced, state, is_leaf=has_progress)
-        if len(outermost(found, lambda x: isinstance(x, Carried))) != count:
-            raise ValueError(
-                "a wrapper around an optimizer of onebit_jax does not pass extra arguments of its "
-                "update on, so that its state cannot be taken out: give the wrapper **extra_args."
-            )
+        if len(outermost(found, is_carried)) != len(states_of(state)):
+            raise ValueError("a wrapper around an optimizer of onebit_jax must pass extra_args on")
         return found
 
     def resumed(self, state: Any) -> Any:
         """Undoes :meth:`carried`, for these workers; each worker's own values are averaged."""
         count = self.workers.axes.workers
-        dealt = jax.tree.map(
-            lambda x: (
-                jax.tree.map(functools.partial(deal, workers=count), x) if is_per_worker(x) else x
-            ),
-            state,
-            is_leaf=is_per_worker,
-        )
+
+        def dealt_out(x: Any) -> Any:
+            return jax.tree.map(lambda y: deal(y, count), x) if is_per_worker(x) else x
+
+        dealt = jax.tree.map(dealt_out, state, is_leaf=is_per_worker)
         new = iter(self.run("resume", dealt, has_progress))
-        return jax.tree.map(
-            lambda x: next(new) if isinstance(x, Carried) else x,
-            dealt,
-            is_leaf=lambda x: isinstance(x, Carried),
-        )
+        return jax.tree.map(lambda x: next(new) if is_carried(x) else x, dealt, is_leaf=is_carried)
+
+
+def is_carried(node: Any) -> bool:
+    """True for a :class:`Carried`, in the place of an algorithm's state."""
+    return isinstance(node, Carried)
 
 
 def side(
-    tx: optax.GradientTransformation,
-    params: Any,
-    axes: Axes,
-    axis_name: str | tuple[str, ...] | None,
-    param_specs: Specs,
+    tx: optax.GradientTransformation, params: Any, axes: Axes, axis_name: Any, param_specs: Specs
 ) -> Side:
     """A state of an optimizer on axes; arguments as of :func:`onebit_jax.init`."""
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
@@ -195,7 +185,7 @@ def resize(
         if {x: size for x, size in sizes.items() if x in fast} != fast:
             raise ValueError(
                 f"the state was on axes of the sizes {sizes}, and is to go on with a model that is "
-                f"split over {fast}: resize takes it to another number of workers, split as it was."
+                f"split over {fast}: the fast axes must be the same."
             )
         slow = tuple(x for x in sizes if x not in fast and (x in names or sizes[x] > 1))
         slow = tuple(sorted(slow, key=lambda x: names.index(x) if x in names else -1))
@@ -205,10 +195,7 @@ def resize(
     copies = _are_copies(opt_state)
     held = before.by_place(_on_host(opt_state, copies=copies))
     if len(states_of(held)) != len(states_of(after.workers.state_shapes(after.params))):
-        raise ValueError(
-            "the two optimizers have another number of states with an exchange: give resize one "
-            "that differs in options of the exchange alone."
-        )
+        raise ValueError("the two optimizers must differ in options of the exchange alone")
     moved = after.from_places(after.resumed(before.carried(held)))
     after.workers.check_state(after.params, moved)
     state = _on_devices(moved, after, mesh, copies=copies)

@@ -33,9 +33,7 @@ class MeshAxes:
         self.slow_names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         if not set(self.slow_names) <= set(mesh.axis_names):
             raise ValueError(
-                f"axis_name={axis_name!r}, but the mesh has the axes {mesh.axis_names}. Give the "
-                f"axis that workers lie along, or a pair of them: the slow one, over which "
-                f"parameters are replicated."
+                f"axis_name={axis_name!r}, but the mesh has the axes {mesh.axis_names}"
             )
         others = [name for name in mesh.axis_names if name not in self.slow_names]
         self.fast_names = tuple(name for name in others if mesh.shape[name] > 1)
@@ -74,12 +72,10 @@ def spec_in_type(x: Any) -> P | None:
     return None if sharding.mesh.empty else sharding.spec
 
 
-def explicit_part(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
-    """What a type can state of a partition spec: its Explicit axes."""
-    part = [tuple(x for x in names_in(entry) if x in axes.explicit) for entry in spec]
-    while part and not part[-1]:
-        part.pop()
-    return part
+def explicit_part(axes: MeshAxes, spec: P) -> P:
+    """The part of a partition spec that a type can state: its Explicit axes."""
+    part = (tuple(x for x in names_in(entry) if x in axes.explicit) for entry in spec)
+    return P(*(names or None for names in part))
 
 
 def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
@@ -99,10 +95,8 @@ def parameter_specs(axes: MeshAxes, specs: Specs, tree: Any) -> Any:
     leaves = named_leaves(tree)
     if specs is None and not axes.explicit.issuperset(axes.fast_names):
         raise ValueError(
-            f"specs=None, but the axes {axes.fast_names} of the mesh are not all Explicit, so that "
-            f"types do not say how parameters are split over them. Give specs, a tree of "
-            f"PartitionSpec like the parameters or a function of them; jax.P() for all if none of "
-            f"them is split."
+            f"specs=None, but the axes {axes.fast_names} of the mesh are not all Explicit: give a "
+            f"tree of PartitionSpec like the parameters, or jax.P() if none is split."
         )
     given = [None] * len(leaves) if specs is None else _given(specs, tree, len(leaves))
     found = [_of_leaf(axes, *leaf, spec) for leaf, spec in zip(leaves, given, strict=True)]
@@ -121,8 +115,7 @@ def _given(specs: Specs, tree: Any, count: int) -> list[P]:
     if len(found) != count or not all(map(_is_spec, found)):
         raise ValueError(
             f"specs has {len(found)} leaves, but there are {count} parameters: give one jax.P for "
-            f"each of them, in a tree like theirs, or one for all; where wrappers hide some of "
-            f"them, such as optax.partition, give a function of the parameters."
+            f"each, one for all, or, where optax.partition hides some, a function of them."
         )
     return [x.spec if isinstance(x, NamedSharding) else cast(P, x) for x in found]
 
@@ -135,14 +128,6 @@ def _of_leaf(axes: MeshAxes, name: str, leaf: Any, given: P | None) -> P:
         if axis not in axes.fast_names and axes.mesh.shape.get(axis) != 1:
             raise ValueError(
                 f"parameter {name} has the spec {spec}, which names {axis!r}: parameters may be "
-                f"split over the fast axes of the mesh, {axes.fast_names}, while along "
-                f"axis_name={axes.slow!r} lie the workers, each of which must have all of it."
-            )
-    for size, entry in zip(leaf.shape, spec, strict=True):
-        parts = math.prod(axes.mesh.shape[x] for x in names_in(entry))
-        if size % parts:
-            raise ValueError(
-                f"parameter {name} has shape {leaf.shape}, but its spec {spec} splits an axis of "
-                f"{size} into {parts} parts: give it a shape that divides, or leave the axis whole."
+                f"split over the fast axes of the mesh, {axes.fast_names}, alone."
             )
     return spec

@@ -13,12 +13,8 @@ from onebit_jax.states.placement import state_specs
 from onebit_jax.training.step import Arguments, Setup
 
 # Settings of JAX that decide what numbers a step computes.
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-)
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+_SETTINGS += ("jax_threefry_partitionable",)
 # Flags of XLA that each process may have otherwise: where it writes, and its simulated devices.
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
@@ -53,9 +49,8 @@ def check_agreement(setup: Setup, placed: Arguments, program: Any) -> None:
     differing = [name for name, column in zip(facts, columns, strict=True) if np.ptp(column)]
     if differing:
         raise ValueError(
-            f"processes make different training steps: they differ in {', '.join(differing[:5])} "
-            f"(this is process {jax.process_index()}). Start all processes with the same code, "
-            f"options and environment, one seed, and one checkpoint."
+            f"processes make different training steps: they differ in {', '.join(differing[:5])}. "
+            f"Start all with the same code, options and environment, one seed, one checkpoint."
         )
 
 

@@ -132,9 +132,8 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, Any, Metrics, Any]
     expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
     if len(others) not in ((0, 1) if model_state is None else (2,)):
         raise ValueError(
-            f"loss_fn returned {len(others) + 1} values, expected {expected}. To change a model's "
-            f"state pass it to the step, step(..., model_state=...); loss_fn then returns the new "
-            f"one, too."
+            f"loss_fn returned {len(others) + 1} values, expected {expected}; a model_state too "
+            f"if the step is given one, step(..., model_state=...)."
         )
     metrics, new_state = (*others, *({}, None)[len(others) :])
     weight = None
@@ -162,11 +161,8 @@ def with_keys_of(given: Any, new: Any) -> Any:
 def remains_finite(given: Any, new: Any) -> jax.Array:
     """Whether no float of a model's state, as one worker has it, has become NaN or infinite."""
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True)
-    became = [
-        jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y))
-        for x, y in pairs
-        if jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
+    floats = [(x, y) for x, y in pairs if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    became = [jnp.any(jnp.isfinite(x) & ~jnp.isfinite(y)) for x, y in floats]
     return ~jnp.any(jnp.stack(became)) if became else jnp.bool(True)
 
 
@@ -177,18 +173,18 @@ def differs(x: Any) -> bool:
 
 def _check_same_state(new: Any, given: Any) -> None:
     """Checks the state that a loss returned against the state that it was given."""
-    got, wanted = (
-        [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)] for tree in (new, given)
-    )
-    if got != wanted or jax.tree.structure(new) != jax.tree.structure(given):
+
+    def kinds(tree: Any) -> Any:
+        shapes = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+        return jax.tree.structure(tree), shapes
+
+    if kinds(new) != kinds(given):
         raise ValueError(
-            "loss_fn returned a model_state of other structure, shapes or dtypes than it was "
-            "given. Return all of it, changed or not, and no parameters."
+            "loss_fn returned a model_state of another structure, shape or dtype: give all of it"
         )
     for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(new), strict=True):
         if is_key(x) and x is not y:
             raise ValueError(
-                "loss_fn changed a random key in model_state, of which every worker has its own "
-                "version: it would be lost. Leave it as it is and count what was drawn, as Flax "
-                "NNX does, or take the key that step(..., rng=key) gives."
+                "loss_fn changed a random key in model_state, which would be lost. Leave it as it "
+                "is and count what was drawn, or take the key that step(..., rng=key) gives."
             )

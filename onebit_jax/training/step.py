@@ -17,12 +17,8 @@ from jax.tree_util import DictKey
 from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.programs.over_workers import over_workers
 from onebit_jax.sharding.worker_step import worker_shares
-from onebit_jax.states.placement import (
-    Workers,
-    from_worker_rows,
-    to_worker_rows,
-    worker_parameters,
-)
+from onebit_jax.states.placed import from_worker_rows, to_worker_rows
+from onebit_jax.states.placement import Workers, worker_parameters
 from onebit_jax.states.specs import MeshAxes, explicit_part
 from onebit_jax.training import gradients
 from onebit_jax.training.gradients import LossAndGradients, LossFn, Metrics
@@ -110,22 +106,13 @@ def split_step(setup: Setup, given: Arguments, phase: Phase | None) -> Results:
     # Of a model's state whole numbers must be the same on all workers: vmap refuses others.
     is_own = jax.tree.map(gradients.differs, given.model_state)
     out_axes: Any = 0, 0, 0, jax.tree.map(lambda own: 0 if own else None, is_own), 0
-    mapped = jax.vmap(
-        of_worker,
-        out_axes=LossAndGradients(*out_axes),
-        axis_name=name,
-        spmd_axis_name=axes.spmd_axis_name,
-    )
+    spmd, out_axes = axes.spmd_axis_name, LossAndGradients(*out_axes)
+    mapped = jax.vmap(of_worker, out_axes=out_axes, axis_name=name, spmd_axis_name=spmd)
     computed = mapped(own, shares, index)
     is_own = jax.tree.map(lambda _: True, computed)._replace(model_state=is_own)
     if axes.spmd_axis_name is None:
         # Types state Explicit axes alone; how gradients lie on Auto ones XLA decides.
-        stated = jax.tree.map(
-            lambda spec: NamedSharding(
-                axes.mesh, P(*(names or None for names in explicit_part(axes, spec)))
-            ),
-            of_rows,
-        )
+        stated = jax.tree.map(lambda x: NamedSharding(axes.mesh, explicit_part(axes, x)), of_rows)
         rows = NamedSharding(axes.mesh, P(axes.slow))
         moved = jax.tree.map(lambda own, x: jax.reshard(x, rows) if own else x, is_own, computed)
         computed = moved._replace(grads=jax.tree.map(jax.reshard, computed.grads, stated))
@@ -197,9 +184,8 @@ def _update(
     else:
         finite = jnp.isfinite(loss) & gradients.remains_finite(given.model_state, model_state)
         unfit = jnp.where(finite, 0, LOSS)
-        updates, opt_state, health = guarded_update(
-            *arguments, axes, unfit, **told, **given.extra_args
-        )
+        guarded = *arguments, axes, unfit
+        updates, opt_state, health = guarded_update(*guarded, **told, **given.extra_args)
         skips = skips.after(health)
     fit = jnp.bool(True) if health is None else health.fit
     refused, outlook = _outlook(opt_state, phase)
@@ -210,8 +196,7 @@ def _update(
     own |= of_optimizers(opt_state)
     if taken := own.keys() & metrics.keys():
         raise ValueError(
-            f"loss_fn returned metrics named {sorted(taken)}, which the step has itself; give them "
-            f"other names."
+            f"loss_fn returned metrics named {sorted(taken)}, which the step has itself"
         )
     metrics, averaged = mean_over_workers((metrics | own, model_state), (*axes.names, *axes.shards))
     averaged = gradients.with_keys_of(given.model_state, averaged)
@@ -229,10 +214,8 @@ def _outlook(opt_state: Any, phase: Phase | None) -> tuple[jax.Array, jax.Array]
     if not found:
         return jnp.bool(False), jnp.zeros((0, 2 + OUTLOOK), jnp.int32)
     refusals = [(x.phase == -1) & (x.count > 0) if phase else jnp.bool(False) for x in found]
-    rows = [
-        jnp.stack([refused, x.count, *x.upcoming])
-        for refused, x in zip(refusals, found, strict=True)
-    ]
+    pairs = zip(refusals, found, strict=True)
+    rows = [jnp.stack([refused, x.count, *x.upcoming]) for refused, x in pairs]
     return jnp.any(jnp.stack(refusals)), jnp.stack(rows)
 
 
@@ -257,9 +240,8 @@ def of_optimizers(
     """
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_reports)
     reports = [(path, of_part(x)) for path, x in leaves if _reports(x)]
-    labels = [
-        "/".join(str(key.key) for key in path if isinstance(key, DictKey)) for path, _ in reports
-    ]
+    keys = [[str(key.key) for key in path if isinstance(key, DictKey)] for path, _ in reports]
+    labels = list(map("/".join, keys))
     if len(set(labels)) < len(labels):
         labels = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in reports]
     times = collections.Counter(name for _, metrics in reports for name in metrics)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.markers import named_leaves
-from onebit_jax.programs.jaxprs import axes_of_results
+from onebit_jax.programs.jaxprs import axes_of_results, refuse_differing
 from onebit_jax.programs.over_workers import over_workers, traced_on_mesh
 from onebit_jax.states.placement import Workers, computing_on, place
 from onebit_jax.states.resizing import put
@@ -80,8 +80,7 @@ class Run:
             raise ValueError(
                 f"phase={phase!r} was given, but the optimizer's update {row[_COUNT] + 1} is in "
                 f"{phase_of(int(row[_NEXT]))!r}: parameters and state were left as they were. Go "
-                f"on from those that the step returned, and leave phase out: the step finds it out "
-                f"by itself."
+                f"on from those that the step returned, and leave phase out."
             )
         return rows
 
@@ -98,12 +97,9 @@ class Run:
         skipped, steps = int(skips.skipped), int(skips.steps)
         if skipped >= max(_MANY_SKIPS, _SHARE * steps) and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"{skipped} of {steps} steps were skipped, since a loss or a gradient of worker "
-                f"{int(skips.worker)} was not finite. A mean over no tokens is one: return "
-                f"onebit_jax.WeightedLoss(total, weight) from loss_fn.",
-                stacklevel=3,
-            )
+            text = f"{skipped} of {steps} steps were skipped, last for worker {int(skips.worker)}."
+            mend = "A mean over no tokens is not finite: return onebit_jax.WeightedLoss."
+            warnings.warn(f"{text} {mend}", stacklevel=3)
 
 
 def _mark(opt_state: Any) -> Any:
@@ -137,7 +133,7 @@ class TrainStep:
         **extra_args: Any,
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
-        given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
+        given = _arguments(params, opt_state, batch, rng, model_state, **extra_args)
         setup = self._setup
         # In a jitted loop of steps the host cannot read a state's phase.
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
@@ -173,29 +169,9 @@ class TrainStep:
             return results.params, results.opt_state, results.metrics
         return results[:4]
 
-    def lower(
-        self,
-        params: optax.Params,
-        opt_state: optax.OptState,
-        batch: Any,
-        *,
-        phase: Phase | None = None,
-        rng: jax.Array | None = None,
-        model_state: Any = None,
-        **extra_args: Any,
-    ) -> jax.stages.Lowered:
-        """Lowers the step for these arguments, or for their shapes, without running it.
-
-        Args:
-          params: as for a call, like all arguments.
-          opt_state: see there.
-          batch: see there.
-          phase: see there.
-          rng: see there.
-          model_state: see there.
-          **extra_args: see there.
-        """
-        given = Arguments(params, opt_state, model_state, batch, rng, extra_args)
+    def lower(self, *args: Any, phase: Phase | None = None, **named: Any) -> jax.stages.Lowered:
+        """Lowers the step for the arguments of a call, or for their shapes, without running it."""
+        given = _arguments(*args, **named)
         with computing_on(self._setup.workers.devices):
             plan = self._plan(given)
             shapes = jax.eval_shape(lambda x: x, given)
@@ -210,11 +186,9 @@ class TrainStep:
 
     def _plan(self, given: Arguments) -> "Plan":
         """How arguments of these shapes, that lie so, are to lie; made, and checked, once."""
-        leaves = [
-            (np.shape(x), jax.numpy.result_type(x), getattr(x, "sharding", None))
-            for x in jax.tree.leaves(given)
-        ]
-        key = jax.tree.structure(given), *leaves
+        arrays, structure = jax.tree.flatten(given)
+        shapes = tuple((np.shape(x), jax.numpy.result_type(x)) for x in arrays)
+        key = structure, shapes, *(getattr(x, "sharding", None) for x in arrays)
         if key not in self._plans:
             workers, params = self._setup.workers, given.params
             specs = jax.tree.map(lambda _: P(), given)._replace(
@@ -223,8 +197,8 @@ class TrainStep:
                 batch=jax.tree_util.tree_map_with_path(self._batch_spec, given.batch),
             )
             workers.check(params, given.extra_args)
-            kinds = *(x[:2] for x in leaves), *jax.tree.leaves(specs)
-            self._plans[key] = Plan(specs, workers.shardings(specs), (key[0], *kinds))
+            kinds = structure, shapes, *jax.tree.leaves(specs)
+            self._plans[key] = Plan(specs, workers.shardings(specs), kinds)
         return self._plans[key]
 
     def _batch_spec(self, path: Any, x: Any) -> P:
@@ -234,8 +208,7 @@ class TrainStep:
         if not shape or not shape[0] or shape[0] % parts:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} has shape {shape}, but its first axis must be "
-                f"a multiple of {parts} = {axes.workers} workers x accumulation "
-                f"{self._setup.accumulation}. Change the batch size or the accumulation."
+                f"a multiple of {parts} = {axes.workers} workers x accumulation."
             )
         known: Any = getattr(getattr(x, "sharding", None), "spec", None)
         # What workers share out alone lies in one way, and is one program.
@@ -265,6 +238,12 @@ class Plan(NamedTuple):
     kinds: tuple[Any, ...]
 
 
+def _arguments(
+    params: Any, opt_state: Any, batch: Any, rng: Any = None, model_state: Any = None, **others: Any
+) -> Arguments:
+    return Arguments(params, opt_state, model_state, batch, rng, others)
+
+
 def _parts(given: Arguments) -> tuple[Any, Any, Any]:
     """The arguments as a program takes them: what is donated, the state, and the rest."""
     return (given.params, given.model_state), given.opt_state, given[3:]
@@ -289,12 +268,8 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
     # New residuals are written beside the old ones, until it is known that the step counts. If the
     # old ones were donated, XLA for CPUs would put the new ones among its temporaries, memory that
     # the system gives anew in each step.
-    program = jax.jit(
-        mapped,
-        in_shardings=inputs,
-        out_shardings=outputs,
-        donate_argnums=0 if on_cpus else (0, 1),
-    )
+    donated = 0 if on_cpus else (0, 1)
+    program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=donated)
     arguments = _parts(placed)
     if isinstance(workers.axes.mesh, AbstractMesh):
         traced = traced_on_mesh(step, workers.axes.mesh, in_specs, out_specs, arguments)
@@ -302,14 +277,8 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
         traced = program.trace(*arguments)
     varies = axes_of_results(traced.jaxpr.jaxpr)
     state: Any = jax.tree.unflatten(jax.tree.structure(traced.out_info), varies).model_state
-    for name, over in named_leaves(state, "model_state"):
-        if over:
-            raise ValueError(
-                f"{name} would differ between workers along {sorted(over)}. Float leaves are "
-                f"averaged over them; others, integers say, must become the same on all, as a "
-                f"count of steps does: keep this one as a float, or make it the same by "
-                f"jax.lax.psum, jax.lax.pmax."
-            )
+    mend = "Keep it as a float, which is averaged, or make it the same by jax.lax.psum or pmax."
+    refuse_differing(named_leaves(state, "model_state"), mend)
     return program
 
 
@@ -459,11 +428,6 @@ def train_step(
       True
     """
     workers = Workers(tx, mesh, axis_name, param_specs)
-    if not callable(loss_fn):
-        raise ValueError(
-            f"loss_fn={loss_fn!r:.60} must be a function of parameters and a worker's share of the "
-            f"batch that returns the loss."
-        )
     if max_grad_norm is not None:
         max_grad_norm = validation.number("max_grad_norm", max_grad_norm, "positive")
     if max_skipped is not None:

@@ -22,14 +22,7 @@ from onebit_jax.states.specs import MeshAxes, names_in, names_of
 from onebit_jax.training.step import metrics_of, of_optimizers, workers_axes
 from onebit_jax.transforms.algorithm import Unmoved, states_of
 from onebit_jax.watching import healthy_ranges
-from onebit_jax.watching.replica_checksums import (
-    ReplicaDivergenceError,
-    checksum,
-    find_divergences,
-    holders,
-    leaves_by_name,
-    shared_names,
-)
+from onebit_jax.watching import replica_checksums as replicas
 
 # Scales begin at 0, or at 2**-117 where there are several bits.
 _NOTHING_SENT = 1e-30
@@ -115,25 +108,22 @@ def diagnose(
     state = without_variables(state)
     view = _view(axes, state)
     own = [spec != P() for spec in jax.tree.leaves(state_specs(state, axes.slow))]
-    leaves = leaves_by_name(state)
+    leaves = replicas.leaves_by_name(state)
     rows = [is_own or view != "mesh" for is_own in own]
     specs = [_spec(axes, x, is_row) for x, is_row in zip(leaves.values(), rows, strict=True)]
     arrays = _placed(leaves, specs, mesh)
-    shared = shared_names(state, own) if isinstance(mesh, Mesh) else {}
+    shared = replicas.shared_names(state, own) if isinstance(mesh, Mesh) else {}
     with computing_on(mesh_of_arrays(mesh)):
         tree, places = jax.tree.structure(state), tuple(shared.values())
         program = _program(mesh, axes.slow, view, tree, tuple(specs), tuple(own), places)
         checksums, figures, sent, count = jax.device_get(program(arrays))
-    held = {
-        name: [
-            (devices, checksums[devices, i])
-            for devices in holders(mesh, P(*_on_fast(axes, specs[place])))
-        ]
-        for i, (name, place) in enumerate(shared.items())
-    }
-    if isinstance(mesh, Mesh) and (divergences := find_divergences(held)):
+    held = {}
+    for i, (name, place) in enumerate(shared.items()):
+        copies = replicas.holders(mesh, P(*_on_fast(axes, specs[place])))
+        held[name] = [(devices, checksums[devices, i]) for devices in copies]
+    if isinstance(mesh, Mesh) and (divergences := replicas.find_divergences(held)):
         kind = "device" if axes.fast_names else "worker"
-        raise ReplicaDivergenceError(divergences, held, mesh, kind)
+        raise replicas.ReplicaDivergenceError(divergences, held, mesh, kind)
     values = {name: float(np.max(rows)) for name, rows in figures.items()}
     # Of tensors there are many, and nothing to say of most.
     values = {name: value for name, value in values.items() if value or " of " not in name}
@@ -149,12 +139,11 @@ def _view(axes: MeshAxes, state: dict[str, Any]) -> str:
     found = [x.progress for x in states_of(state["opt_state"])]
     if not any(jnp.ndim(x.count) for x in found):
         return "mesh"
-    for name, x in leaves_by_name(state).items():
+    for name, x in replicas.leaves_by_name(state).items():
         if np.shape(x)[:1] != (axes.workers,):
             raise ValueError(
                 f"{name} has shape {np.shape(x)}, but opt_state has an axis of {axes.workers} "
-                f"workers, as from jax.pmap or onebit_jax.sharding.worker_copies: give all of what "
-                f"the step returned."
+                f"workers: give all of what the step returned."
             )
     # Beside a split model a copy has an axis of shards, which pmap cannot have.
     stacked = not axes.fast_names and jnp.ndim(found[0].unfit.value) > 1
@@ -185,21 +174,16 @@ def _placed(leaves: dict[str, Any], specs: Sequence[P], mesh: Mesh | AbstractMes
     for (name, leaf), spec in zip(leaves.items(), specs, strict=True):
         expected = NamedSharding(mesh_of_arrays(mesh), spec)
         sharding, shape = getattr(leaf, "sharding", None), jnp.shape(leaf)
-        if sharding is None or not _alike(sharding, expected, shape):
+        where_expected = expected.devices_indices_map(shape)
+        if sharding is None or sharding.devices_indices_map(shape) != where_expected:
             where = "on the host" if sharding is None else f"as {sharding}"
             raise ValueError(
                 f"{name} lies {where}, not as {expected} has it, where a step leaves it: there "
-                f"are no copies to compare, or not those that are trained. Give what "
-                f"onebit_jax.train_step returned last, and the mesh and the axis_name that it was "
-                f"made for; in a loop of your own place arrays by onebit_jax.state_specs."
+                f"are no copies to compare. Give what the step returned last, its mesh and "
+                f"axis_name; in a loop of your own place arrays by onebit_jax.state_specs."
             )
         arrays.append(jax.device_put(leaf, expected))
     return arrays
-
-
-def _alike(sharding: Any, expected: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether two shardings put the same on each device."""
-    return sharding.devices_indices_map(shape) == expected.devices_indices_map(shape)
 
 
 def _are_alike(
@@ -214,7 +198,7 @@ def _are_alike(
       axes: its axes; the first of the slow ones is that along which bits are exchanged.
     """
     others = [name for name in mesh.axis_names if name != axes.slow_names[0]]
-    of_places = [digests[devices] for devices in holders(mesh, P(*others))]
+    of_places = [digests[devices] for devices in replicas.holders(mesh, P(*others))]
     alike = all(bool(np.all(x == x[0])) for x in of_places)
     return alike and bool(np.max(greatest) > _NOTHING_SENT)
 
@@ -242,7 +226,7 @@ def _program(
         return x[None] if is_own and view != "stacked" else x
 
     def on_device(leaves: list[jax.Array]) -> Any:
-        checksums = [checksum(leaves[place]) for place in shared]
+        checksums = [replicas.checksum(leaves[place]) for place in shared]
         views = [in_worker_view(*x) for x in zip(leaves, specs, own, strict=True)]
         opt_state = structure.unflatten(views)["opt_state"]
         bound = workers_axes(axes)
@@ -254,16 +238,14 @@ def _program(
                     found[name] = jnp.maximum(found.get(name, x), x)
             return found
 
-        figures = {
-            name: jnp.asarray(x, jnp.float32)
-            for name, x in of_optimizers(opt_state, figures_of).items()
-        }
+        figures = of_optimizers(opt_state, figures_of)
+        figures = {name: jnp.asarray(x, jnp.float32) for name, x in figures.items()}
         row = jnp.stack(checksums) if checksums else jnp.zeros((0,), jnp.uint32)
         exchanges = [x for _, x in nodes(opt_state) if isinstance(x, ExchangeState)]
         scales = jax.tree.leaves([x.worker.value.scales for x in exchanges])
         # Beside a threshold there is its age, a number that is the same on all workers.
         scales = [x for x in scales if jnp.issubdtype(x.dtype, jnp.floating)]
-        sent = [(jnp.max(x), checksum(x)) for x in scales]
+        sent = [(jnp.max(x), replicas.checksum(x)) for x in scales]
         for _, node in nodes(opt_state):
             if isinstance(node, Unmoved):
                 figures |= named_shares("unmoved_share", node.shares)

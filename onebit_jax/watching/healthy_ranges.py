@@ -50,45 +50,35 @@ RANGES = (
     Range(
         "residual_ratio",
         lambda ratio, workers: ratio <= 50 * math.sqrt(workers),
-        "what is still to be sent is more than 50 sqrt(workers) times what an exchange brings, so "
-        "that what arrives is old. Where workers see different kinds of data, shuffle it over all "
-        "of them; else take a lower learning rate, larger batches, more bits, or the scale 'rms'.",
+        "what is still to be sent is more than 50 sqrt(workers) times what an exchange brings. "
+        "Let all workers shuffle data together; or lower the learning rate, or take more bits.",
     ),
     Range(
         "workers_alike",
         lambda alike, workers: alike == 0,
-        "all workers have sent the same numbers: their gradients were averaged before the "
-        "optimizer was given them, so that averaging them again at few bits only adds errors, or "
-        "all workers have the same batch. Give it each worker's own gradients, which "
-        "onebit_jax.train_step does, and onebit_jax.sharding.worker_step where a model is sharded; "
-        "and each worker batches of its own. Right after a restore it means that all workers were "
-        "given one worker's state, as jax_utils.replicate(jax_utils.unreplicate(state)) does, and "
-        "those of the others are lost: save and restore the state with its axis of workers.",
+        "all workers have sent the same numbers: gradients were averaged before the optimizer, or "
+        "all have one batch. Give it each worker's own gradients. Right after a restore it means "
+        "that all were given one worker's state, as by jax_utils.unreplicate, and those of the "
+        "others are lost: save and restore the state with its axis of workers.",
     ),
     Range(
         "scale_spread",
         lambda spread, workers: spread <= 1e15,
-        "one tensor's scale is more than 1e15 times another's, which has next to no gradient: its "
-        "squares are about to be 0 in float32. Look for a part of the model that the loss does not "
-        "reach, or that has saturated; what is to stay as it is, leave out by optax.partition.",
+        "one tensor's scale is more than 1e15 times another's, which has next to no gradient. Look "
+        "for a part of the model that the loss does not reach, or that has saturated.",
     ),
     Range(
         "inactive_share",
         lambda share, workers: share <= 0.5,
-        "more than half of the coordinates had no gradient before the variance froze, and "
-        "stay where they are. Where they are to be trained, such as embeddings of tokens not seen "
-        "yet, make the warm-up longer, let the variance follow with variance_refreshes, or leave "
-        "them dense by optax.partition.",
+        "more than half of the coordinates had no gradient before the variance froze, and stay "
+        f"where they are. To train them, leave them dense by optax.partition, {_LONGER}",
         _is_frozen,
     ),
     Range(
         "ignored_share",
         lambda share, workers: share <= 0.01,
-        "so much of this tensor had no gradient before the variance froze, and has one now: it is "
-        "ignored, so that these elements do not move, but by weight decay, as layers that are "
-        "unfrozen later, and experts or tokens that come late. Let the variance follow with "
-        "variance_refreshes, make the warm-up longer, or train the tensor by another optimizer, "
-        "with optax.partition.",
+        "so much of this tensor had no gradient before the variance froze, and has one now, which "
+        f"is ignored, as of layers unfrozen later. Train it densely by optax.partition, {_LONGER}",
         _froze_for_good,
     ),
     Range(
@@ -101,31 +91,27 @@ RANGES = (
         "missing_updates",
         lambda share, workers: share <= 0.1,
         "the optimizer has made fewer updates than the run by this share of them: its state began "
-        "anew beside restored parameters, with a new warm-up. Restore both, and use the state that "
-        "a restore returns: state.replace(...) makes a new one.",
+        "anew beside restored parameters. Restore both, and use the state that a restore returns.",
     ),
     Range(
         "variance_growth",
         lambda growth, workers: 0 < growth <= 1 / _STABLE,
-        f"while the number of updates doubled up to the freeze, variances grew by more than "
-        f"{1 / _STABLE - 1:.0%}, or it froze too soon to tell (0): steps may be too long from here "
-        f"on. In the next run {_LONGER}",
+        f"while updates doubled up to the freeze, variances grew by over {1 / _STABLE - 1:.0%}, "
+        f"or it froze too soon to tell (0): steps may be too long. In the next run {_LONGER}",
         _froze_for_good,
     ),
     Range(
         "variance_shrinkage",
         lambda shrinkage, workers: shrinkage == 0 or shrinkage >= least_shrinkage(_STABLE),
-        f"while the number of updates doubled up to the freeze, variances shrank to less than "
-        f"{least_shrinkage(_STABLE):.2f} of what they were: steps may be too short from here on. "
-        f"In the next run {_LONGER}",
+        f"while updates doubled up to the freeze, variances shrank below "
+        f"{least_shrinkage(_STABLE):.2f} of that: steps may be too short. Next time {_LONGER}",
         _froze_for_good,
     ),
     Range(
         "saturation",
         lambda share, workers: share <= 0.9,
-        "of nine in ten coordinates all recent gradients had one sign, so that their bits are no "
-        "longer random, and every step goes the same way. Look whether every worker gets new "
-        "batches; if so, take a higher learning rate or a larger b.",
+        "of nine in ten coordinates all recent gradients had one sign, and bits are not random. "
+        "Give every worker new batches; else take a higher learning rate or a larger b.",
         lambda figures: figures.get("updates", 0) >= 100,
     ),
     Range(

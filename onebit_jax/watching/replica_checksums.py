@@ -49,26 +49,16 @@ class ReplicaDivergenceError(RuntimeError):
         self.divergences = tuple(divergences)
         places = sorted({place for x in divergences for place in x.workers})
         devices = mesh.devices.flat
-        named = ", ".join(
-            f"{kind} {i} ({devices[i]}, process {devices[i].process_index})" for i in places
-        )
-        undecided = any(
-            set(places) >= set(group.tolist())
-            for x in divergences
-            for group, checksums in held[x.tensor]
-            if np.ptp(checksums)
-        )
-        which = (
-            f"no copy has more holders than another, so that any of {named} may be wrong"
-            if undecided
-            else f"the minority is {named}"
-        )
+        named = [f"{kind} {i} ({devices[i]}, process {devices[i].process_index})" for i in places]
+        groups = [group for x in divergences for group in held[x.tensor]]
+        differing = [set(group.tolist()) for group, checksums in groups if np.ptp(checksums)]
+        undecided = any(group <= set(places) for group in differing)
+        which = "wrong may be any of" if undecided else "the minority is"
         super().__init__(
             f"replicas have diverged: {len(divergences)} of {len(held)} tensors that all workers "
             f"share, the first of them {divergences[0].tensor}, are not the same bits on all; "
-            f"{which}. Go back to the last checkpoint. If it is the same device again, take it out "
-            f"of the mesh: its memory or arithmetic is at fault. If it is another, look for a step "
-            f"of your own that declares replicated what differs between workers."
+            f"{which} {', '.join(named)}. Go back to the last checkpoint. If it is the same device "
+            f"again, take it out of the mesh; else look for an error in a step of your own."
         )
 
 

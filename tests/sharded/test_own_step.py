@@ -156,7 +156,7 @@ def test_no_worker_reads_parameters_of_another():
         ({"axis_name": SLOW}, "are not all Explicit"),
         ({"axis_name": SLOW, "param_specs": P(SLOW)}, "which names 'data'"),
         ({"axis_name": SLOW, "param_specs": P("model")}, "which names 'model'"),
-        ({"axis_name": SLOW, "param_specs": P(("fsdp", "tensor"))}, "splits an axis of 6 into 4"),
+        ({"axis_name": SLOW, "param_specs": P(("fsdp", "tensor"))}, "dimension size is 6"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(split, complaint):

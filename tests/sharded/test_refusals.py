@@ -164,7 +164,7 @@ def test_another_axis_of_devices_is_still_refused():
 
 
 MATRICES = {"up": True, "down": True, "square": True, "gain": False, "bias": False}
-DIFFER = "after a step state[0]['bias'] would differ between workers"
+DIFFER = "after a step, state[0]['bias'] would differ between workers"
 MEAN = onebit_jax.mean_gradients(SLOW)
 LOCAL = local(optax.sgd(0.1), optax.sgd(1.0))
 
