@@ -209,7 +209,7 @@ def test_a_model_state_is_donated_a_key_is_not_and_both_are_lowered():
 
 
 STATE = {"mean": np.zeros(3, np.float32), "count": np.int32(0)}
-OTHER = "returned a model_state of other structure, shapes or dtypes"
+OTHER = "returned a model_state of another structure, shape or dtype"
 # Of a loss what is returned by a loss function that is given `STATE`, and how it is refused.
 MALFORMED: dict[str, Any] = {
     "two": (lambda x: (x, STATE), "^loss_fn returned 2 values, expected .*model_state"),

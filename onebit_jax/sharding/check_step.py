@@ -42,8 +42,8 @@ def check_step(step: Callable[..., Any], state: Any, *others: Any, axis_name: st
     >>> try:
     ...     check_step(step, rows, rows, axis_name="batch")
     ... except ValueError as error:
-    ...     str(error)[:52]
-    'after a step, state would differ between workers, an'
+    ...     str(error)[:48]
+    'after a step, state would differ between workers'
     """
     specs = state_specs(state, axis_name)
     workers = len(jax.tree.leaves(state)[0])
