@@ -89,16 +89,22 @@ def test_a_parameter_off_by_one_bit_on_one_device_is_named(axis_name, worker, bi
     assert f"{words} {worker} ({device}, process 0). Go back" in str(error.value)
 
 
+@functools.cache
+def diagnosed_on_the_mesh():
+    state: Any = begun("data")[1:]
+    step: Any = onebit_jax.train_step(loss_fn, onebit(), MESH)
+    state = tuple(jax.tree.map(jnp.copy, state))
+    for batch in make_batches(5):
+        *state, _ = step(*state, batch)
+    return onebit_jax.diagnose(state[0], state[1], MESH)
+
+
 @pytest.mark.parametrize("kind", ["pmap", "copies"])
 def test_states_with_an_axis_of_workers_are_as_those_on_the_mesh(kind):
     """As a step of `jax.pmap` returns them, from replicated ones, or one of `worker_copies`."""
     tx, batches = onebit(), make_batches(5)
-    state: Any = begun("data")[1:]
-    step: Any = onebit_jax.train_step(loss_fn, tx, MESH)
-    state = tuple(jax.tree.map(jnp.copy, state))
-    for batch in batches:
-        *state, _ = step(*state, batch)
-    expected = onebit_jax.diagnose(state[0], state[1], MESH)
+    state: Any
+    expected = diagnosed_on_the_mesh()
     assert expected.figures["residual_ratio"] > 0
 
     def update(state, batch):

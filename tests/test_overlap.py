@@ -112,7 +112,10 @@ def _ancestors(body: dict[str, hlo.Instruction], name: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "name"), [(2, "4"), (4, "onebit_adam"), (4, "onebit_lamb")])
+@pytest.mark.parametrize(
+    ("workers", "name"),
+    [(2, "4"), (4, "onebit_adam"), pytest.param(4, "onebit_lamb", marks=pytest.mark.slow)],
+)
 def test_a_bucket_waits_for_its_own_gradients_and_the_bucket_before(workers, name):
     """The last layer's gradient comes first; its bytes leave before the first layer's is there."""
     waits = _waits(_make(name, BUCKET), workers, "compression")

@@ -142,7 +142,7 @@ PARAMS = {"w": np.ones((1024, 1024), np.float32)}
 
 
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("nodes", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [2, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 4))])
 @pytest.mark.usefixtures("quick_compilation")
 def test_state_is_what_init_makes(name, nodes):
     mesh, axes = jax.make_mesh((nodes, 8 // nodes), ("node", "local")), ("node", "local")
@@ -159,7 +159,7 @@ def test_state_is_what_init_makes(name, nodes):
     [
         (FLAT.name, {"warmup": 4, "compression": 1}),
         ("0/1 Adam", {"warmup": 32, "sync": 1}),
-        ("EF sign SGD", {"compression": 1}),
+        pytest.param("EF sign SGD", {"compression": 1}, marks=pytest.mark.slow),
         ("local steps, 4 bits, every 30", {"sync": 4}),
     ],
 )

@@ -44,13 +44,16 @@ VARIANTS = {
     **{name: optimizer.make for name, optimizer in OPTIMIZERS.items()},
 }
 # A single node of several devices averages at full precision.
+FAST = ("onebit_adam, refreshed", "zero_one_adam", "local_steps, streaming")
 MESHES_OF = {"flat": MESH, "nodes": NODES_MESH, "single node": make_mesh((1, 4), PAIR)}
 
 
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        (name, workers)
+        pytest.param(
+            name, workers, marks=() if workers == "flat" or name in FAST else pytest.mark.slow
+        )
         for name in VARIANTS
         for workers in MESHES_OF
         if workers == "flat" or name in WITH_NODES or name not in OPTIMIZERS

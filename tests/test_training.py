@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from tests.optimizers import FROZEN
 from tests.small_task import (
     MESH,
     NODES,
@@ -67,7 +68,7 @@ def simulate(tx, params, batches, mapped):
     state = mapped(tx.init)(params)
     for batch in batches:
         params, state = update(params, state, shares(batch))
-        yield mesh_view((params, state))
+        yield mesh_view(jax.device_get((params, state)))
 
 
 def calls(step: Any, state: Any, *batches: Any) -> Any:
@@ -169,7 +170,9 @@ def test_clipping_by_hand(max_grad_norm, accumulation):
     np.testing.assert_allclose(metrics["grad_norm"], common, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float64", pytest.param("float16", marks=pytest.mark.slow)]
+)
 def test_a_model_of_one_dtype(dtype):
     """With gradients, and a loss, of it, which microbatches add up."""
     with jax.enable_x64(dtype == "float64"):
@@ -256,11 +259,18 @@ def trained(make: Any) -> Any:
     return train(step, state[0], state[1], make_batches(WARMUP + 2))[0]
 
 
+THREE, TWO = ((1, 4, 1), ("a", "data", "b"), "data"), ((4, 1), PAIR, PAIR)
+
+
 @pytest.mark.parametrize(
-    ("sizes", "names", "axis_name"),
-    [((1, 4, 1), ("a", "data", "b"), "data"), ((4, 1), PAIR, PAIR)],
+    ("sizes", "names", "axis_name", "make"),
+    [
+        (*THREE, onebit),
+        (*TWO, dense),
+        pytest.param(*THREE, dense, marks=pytest.mark.slow),
+        pytest.param(*TWO, onebit, marks=pytest.mark.slow),
+    ],
 )
-@of_both
 def test_axes_of_size_1_are_none(sizes, names, axis_name, make):
     mesh = make_mesh(sizes, names)
     step, state = start(make(axis_name), mesh)
@@ -349,7 +359,7 @@ def test_unless_asked_to_a_step_does_not_look():
 @of_both
 def test_a_learning_rate_that_is_not_finite_leaves_parameters_alone(make):
     rate = lambda t: jnp.where(t == 2, np.nan, 1e-2)  # noqa: E731
-    adam = onebit_jax.onebit_adam(rate, warmup=3, axis_name="data")
+    adam = onebit_jax.onebit_adam(rate, warmup=3, axis_name="data", **FROZEN)
     tx = adam if make is onebit else optax.chain(onebit_jax.mean_gradients("data"), optax.sgd(rate))
     # A parameter without elements hides no NaN.
     params = make_params() | {"empty": np.zeros((0,), np.float32)}

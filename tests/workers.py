@@ -86,7 +86,7 @@ def with_rows(state: Any, workers: int) -> Any:
         lambda node: (
             jax.tree.map(lambda x: x[:, None], node)
             if is_per_worker(node)
-            else jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), node)
+            else replicate(node, workers)
         ),
         state,
         is_leaf=is_per_worker,
@@ -104,7 +104,13 @@ def mesh_view(state: Any) -> Any:
 
 def replicate(tree: Any, workers: int) -> Any:
     """Gives every worker a row with the same values."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), tree)
+
+    def rows(x: Any) -> Any:
+        # NumPy's own need no program for each shape.
+        broadcast_to = jnp.broadcast_to if isinstance(x, jax.Array) else np.broadcast_to
+        return broadcast_to(x, (workers, *x.shape))
+
+    return jax.tree.map(rows, tree)
 
 
 def draw(seed: int, *leading: int, shapes: Any) -> Any:

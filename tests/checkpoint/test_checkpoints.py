@@ -204,7 +204,10 @@ def test_a_save_between_exchanges_has_what_workers_share(tx, tmp_path):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(4, 2), (1, 4), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, 3), (3, 1)))],
+)
 def test_another_number_of_workers_goes_on(before, after, tmp_path):
     """What was owed is owed; a resize by hand gives the same, bit for bit."""
 

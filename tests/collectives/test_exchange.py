@@ -28,6 +28,7 @@ from tests.workers import AXIS, BINDINGS, NODE, assert_workers_agree
 
 # One of each way to keep and to send residuals; the others differ in how a value is rounded.
 FORMS = ("rms", "bfloat16", "fused", "4 bits")
+FAST = (("fused", 1), ("rms", 8), ("bfloat16", (2, 2)), ("4 bits", (2, 2)), ("4 bits", (1, 4)))
 # What each call may lose: by rounding in float32, or of the arrays that hold residuals.
 ROUNDING = dict.fromkeys(FEEDBACK, 6e-6) | {"bfloat16": 4 * 2.0**-8}
 
@@ -43,8 +44,13 @@ def of_tree(name: str, sizes: Sizes = 4) -> Exchanging:
 
 def on_sizes(*sizes: Sizes) -> Any:
     """Those of all names on four workers, and of each form on others."""
-    cases = [(name, 4) for name in FEEDBACK if 4 in sizes]
-    cases += [(name, n) for n in sizes if n != 4 for name in FORMS]
+    cases: list[Any] = [(name, 4) for name in FEEDBACK if 4 in sizes]
+    cases += [
+        pytest.param(name, n, marks=() if (name, n) in FAST else pytest.mark.slow)
+        for n in sizes
+        if n != 4
+        for name in FORMS
+    ]
     return pytest.mark.parametrize(("name", "sizes"), cases, ids=str)
 
 
@@ -54,9 +60,13 @@ def on_sizes(*sizes: Sizes) -> Any:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
+        *((name, 4) for name in ("rms", "fused", "4 bits", "votes", "random signs")),
         # 2 and 8 bits are sent as 4 are.
-        *((name, 4) for name in COMPRESSORS if name not in ("2 bits", "8 bits")),
-        ("rms", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mean_abs", 4), ("bfloat16", 4), ("votes, counted", 4))
+        ),
+        pytest.param("rms", 2, marks=pytest.mark.slow),
         ("4 bits", 2),
     ],
 )
@@ -88,8 +98,10 @@ def test_small_tensors_of_one_shape_are_treated_together(name):
     ("name", "sizes"),
     [
         # One of each way to send; the others differ in how a value is rounded.
-        *((name, (2, 4)) for name in ("rms", "fused", "4 bits", "votes")),
-        *((name, 3) for name in ("rms", "8 bits", "votes, counted", "random signs")),
+        *((name, (2, 4)) for name in ("fused", "4 bits")),
+        *((name, 3) for name in ("rms", "votes, counted", "random signs")),
+        *(pytest.param(name, (2, 4), marks=pytest.mark.slow) for name in ("rms", "votes")),
+        pytest.param("8 bits", 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -263,6 +275,7 @@ def test_the_id_is_that_of_the_tensor_that_is_not_finite():
         return exchange.mean(values, exchange.begin())[2]
 
     how = ExchangeOptions().of(AXIS, OneBit())
+    of_workers = jax.jit(jax.vmap(unfit, axis_name=AXIS))
     for name in tree:
         damaged = tree | {name: tree[name] * np.nan}
-        assert (jax.vmap(unfit, axis_name=AXIS)(damaged) == tensor_id(f"['{name}']")).all()
+        assert (of_workers(damaged) == tensor_id(f"['{name}']")).all()

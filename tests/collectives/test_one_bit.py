@@ -43,7 +43,7 @@ def nonzero(tree):
     ("sizes", "binding", "compressor", "form"),
     [
         (1, "vmap", OneBit("mean_abs"), "auto"),
-        (2, "pmap", OneBit(), "auto"),
+        pytest.param(2, "pmap", OneBit(), "auto", marks=pytest.mark.slow),
         (2, "vmap", OneBit(), "two-shot"),
         (4, "shard_map", OneBit(residual_decay=0.5, fused=True), "auto"),
         ((2, 2), "shard_map", OneBit(), "auto"),

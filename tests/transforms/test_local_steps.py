@@ -138,9 +138,9 @@ def by_hand(fragments, bits, inner, delay=0, every=EVERY) -> list[tuple[Any, Any
 @pytest.mark.parametrize(
     ("fragments", "bits", "sizes", "binding", "inner", "delay", "every", "phased"),
     [
-        (1, 32, 4, "shard_map", ADAM, 0, EVERY, False),
+        pytest.param(1, 32, 4, "shard_map", ADAM, 0, EVERY, False, marks=pytest.mark.slow),
         (1, 32, (2, 2), "vmap", ADAM, 0, EVERY, False),
-        (2, 32, 4, "vmap", SGD, 0, EVERY, False),
+        pytest.param(2, 32, 4, "vmap", SGD, 0, EVERY, False, marks=pytest.mark.slow),
         (3, 4, 4, "vmap", SGD, 0, EVERY, True),
         (1, 32, (2, 2), "vmap", ADAM, 1, EVERY, False),
         (1, 4, 4, "vmap", SGD, 1, 1, False),

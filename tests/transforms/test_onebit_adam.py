@@ -48,13 +48,13 @@ class Case(NamedTuple):
 
 CASES = {
     "one worker": Case(1, warmup=1, updates=10),
-    "one node": Case((1, 3), binding="shard_map", told=True, updates=9),
     "refreshes": Case(4, refreshes=4),
     "uncorrected": Case(4, refreshes=own_steps, corrected=False),
     "nodes, refreshes": Case((2, 2), refreshes=4, updates=12),
     "8 bits": Case(4, bits=8, updates=WARMUP),
 }
 SLOW = {
+    "one node": Case((1, 3), binding="shard_map", told=True, updates=9),
     "three workers": Case(3, scale="mean_abs", updates=10),
     "nodes": Case((2, 2), binding="shard_map", told=True, updates=9),
     "4 bits": Case(4, bits=4, updates=WARMUP),

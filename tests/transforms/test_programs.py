@@ -74,56 +74,63 @@ def sent_by(tx: Any, sizes: Sizes, phase: Any = None, shapes: Any = SHAPES) -> A
     return wire.collectives(update_of(tx, sizes, phase, shapes), mesh_of(sizes))
 
 
+def slow_but(fast: tuple[str, ...], others: Any) -> Any:
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name not in fast]
+    return pytest.mark.parametrize("name", [*fast, *slow])
+
+
 # Of an optimizer with options, on so many workers, in a phase: the operations between nodes, and
 # the bits of a value there and back. With a scale for each 256 values it is 1/8 of a bit more.
 SENT = [
     ("onebit_adam", {}, FLAT, "warmup", DENSE, 64),
     ("onebit_adam", {}, FLAT, "compression", BITS, 2),
-    ("onebit_adam", {}, NODES, "compression", BITS, 2),
     *[("onebit_adam", {}, n, "compression", GATHERED, 2) for n in (2, (2, 4))],
     ("onebit_adam", {"exchange": ExchangeOptions(form="one-shot")}, 4, "compression", GATHERED, 4),
     ("onebit_adam", {}, (1, 3), "compression", DENSE, 64),
-    ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
     ("onebit_adam", {"warmup_bits": 4}, FLAT, "warmup", BITS, 2 * 4.125),
     ("onebit_adam", REFRESHED, FLAT, "refresh", BITS, 2 + 2 * 8.125),
-    ("onebit_adam", REFRESHED, FLAT, "compression", BITS, 2),
     ("onebit_lamb", {}, NODES, "compression", BITS, 2),
     ("onebit_lamb", {"warmup_bits": 8}, FLAT, "refresh", BITS, 2 + 2 * 8.125),
-    ("onebit_lamb_published", {}, FLAT, "warmup", DENSE, 64),
-    ("onebit_lamb_published", {}, NODES, "compression", BITS, 2),
-    ("zero_one_adam", {}, FLAT, "warmup", DENSE, 64),
-    ("zero_one_adam", {}, FLAT, "compression", BITS, 2),
     ("zero_one_adam", {}, NODES, "sync", BITS, 2),
     ("zero_one_adam", {}, FLAT, "local", set(), 0),
-    ("zero_one_adam", {}, NODES, "local", set(), 0),
     ("zero_one_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
     ("birder", {}, FLAT, "compression", BITS, 2),
     ("birder", {}, FLAT, "warmup", BITS, 4),
-    ("birder", {}, NODES, "compression", BITS, 2),
-    ("birder", {}, (1, 4), "compression", DENSE, 64),
     ("signum", {}, 3, None, BITS, 2),
     ("distributed_lion", {}, NODES, None, BITS, 2),
     ("distributed_lion", {"aggregation": "mean"}, 3, None, BITS, 1 + 2),
-    ("distributed_lion", {}, (1, 4), None, DENSE, 64),
     ("ef_signsgd", {}, FLAT, None, BITS, 2),
-    ("compressed_mean", {}, FLAT, "compression", BITS, 2),
     ("compressed_mean", {"bits": 32}, FLAT, None, DENSE, 64),
     ("compressed_mean", {"compressor": contrib.Drive()}, FLAT, None, BITS, 2 * 1.125),
-    ("compressed_mean", {"compressor": contrib.MajorityVote()}, FLAT, None, BITS, 2),
     # Eight bytes a value that has room, to all.
     ("compressed_mean", {"compressor": LARGEST}, FLAT, None, GATHERED, 4 * 64 * 0.05),
     # MuLoCo gathers what all workers compressed, so that its bytes grow with their number.
     *[("local_steps", {"bits": 4}, n, "sync", BITS, 2 * 4.125) for n in (3, 8)],
     ("local_steps", {"bits": 4}, 2, "sync", GATHERED, 2 * 4.125),
-    ("local_steps", {"bits": 2}, 4, "sync", BITS, 2 * 2.125),
     ("local_steps", {"bits": 4}, FLAT, "local", set(), 0),
     ("local_steps", {"bits": 32}, FLAT, "sync", DENSE, 64),
+]
+SENT_SLOW = [
+    ("onebit_adam", {}, NODES, "compression", BITS, 2),
+    ("onebit_adam", {"warmup_bits": 8}, FLAT, "warmup", BITS, 2 * 8.125),
+    ("onebit_adam", REFRESHED, FLAT, "compression", BITS, 2),
+    ("onebit_lamb_published", {}, FLAT, "warmup", DENSE, 64),
+    ("onebit_lamb_published", {}, NODES, "compression", BITS, 2),
+    ("zero_one_adam", {}, FLAT, "warmup", DENSE, 64),
+    ("zero_one_adam", {}, FLAT, "compression", BITS, 2),
+    ("zero_one_adam", {}, NODES, "local", set(), 0),
+    ("birder", {}, NODES, "compression", BITS, 2),
+    ("birder", {}, (1, 4), "compression", DENSE, 64),
+    ("distributed_lion", {}, (1, 4), None, DENSE, 64),
+    ("compressed_mean", {}, FLAT, "compression", BITS, 2),
+    ("compressed_mean", {"compressor": contrib.MajorityVote()}, FLAT, None, BITS, 2),
+    ("local_steps", {"bits": 2}, 4, "sync", BITS, 2 * 2.125),
 ]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "sizes", "phase", "kinds", "bits"),
-    SENT,
+    [*SENT, *(pytest.param(*case, marks=pytest.mark.slow) for case in SENT_SLOW)],
     ids=lambda x: "" if isinstance(x, set | float) else str(x),
 )
 def test_what_an_update_sends(name, options, sizes, phase, kinds, bits):
@@ -166,7 +173,7 @@ def test_a_turn_of_local_steps_sends_its_share(delay):
     assert sent(4, "local") == 0
 
 
-@pytest.mark.parametrize("name", MAKE)
+@slow_but(("onebit_adam", "signum", "local_steps"), MAKE)
 def test_buckets_reach_the_exchange(name):
     """Between nodes."""
     sizes, bits = (3, 2), {"bits": 1} if name == "local_steps" else {}
@@ -182,12 +189,7 @@ def test_buckets_reach_the_exchange(name):
     assert max(c.operand_bytes for c in many) <= 3 * 4096
 
 
-def slow_but(fast: str, others: Any) -> Any:
-    slow = [pytest.param(name, marks=pytest.mark.slow) for name in others if name != fast]
-    return pytest.mark.parametrize("name", [fast, *slow])
-
-
-@slow_but("onebit_adam, refreshed", [*WITH_NODES, "signum", "distributed_lion"])
+@slow_but(("onebit_adam, refreshed",), [*WITH_NODES, "signum", "distributed_lion"])
 def test_one_device_a_node_is_the_flat_program(name):
     flat, pair = (
         update_of(
@@ -221,7 +223,9 @@ def compiled(tx: Any, shapes: Any, phase: Any = None) -> Any:
     return jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, grads).compile()
 
 
-@pytest.mark.parametrize("phase", [None, "warmup", "compression"])
+@pytest.mark.parametrize(
+    "phase", [None, "compression", pytest.param("warmup", marks=pytest.mark.slow)]
+)
 def test_1bit_adam_is_written_in_place(phase):
     shapes = {"a": (1024, 512), "b": (512, 1001), "c": (77,)}
     sizes = compiled(MAKE["onebit_adam"](axis_name=AXIS), shapes, phase).memory_analysis()
@@ -285,7 +289,7 @@ def starts(name: str, steps: int) -> Any:
         params = jax.tree.map(jnp.add, params, updates)
 
 
-@slow_but("signum", [name for name in OPTIMIZERS if name != "mean_gradients"])
+@slow_but(("signum",), [name for name in OPTIMIZERS if name != "mean_gradients"])
 @pytest.mark.usefixtures("quick_compilation")
 def test_every_program_makes_the_same_update(name):
     """Simulated workers and devices; told the phase, bit for bit as the program that chooses.
@@ -309,7 +313,7 @@ def test_every_program_makes_the_same_update(name):
             chex.assert_trees_all_equal(told, chosen, strict=True)
 
 
-@slow_but("onebit_adam", ("zero_one_adam", "onebit_lamb_published"))
+@slow_but(("onebit_adam",), ("zero_one_adam", "onebit_lamb_published"))
 @pytest.mark.usefixtures("quick_compilation")
 def test_half_precision_is_computed_with_in_float32(name):
     update = program_of(name)

@@ -83,7 +83,7 @@ def test_a_step_with_one_fault_is_as_if_it_had_not_been(name):
     check_skips(Loop(make(name)), {0, 3, 4, 8})
 
 
-@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize("bits", [4, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_refresh_with_a_fault_is_skipped(bits):
     """In an element that had no gradient yet, too, which the exchange masks."""
     tx = onebit_jax.onebit_adam(

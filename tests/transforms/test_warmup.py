@@ -1,5 +1,7 @@
 """When warm-up ends, by number and by itself."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,14 @@ def dense_updates(rule, norms, sizes=(1,), refreshed=False):
 
     The warm-up goes on all the same. `norms` has a row for each update.
     """
+    rows = np.float32(norms).reshape(len(norms), -1)
+    numbers = np.arange(1, len(rows) + 1)
+    return jax.device_get(observing(rule, sizes, refreshed)(rows, numbers))
+
+
+@functools.cache
+def observing(rule, sizes, refreshed):
+    """The scan, compiled once for a rule."""
     rule = schedules.check_warmup(rule, refreshed=refreshed)
 
     def step(record, row_and_number):
@@ -29,9 +39,7 @@ def dense_updates(rule, norms, sizes=(1,), refreshed=False):
         return record, (schedules.ends(rule, record, t), record.metrics(), coming)
 
     start = schedules.no_record([jnp.zeros(size) for size in sizes])
-    rows = np.float32(norms).reshape(len(norms), -1)
-    numbers = jnp.arange(1, len(rows) + 1)
-    return jax.device_get(jax.jit(lambda *x: lax.scan(step, start, x)[1])(rows, numbers))
+    return jax.jit(lambda *x: lax.scan(step, start, x)[1])
 
 
 def looks(last):
