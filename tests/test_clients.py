@@ -30,10 +30,11 @@ WARMUP = 3
 pmap = functools.partial(jax.pmap, axis_name="batch", devices=DEVICES)
 
 
-def adam(axis_name="data", **options):
+def adam(axis_name="data", warmup_bits=32, **options):
     # Bits in the warm-up would take longer to compile.
-    options = {"warmup_bits": 32} | options
-    return onebit_jax.onebit_adam(1e-2, warmup=WARMUP, axis_name=axis_name, **options)
+    return onebit_jax.onebit_adam(
+        1e-2, warmup=WARMUP, warmup_bits=warmup_bits, axis_name=axis_name, **options
+    )
 
 
 def given_loss(params, batch):

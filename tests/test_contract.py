@@ -260,7 +260,7 @@ def test_it_goes_on_with_another_number_of_workers_and_back(case):
 @by_name
 def test_a_rate_that_is_injected_is_the_rate_and_what_is_masked_stays(name):
     make = OPTIMIZERS[name].make
-    params = small_task.make_params() | {"other": np.ones((3, 2), np.float32)}
+    params: Any = small_task.make_params() | {"other": np.ones((3, 2), np.float32)}
     params["layer"]["empty"] = np.ones((0, 3), np.float32)
     grads = draw(0, WORKERS, shapes=jax.tree.map(np.shape, params))
     injected = optax.inject_hyperparams(lambda rate: make(AXIS, rate))

@@ -142,8 +142,9 @@ def _bound_size(axis_name: Any, name: str) -> int:
         bound = [x for x in manual if not x.startswith("_")]
         raise ValueError(
             f"axis_name={axis_name!r}: no axis {name!r} is bound here; bound are {bound}. Call "
-            f"init and update inside jax.shard_map, jax.pmap or jax.vmap with this axis, or take "
-            f"onebit_jax.init and train_step; for split parameters onebit_jax.sharding.on_mesh."
+            f"init and update inside jax.shard_map, jax.pmap or jax.vmap with this axis; in place "
+            f"of a jax.jit step, in which XLA averages the gradients, onebit_jax.init and "
+            f"train_step; for split parameters onebit_jax.sharding.on_mesh."
         ) from None
 
 

@@ -62,11 +62,6 @@ def on_sizes(*sizes: Sizes) -> Any:
     [
         *((name, 4) for name in ("rms", "fused", "4 bits", "votes", "random signs")),
         # 2 and 8 bits are sent as 4 are.
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("mean_abs", 4), ("bfloat16", 4), ("votes, counted", 4))
-        ),
-        pytest.param("rms", 2, marks=pytest.mark.slow),
         ("4 bits", 2),
     ],
 )
@@ -100,8 +95,6 @@ def test_small_tensors_of_one_shape_are_treated_together(name):
         # One of each way to send; the others differ in how a value is rounded.
         *((name, (2, 4)) for name in ("fused", "4 bits")),
         *((name, 3) for name in ("rms", "votes, counted", "random signs")),
-        *(pytest.param(name, (2, 4), marks=pytest.mark.slow) for name in ("rms", "votes")),
-        pytest.param("8 bits", 3, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -142,10 +142,7 @@ def test_a_whole_run(tmp_path):
         (["--tasks", "wnli"], "--tasks ('wnli',): expected one or more, each once, of cola"),
         (["--epochs", "0"], "--epochs 0.0: expected a finite number above 0"),
         (["--sequence-length", "513"], "--sequence-length 513: expected 8 to 512"),
-        (
-            ["--batch-size", "32", "--warmup", "1"],
-            "there are 16 sequences of 16 tokens",
-        ),
+        (["--batch-size", "32", "--warmup", "1"], "there are 16 sequences of 16 tokens"),
         (["--tasks", "rte"], "No such file"),
         (["--weights", "NOWHERE"], "NOWHERE/config.json"),
     ],

@@ -40,10 +40,7 @@ def losses(folder):
         ("--mesh data=0,fsdp=2", "expected data=N"),
         ("--mesh data=4,fsdp=4", "data = 4, fsdp = 4: a device each, but 1 processes have 8 (cpu)"),
         ("--mesh data=2,fsdp=4 --batch-size 12", "--batch-size 12: expected a multiple of 8"),
-        (
-            "--mesh data=1,tensor=3",
-            "axis 1 is partitioned 3 times, but the dimension size is 64",
-        ),
+        ("--mesh data=1,tensor=3", "axis 1 is partitioned 3 times, but the dimension size is 64"),
         ("--scale-per tensor", "--scale-per tensor: expected shard, since no --mesh splits"),
         ("--mesh data=2,fsdp=2 --scale-per tensor --optimizers adam", "expected nothing, since"),
     ],

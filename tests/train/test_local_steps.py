@@ -17,8 +17,7 @@ STEPS, WORKERS = 24, 2
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param("zero_one_adam", marks=pytest.mark.slow), "local_steps"],
+    scope="module", params=[pytest.param("zero_one_adam", marks=pytest.mark.slow), "local_steps"]
 )
 def trainer(request, tmp_path_factory, quick_compilation, small_language_model):
     """One, which compiles once for all its runs; their options, and the task."""

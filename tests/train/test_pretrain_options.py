@@ -5,7 +5,6 @@ import sys
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -25,10 +24,7 @@ RUN = (
     ("options", "complaint"),
     [
         ("--learning-rate nan", "--learning-rate nan: expected a finite number above 0"),
-        (
-            "--batch-size 7",
-            "--batch-size 7: expected a multiple of 2, microbatches",
-        ),
+        ("--batch-size 7", "--batch-size 7: expected a multiple of 2, microbatches"),
         ("--batch-size 6 --accumulation 2", "--batch-size 6: expected a multiple of 4"),
         ("--workers 9 --batch-size 9", "data = 9: a device each, but 1 processes have 8 (cpu)"),
         ("--workers 0", "--workers 0: expected a whole number of at least 1"),
@@ -79,11 +75,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(options, complaint, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        *("bert.pretrain", "lm.pretrain", "compare"),
-        *("glue", "squad", "resnet", "dcgan"),
-    ],
+    "program", [*("bert.pretrain", "lm.pretrain", "compare"), *("glue", "squad", "resnet", "dcgan")]
 )
 def test_bad_input_from_the_shell(program, tmp_path, monkeypatch, capsys):
     """As `python -m` runs a program, in this process."""
@@ -96,16 +88,6 @@ def test_bad_input_from_the_shell(program, tmp_path, monkeypatch, capsys):
     assert (ended.value.code, printed.out) == (2, "")
     assert printed.err == "error: --process-timeout 5: expected at least 6 seconds\n"
     assert not out.exists()
-
-
-def test_exponential_schedule():
-    """1-bit Adam's BERT: up to 4e-4 in 12.5 thousand steps, then 0.99 of it every 520."""
-    options: Any = {"learning_rate": 4e-4, "schedule_warmup": 12_500, "decay_rate": 0.99}
-    config = Config(schedule="exponential", decay_every=520, steps=100_000, **options)
-    schedule = config.learning_rate_schedule()
-    steps = np.array([0, 6249, 12_499, 12_500, 13_019, 13_020, 12_500 + 520 * 100])
-    expected = [4e-4 / 12_500, 2e-4, 4e-4, 4e-4, 4e-4, 4e-4 * 0.99, 4e-4 * 0.99**100]
-    assert [np.asarray(schedule(step)) for step in steps] == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_output_folder_that_is_a_url_is_refused():

@@ -11,13 +11,7 @@ import pytest
 from tests.train.cifar10 import LABELS, PIXELS, write
 from tests.train.runs import assert_refused, at_step, metrics, result, sigterm, smaller
 from train import images, resnet
-from train.resnet import (
-    ResNetConfig,
-    apply,
-    init_params,
-    init_statistics,
-    main,
-)
+from train.resnet import ResNetConfig, apply, init_params, init_statistics, main
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -114,10 +108,7 @@ def test_stopped_and_resumed_it_ends_bit_identical(cifar10, finished, tmp_path):
     [
         ("", "--data : expected the folder of CIFAR-10's train.parquet and test.parquet"),
         ("--data NOWHERE", "nowhere/train.parquet"),
-        (
-            "--data FOLDER --batch-size 32",
-            "there are 16 images, less than one batch",
-        ),
+        ("--data FOLDER --batch-size 32", "there are 16 images, less than one batch"),
         ("--data UNFIT", "train.parquet, row 3 (from 0): label 11 is none of 0 to 9"),
     ],
 )

@@ -8,16 +8,7 @@ import pytest
 from tests.train.runs import assert_refused, result, save_tiny_bert
 from train import squad
 from train.bert.tokenizer import SPECIAL_TOKENS, WordPieceTokenizer
-from train.squad import (
-    DEV,
-    TRAIN,
-    answers,
-    exact_match,
-    f1,
-    main,
-    read_questions,
-    windows,
-)
+from train.squad import DEV, TRAIN, answers, exact_match, f1, main, read_questions, windows
 
 WORDS = "in the year 1066 william of normandy won a battle at hastings who when where ? ."
 VOCABULARY = (*SPECIAL_TOKENS, *dict.fromkeys(WORDS.split()), "##s", "cafe")

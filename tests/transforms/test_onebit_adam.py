@@ -112,11 +112,7 @@ def exact_means(case: Case, gradients: Any) -> list[Any]:
     ends, shapes = np.cumsum([g.shape[-1] for g in flat])[:-1], [g.shape[2:] for g in leaves]
     layout = reference.quantized_layout(shapes, len(leaves[0]), case.bits)
     means, *_ = reference.quantized_means(
-        np.concatenate(flat, -1),
-        case.bits,
-        layout,
-        feedback=False,
-        numbers=exact,
+        np.concatenate(flat, -1), case.bits, layout, feedback=False, numbers=exact
     )
     return [
         map(np.asarray, parts) for parts in zip(*(np.split(x, ends) for x in means), strict=True)

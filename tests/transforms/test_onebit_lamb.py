@@ -50,8 +50,7 @@ def refreshes(count: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES],
+    "name", [pytest.param(x, marks=() if x in ("flat", "two") else pytest.mark.slow) for x in CASES]
 )
 def test_agrees_with_numpy(name):
     sizes, changed, decay, rates = CASES[name]

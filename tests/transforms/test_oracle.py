@@ -101,11 +101,7 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     warmup = options["freeze_step"] - 1
     own = {name: options[name] for name in ("min_coeff", "max_coeff")} | {"warmup": warmup}
     tx = optimizer(
-        contrib.onebit_lamb_published,
-        recording,
-        axis_name=axis_of(sizes),
-        exchange=EXCHANGE,
-        **own,
+        contrib.onebit_lamb_published, recording, axis_name=axis_of(sizes), exchange=EXCHANGE, **own
     )
     # Leaves in the file's order, which numbers of tensors are in.
     initial = [recording.initial[name] for name in names]
