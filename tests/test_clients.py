@@ -387,7 +387,7 @@ def test_states_of_another_kind_are_told_of_in_words():
     for state in ([1.0], {"progress": 1.0}):
         with pytest.raises(ValueError, match="not what init returned"):
             jax.vmap(lambda p, s=state: scale.update(p, s, p), axis_name="batch")(jnp.ones((2, 3)))
-    with pytest.raises(ValueError, match="with axis_name='batch'") as error:
+    with pytest.raises(ValueError, match="no axis 'batch' is bound here") as error:
         jax.pmap(scale.init, devices=DEVICES)(jnp.ones((2, 3)))
     assert "_internal" not in str(error.value)
 

@@ -156,7 +156,7 @@ def test_another_axis_of_devices_is_still_refused():
         make_mesh((2, 2), (SLOW, "model"), AxisType.Auto),
         {"w": np.zeros((2, 2), np.float32)},
     )
-    with refused("wrap the optimizer by onebit_jax.sharding.on_mesh"):
+    with refused("take onebit_jax.sharding.on_mesh"):
         onebit_jax.init(onebit_jax.compressed_mean(SLOW), params, mesh)
 
 

@@ -101,7 +101,7 @@ def test_state_and_arithmetic_are_float32():
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        ({"w": (3, 4, 5)}, {}, r"\['w'\].* more than two axes.*MuonDimensionNumbers"),
+        ({"w": (3, 4, 5)}, {}, r"\['w'\].* a stack of matrices.*MuonDimensionNumbers"),
         ({"w": (3, 4, 5)}, {"matrices": {"w": True}}, r"\['w'\].* has not two axes"),
         ({"b": (4,)}, {"adam_learning_rate": None}, r"\['b'\].*give adam_learning_rate="),
     ],
