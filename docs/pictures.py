@@ -48,7 +48,7 @@ def loss_over_bytes() -> Figure:
     points = [("Adam", 1.0, 0.0)]
     for stem, kind, name in OPTIMIZERS:
         # Three seeds, or the first of them.
-        base = "lm-refresh" if stem in ("lm-default", "lm/lamb-default") else "lm/first"
+        base = "lm-default" if stem in ("lm-default", "lm/lamb-default") else "lm/first"
         loss, sent = (
             (recorded(stem, kind, x), recorded(base, "Adam", x))
             for x in ("held-out loss", "MB sent")
