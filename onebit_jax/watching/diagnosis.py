@@ -128,7 +128,8 @@ def diagnose(
     # Of tensors there are many, and nothing to say of most.
     values = {name: value for name, value in values.items() if value or " of " not in name}
     if step is not None and count.size:
-        values["missing_updates"] = 1 - float(np.max(count)) / max(step, 1)
+        made = float(np.max(count)) + values.get("skipped", 0)
+        values["missing_updates"] = 1 - made / max(step, 1)
     if sent and mesh.shape[axes.slow_names[0]] > 1:
         values["workers_alike"] = float(any(_are_alike(x, y, mesh, axes) for x, y in sent))
     return Diagnosis(values, healthy_ranges.warnings_of(values, axes.workers), tuple(shared))

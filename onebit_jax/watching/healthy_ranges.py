@@ -91,7 +91,8 @@ RANGES = (
         "missing_updates",
         lambda share, workers: share <= 0.1,
         "the optimizer has made fewer updates than the run by this share of them: its state began "
-        "anew beside restored parameters. Restore both, and use the state that a restore returns.",
+        "anew beside restored parameters (use the state that a restore returns), or the loop "
+        "itself skipped updates, as with Flax's DynamicScale.",
     ),
     Range(
         "variance_growth",
