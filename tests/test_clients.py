@@ -76,7 +76,10 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", FROZEN)
+PUBLISHED = [pytest.param(x, marks=pytest.mark.slow) for x in FROZEN if "published" in x]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", *PUBLISHED])
 def test_gradients_that_a_frozen_variance_ignores_are_told_of_by_tensor(name):
     tx, params = FROZEN[name](), {"late": np.ones(8, np.float32), "w": np.ones(8, np.float32)}
     step = onebit_jax.train_step(given_loss, tx, MESH)
@@ -421,7 +424,7 @@ def test_a_leaf_that_is_no_array_of_floats_is_named(leaf):
 # New warnings stay silent.
 
 
-FAST = ("onebit_adam, refreshed", "zero_one_adam", "signum", "onebit_muon", "local_steps")
+FAST = ("onebit_adam, refreshed", "signum", "onebit_muon", "local_steps")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def marks(tree):
 @pytest.mark.parametrize(
     ("framework", "kind"),
     [
-        ("Flax NNX", AxisType.Auto),
+        pytest.param("Flax NNX", AxisType.Auto, marks=pytest.mark.slow),
         *(pytest.param(x, AxisType.Explicit, marks=pytest.mark.slow) for x in FRAMEWORKS),
     ],
     ids=str,

@@ -267,8 +267,7 @@ THREE, TWO = ((1, 4, 1), ("a", "data", "b"), "data"), ((4, 1), PAIR, PAIR)
     [
         (*THREE, onebit),
         (*TWO, dense),
-        pytest.param(*THREE, dense, marks=pytest.mark.slow),
-        pytest.param(*TWO, onebit, marks=pytest.mark.slow),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((*THREE, dense), (*TWO, onebit))),
     ],
 )
 def test_axes_of_size_1_are_none(sizes, names, axis_name, make):

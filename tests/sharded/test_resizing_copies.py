@@ -191,19 +191,6 @@ def test_other_meshes(before, after):
     go_on(name, params, resized(opt_state, tx, before, after), after)
 
 
-@pytest.mark.slow
-def test_where_all_axes_are_slow_neither_axis_nor_specs_are_needed():
-    before, after = (jax.make_mesh((n,), (SLOW,), devices=jax.devices()[:n]) for n in (4, 2))
-    inner = OPTIMIZERS["onebit_adam"](SLOW)
-    params = {"w": np.ones(40, np.float32)}
-    first, second = (
-        sharding.on_mesh(inner, mesh, axis_name=SLOW, specs=P()) for mesh in (before, after)
-    )
-    opt_state = copies(first.init(params), before)
-    moved = onebit_jax.resize(opt_state, inner, params, after, from_axes={SLOW: 4})
-    assert_same(moved, copies(second.init(params), after))
-
-
 def begun(mesh: Mesh, name: str = "compressed_mean, adam") -> Any:
     return copies(on_mesh(name, mesh).init(draw(mesh)), mesh)
 

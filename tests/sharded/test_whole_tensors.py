@@ -80,9 +80,8 @@ def test_a_scale_for_each_shard_is_the_algorithm_on_shards():
             )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sums"), [("fsdp", 1), pytest.param("four workers", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "sums"), [("fsdp", 1), ("four workers", 2)])
 def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
     """On workers, and where there are servers on these."""
     task = meshes.task(mesh, "Auto")
@@ -121,6 +120,7 @@ def test_lamb_equals_whole_tensors(kind, options):
     assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_model_trains_beside_tensors_that_are_not_split():
     task = meshes.task("fsdp, tensor", "Auto")
     tx = onebit_jax.onebit_lamb(1e-2, warmup=8, axis_name=SLOW)
@@ -150,7 +150,8 @@ def test_at_full_precision_shards_are_as_whole_matrices(mesh, kind):
     assert_as_whole_tensors(meshes.task(mesh, kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_with_one_scale_for_each_matrix_bits_are_as_of_whole_matrices(kind):
     tx = muon(bits=1, adam_bits=32, exchange=PER_TENSOR)
     assert_as_whole_tensors(meshes.task("fsdp", kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)

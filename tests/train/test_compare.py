@@ -49,6 +49,7 @@ def parameters():
 # A whole run.
 
 
+@pytest.mark.slow
 def test_all_begin_alike_and_the_best_is_taken(finished):
     out, _ = finished
     compared = figures(out)
@@ -70,6 +71,7 @@ def test_all_begin_alike_and_the_best_is_taken(finished):
     assert of[0][-1] != of[1][-1]
 
 
+@pytest.mark.slow
 def test_table_and_picture(finished):
     out, said = finished
     assert said.splitlines()[-1] == str(out / "comparison.png")

@@ -125,6 +125,7 @@ def options(folder):
     ]
 
 
+@pytest.mark.slow
 def test_a_whole_run(tmp_path):
     write(tmp_path / "glue", "sst-2")
     command = [*options(tmp_path), "--tasks", "sst-2", "--optimizers", "adam", "--epochs", "1"]

@@ -76,6 +76,7 @@ def test_a_process_that_fails_says_why_and_ends_the_other(tmp_path):
     assert time.monotonic() - begin < 150
 
 
+@pytest.mark.slow
 def test_one_that_never_comes_ends_the_other(tmp_path):
     place = ["--coordinator", free_address(), "--processes", "2", "--process-id", "0"]
     options = [*RUN, *place, "--out", str(tmp_path / "run"), "--process-timeout", "6"]

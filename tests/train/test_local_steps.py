@@ -60,6 +60,7 @@ def test_saved_or_stopped_between_two_syncs_it_ends_bit_identical(trainer):
     assert saved(stopped.folder / name) == saved(whole.folder / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["zero_one_adam"], indirect=True)
 def test_workers_share_parameters_after_a_sync_alone(trainer):
     made, config, task, mesh = trainer

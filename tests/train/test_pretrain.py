@@ -26,7 +26,8 @@ from tests.train.runs import (
 from tests.workers import flipped
 from train.bert import pretrain
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "small_bert")
+# The quick tests run the language model; .ci/run runs this program, shortened.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation", "small_bert")]
 
 STEPS = 12
 # Stops at a third fall into the warm-up, and later ones into compression.
