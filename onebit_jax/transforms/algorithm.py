@@ -316,7 +316,7 @@ def _counted(algorithm: Algorithm, phase: Phase, made: Made, state: Any, update:
         def freeze(new: Any, params: Any, updates: Any) -> Any:
             return algorithm.freeze(new, update._replace(params=params), updates)
 
-        new = overwrite_if(ended, freeze, new, update.params, updates, axis_names=names)
+        new = replace_if(ended, freeze, new, update.params, updates, axis_names=names)
         at = jnp.where(ended, progress.count + 1, progress.frozen_at)
         progress = progress._replace(frozen_at=at)
     progress = progress._replace(
@@ -507,20 +507,36 @@ def _cast(tree: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def replace_if(
+    predicate: jax.Array,
+    update: Callable[..., Arrays],
+    arrays: Arrays,
+    *reads: Any,
+    axis_names: tuple[str, ...] = (),
+) -> Arrays:
+    """As :func:`overwrite_if`, for an ``update`` that is cheap and rarely applies.
+
+    On CPUs, after the arrays were written, a select would be one more pass over both; the loop
+    costs nothing where it does not turn. On accelerators a select is a part of the pass that
+    writes, while a loop would wait for the host, and hold the old arrays beside the new ones.
+    """
+    varying = frozenset[str]().union(
+        *map(varying_axes, jax.tree.leaves((predicate, arrays, reads)))
+    )
+
+    def selected(predicate: jax.Array, arrays: Arrays, *reads: Any) -> Arrays:
+        updated = _cast(update(arrays, *reads), varying)
+        return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), updated, arrays)
+
+    return lax.platform_dependent(
+        *_cast((predicate, arrays, *reads), varying),
+        cpu=lambda *given: overwrite_if(given[0], update, *given[1:], axis_names=axis_names),
+        default=selected,
+    )
+
+
 def restore_unless(
     fit: jax.Array, new: Arrays, old: Arrays, axis_names: tuple[str, ...] = ()
 ) -> Arrays:
-    """The new arrays, or the old ones, bit for bit, unless ``fit``.
-
-    ``fit`` becomes known only after the new arrays were written. On CPUs a select would then be one
-    more pass over both; the loop costs nothing in a step that fits. On accelerators a loop would
-    wait for the host, and a select is cheap. ``axis_names`` as for :func:`overwrite_if`.
-    """
-    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((fit, new, old))))
-    return lax.platform_dependent(
-        *_cast((fit, new, old), varying),
-        cpu=lambda fit, new, old: overwrite_if(
-            ~fit, lambda _, was: was, new, old, axis_names=axis_names
-        ),
-        default=lambda fit, new, old: jax.tree.map(lambda x, y: jnp.where(fit, x, y), new, old),
-    )
+    """The new arrays, or the old ones, bit for bit, unless ``fit``."""
+    return replace_if(~fit, lambda _, was: was, new, old, axis_names=axis_names)
