@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml
 	    "name another with 'make PYTHON=...'" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[train,test,lint]'
 	@$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0] + ",", "JAX", jax.__version__)'
 	touch $@
 
@@ -54,10 +54,11 @@ cluster: $(VENV)/installed
 
 # Most of these tests compile more than they compute, and with the emitters by MLIR XLA takes nearly
 # twice as long; the long ones run what users run. Later versions of XLA than jaxlib 0.10's stop at
-# the flag, which they do not know. In the folders' order the short files come last, so that no worker
-# is left with a long one.
+# the flag, which they do not know. Many tests compile the same programs: they are kept for all. In
+# the folders' order the short files come last, so that no worker is left with a long one.
 test: $(VENV)/installed
-	env JAX_DISABLE_MOST_OPTIMIZATIONS=1 $$($(BIN)/python -c 'import jaxlib; \
+	env JAX_DISABLE_MOST_OPTIMIZATIONS=1 JAX_COMPILATION_CACHE_DIR=$(abspath $(VENV))/compiled \
+	  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 $$($(BIN)/python -c 'import jaxlib; \
 	  print("XLA_FLAGS=--xla_cpu_use_fusion_emitters=false" * jaxlib.__version__.startswith("0.10."))') \
 	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(TESTS)
 

@@ -247,6 +247,7 @@ def test_a_fresh_state_beside_restored_parameters_is_told_of():
     assert warnings_of({"missing_updates": 0.05}, 2) == ()
 
 
+@pytest.mark.slow
 def test_parameters_whose_updates_round_to_nothing_are_told_of():
     params = {"small": jnp.full(8, 0.01, jnp.bfloat16), "w": jnp.ones(8, jnp.bfloat16)}
     batches = [{name: 1 + draw(i, 4, 8) for name in params} for i in range(5)]

@@ -182,6 +182,7 @@ def test_a_model_of_linen_is_evaluated_on_the_mesh_and_on_one_device():
     assert names["shared"].sharding.spec[0] == "data"
 
 
+@pytest.mark.slow
 def test_a_model_of_nnx_is_evaluated_on_one_device():
     names = dict(trained("Flax NNX", "+", AxisType.Auto))
     code = re.search(r"`(nnx\.update\(model, \*jax.*?)`\.", PAGE.read_text())

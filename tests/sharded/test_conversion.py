@@ -29,12 +29,9 @@ def adam_run(task):
     return params, opt_state, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("Auto", {"variance_refreshes": None}),
-        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("Auto", "Explicit")),
-    ],
+    ("kind", "options"), [("Auto", {"variance_refreshes": None}), ("Auto", {}), ("Explicit", {})]
 )
 def test_a_split_model_goes_on_where_adam_was_and_back(kind, options):
     task = meshes.task("fsdp, tensor", kind)

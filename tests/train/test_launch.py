@@ -66,6 +66,7 @@ def test_two_processes_train_like_one(layout, tmp_path):
     assert sent[0] == (sent[1] if "workers" in layout else pytest.approx(sent[1], rel=1e-3))
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why_and_ends_the_other(tmp_path):
     options = [*RUN, "--workers", "2", "--out", str(tmp_path / "run"), "--process-timeout", "20"]
     bad = [*options, "--corpus", str(tmp_path / "nowhere")]

@@ -39,6 +39,7 @@ def trainer(request, tmp_path_factory, quick_compilation, small_language_model):
     return Trainer(request.param, config, task, mesh), config, task, mesh
 
 
+@pytest.mark.slow
 def test_saved_or_stopped_between_two_syncs_it_ends_bit_identical(trainer):
     made, config, task, _ = trainer
     [name] = config.optimizers
