@@ -338,6 +338,7 @@ def contrastive(params, x):
     return jnp.mean(jnp.tanh(h @ lax.all_gather(h, "data", tiled=True).T))
 
 
+@pytest.mark.slow
 def test_collectives_in_a_loss_beside_a_split_model():
     mesh = make_mesh((2, 2), ("data", "model"), AxisType.Auto)
     specs, x, w = {"w": P(None, "model")}, draw(0, 8, 3), draw(1, 3, 4)

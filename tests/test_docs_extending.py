@@ -78,6 +78,7 @@ def test_a_run_that_was_stopped_resumes(page):
     assert_equal(resumed, whole)
 
 
+@pytest.mark.slow
 def test_nodes_and_options(page):
     """Two nodes of two devices, residuals in bfloat16, buckets; in one stage only all-gathers."""
     mesh = NODES_MESH

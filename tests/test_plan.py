@@ -120,7 +120,7 @@ def on_mean(axis_name, bits):
 
 def local(axis_name, bits):
     own = optax.adam(1e-3), optax.sgd(0.7, momentum=0.9, nesterov=True)
-    return onebit_jax.local_steps(*own, every=30, bits=bits, axis_name=axis_name)
+    return onebit_jax.local_steps(*own, every=16, bits=bits, axis_name=axis_name)
 
 
 MAKE = {
@@ -135,8 +135,8 @@ MAKE = {
     "Muon, 4 bits": functools.partial(onebit_jax.onebit_muon, 1e-3),
     "Adam on a mean at 8 bits": functools.partial(on_mean, bits=8),
     "Adam on a mean at 4 bits": functools.partial(on_mean, bits=4),
-    "DiLoCo, every 30": functools.partial(local, bits=32),
-    "local steps, 4 bits, every 30": functools.partial(local, bits=4),
+    "DiLoCo, every 16": functools.partial(local, bits=32),
+    "local steps, 4 bits, every 16": functools.partial(local, bits=4),
 }
 PARAMS = {"w": np.ones((1024, 1024), np.float32)}
 
@@ -160,7 +160,7 @@ def test_state_is_what_init_makes(name, nodes):
         (FLAT.name, {"warmup": 4, "compression": 1}),
         ("0/1 Adam", {"warmup": 32, "sync": 1}),
         pytest.param("EF sign SGD", {"compression": 1}, marks=pytest.mark.slow),
-        ("local steps, 4 bits, every 30", {"sync": 4}),
+        ("local steps, 4 bits, every 16", {"sync": 4}),
     ],
 )
 @pytest.mark.usefixtures("quick_compilation")

@@ -30,18 +30,12 @@ def adam(**options: Any) -> Any:
     return onebit_jax.onebit_adam(RATE, b2=0.5, axis_name=SLOW, **warmup, **options)
 
 
-QUICK = ("fsdp", "Auto")
-
-
 @pytest.mark.parametrize(
     ("mesh", "kind"),
-    [
-        pytest.param(*case, marks=() if case == QUICK else pytest.mark.slow)
-        for case in meshes.CASES
-        if case[0] != "four workers"
-    ],
+    [case for case in meshes.CASES if case[0] != "four workers"],
 )
-@pytest.mark.parametrize("scale", ["rms", pytest.param("mean_abs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", ["rms", "mean_abs"])
+@pytest.mark.slow
 def test_one_scale_for_each_tensor_equals_whole_tensors(mesh, kind, scale):
     task = meshes.task(mesh, kind)
     tx = adam(exchange=onebit_jax.ExchangeOptions(scale=scale, scale_per="tensor"))

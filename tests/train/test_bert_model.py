@@ -49,6 +49,7 @@ def training_loss_and_gradients():
     return jax.jit(jax.value_and_grad(pretraining_loss(SMALL), has_aux=True))
 
 
+@pytest.mark.slow
 def test_dropout_follows_the_first_example_seed(params, batch, training_loss_and_gradients):
     def loss_of(batch):
         (loss, _), _ = training_loss_and_gradients(params, batch)

@@ -35,6 +35,7 @@ def test_rows_of_a_mesh_are_the_slices_of_a_tpu(monkeypatch):
         program._make_mesh(Config(workers=3), 1)
 
 
+@pytest.mark.slow
 def test_another_learning_rate_is_named_before_anything_is_written(tmp_path):
     out = tmp_path / "run"
     same = [*RUN, "--workers", "2", "--out", str(out)]

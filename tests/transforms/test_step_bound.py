@@ -65,6 +65,7 @@ def trained(tx: optax.GradientTransformation) -> float:
     return float(jnp.average(of_words, weights=jnp.asarray(FREQUENCIES)))
 
 
+@pytest.mark.slow
 def test_rare_elements_do_not_drift():
     begun = 2 * WIDTH
     adam = trained(optax.chain(onebit_jax.mean_gradients(AXIS), optax.adam(falling(0.01))))
