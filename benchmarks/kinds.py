@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 import optax.contrib
+from jax import lax
 
 import onebit_jax
 from onebit_jax import ExchangeOptions
@@ -66,7 +67,7 @@ def dense(
     mean: optax.GradientTransformation | None = None,
 ) -> Kind:
     """Any optimizer behind a mean, which is at full precision if none is given."""
-    mean = mean or onebit_jax.mean_gradients(AXIS)
+    mean = mean or optax.stateless(lambda gradients, _: lax.pmean(gradients, AXIS))
     return Kind(lambda: optax.chain(mean, optimizer), loop=loop)
 
 

@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         "a skipped step does not restore residuals",
         "transforms/skip_nonfinite.py",
-        "new = restore_unless(health.fit, new, state, axes.names)",
+        "new = replace_if(~health.fit, lambda _, was: was, new, state, axis_names=axes.names)",
         "new = new",
         SKIP,
     ),

@@ -185,7 +185,7 @@ class Layout:
         if self._blocks:
             rows = -(-size // (parts * BLOCK))
             whole = (1, self.chunks, self.planes, rows, BLOCK)
-            return Piece(group, (1, -(-size // BLOCK), BLOCK), whole, self.shards, rows)
+            return Piece(group, (1, parts * rows, BLOCK), whole, self.shards, rows)
         if self._joined:
             plane = (-(-size // parts),)
             return Piece(group, (1, size), (1, self.chunks, self.planes, *plane), self.shards, 1)
@@ -206,7 +206,10 @@ class Layout:
         if not self._joined:
             return self._stacked(leaves, piece.shape[1:])
         flat = jnp.concatenate([x.reshape(-1) for x in leaves])
-        return jnp.pad(flat, (0, math.prod(piece.shape) - flat.size)).reshape(piece.shape)
+        padding = math.prod(piece.shape) - flat.size
+        # Written once, not for each of those that read it.
+        flat = lax.optimization_barrier(jnp.pad(flat, (0, padding))) if padding else flat
+        return flat.reshape(piece.shape)
 
     @staticmethod
     def _stacked(leaves: Sequence[jax.Array], shape: Shape) -> jax.Array:
@@ -221,6 +224,9 @@ class Layout:
                 for row, i in enumerate(piece.leaves):
                     leaves[i] = x[row].reshape(self.shapes[i])
                 continue
+            if any(math.prod(self.shapes[i][-1:]) % BLOCK for i in piece.leaves):
+                # Else XLA for CPUs divides for each element, to find its place in the block.
+                x = lax.optimization_barrier(x)
             flat, start = x.reshape(-1), 0
             for i in piece.leaves:
                 size = math.prod(self.shapes[i])
@@ -492,13 +498,13 @@ def from_bytes(in_bytes: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """The largest magnitude of float32, or NaN where one of them is NaN.
+    """The largest magnitude of float32, or NaN where one of them, or their sum, is NaN.
 
     XLA for CPUs drops NaNs from most maxima of floats (JAX 0.10.2 and 0.12.0.1, not reported), but
-    as an integer NaN is the largest of all.
+    not from sums. With magnitudes it would take ten times as long: XLA would write them first.
 
     >>> largest(jnp.array([[1.0, -2.0], [0.0, jnp.nan]]), axis=1).tolist()
     [2.0, nan]
     """
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis), jnp.float32)
+    size = jnp.maximum(jnp.max(x, axis), -jnp.min(x, axis))
+    return jnp.where(jnp.isnan(jnp.sum(x, axis)), jnp.nan, size)

@@ -299,7 +299,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
             return made, new
         accepted = jnp.bool(algorithm.accepts(state, phase))
         refused = state.progress._replace(phase=jnp.full([], -1, jnp.int32))
-        new = restore_unless(accepted, new, state._replace(progress=refused), axes.names)
+        old = state._replace(progress=refused)
+        new = replace_if(~accepted, lambda _, was: was, new, old, axis_names=axes.names)
         return jax.tree.map(lambda u: jnp.where(accepted, u, 0), made), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -520,9 +521,8 @@ def replace_if(
     costs nothing where it does not turn. On accelerators a select is a part of the pass that
     writes, while a loop would wait for the host, and hold the old arrays beside the new ones.
     """
-    varying = frozenset[str]().union(
-        *map(varying_axes, jax.tree.leaves((predicate, arrays, reads)))
-    )
+    leaves = jax.tree.leaves((predicate, arrays, reads))
+    varying = frozenset[str]().union(*map(varying_axes, leaves))
 
     def selected(predicate: jax.Array, arrays: Arrays, *reads: Any) -> Arrays:
         updated = _cast(update(arrays, *reads), varying)
@@ -533,10 +533,3 @@ def replace_if(
         cpu=lambda *given: overwrite_if(given[0], update, *given[1:], axis_names=axis_names),
         default=selected,
     )
-
-
-def restore_unless(
-    fit: jax.Array, new: Arrays, old: Arrays, axis_names: tuple[str, ...] = ()
-) -> Arrays:
-    """The new arrays, or the old ones, bit for bit, unless ``fit``."""
-    return replace_if(~fit, lambda _, was: was, new, old, axis_names=axis_names)
