@@ -14,7 +14,7 @@ from onebit_jax.plan import BFLOAT16, FLAT, FLOAT32, HIERARCHICAL, Setting, loca
 from onebit_jax.transforms import schedules
 from onebit_jax.transforms.schedules import published_sync_steps, published_variance_steps
 
-ROWS = {x.name: x for x in (*plan.OPTIMIZERS, local_steps(30, 32), local_steps(30, 4))}
+ROWS = {x.name: x for x in (*plan.OPTIMIZERS, local_steps(16, 32), local_steps(16, 4))}
 SETTING = Setting(
     parameters=1_000_000, workers=8, bandwidth=1e9, step_time=0.1, steps=1000, latency=0.0
 )
