@@ -203,10 +203,13 @@ def test_a_run_goes_on_from_another_kind_of_mesh_and_from_other_devices(mesh, ot
     folder, expected, batches = saved
     step = onebit_jax.train_step(loss_fn, onebit(), mesh)
     params, opt_state = restored_onto(make_mesh(kind=other_kind), folder)
-    assert_equal(train(step, params, opt_state, batches), expected)
+    moved = train(step, params, opt_state, batches)
+    # Of another compilation: XLA for CPUs (JAX 0.10.2) may contract other products in it.
+    assert_close(moved, expected)
+    moved = jax.device_get(moved)
     others = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices()[-WORKERS:])
     params, opt_state = jax.device_get(restored_onto(others, folder))
-    assert_equal(train(step, params, opt_state, batches), expected)
+    assert_equal(train(step, params, opt_state, batches), moved)
 
 
 @pytest.mark.parametrize(
