@@ -69,15 +69,10 @@ def on_key_data(f: Callable[[jax.Array], jax.Array], key: Any) -> Any:
     return jax.random.wrap_key_data(f(jax.random.key_data(key)), impl=jax.random.key_impl(key))
 
 
-class Share(NamedTuple):
-    """A number in the place of a tensor, under a path that no tensor has, whatever its shape."""
-
-    share: Any
-
-
-def named_shares(name: str, shares: PerWorker) -> dict[str, jax.Array]:
-    """A worker's figures, by tensor, of a tree of :class:`Share`."""
-    return {f"{name} of {x.removesuffix('.share')}": y[0] for x, y in named_leaves(shares.value)}
+def named_shares(name: str, shares: PerWorker, tree: Any) -> dict[str, jax.Array]:
+    """A worker's figures ``[1, P]``, by the paths of a tree of P tensors."""
+    pairs = zip(named_leaves(tree), shares.value[0], strict=True)
+    return {f"{name} of {path}": share for (path, _), share in pairs}
 
 
 def named_leaves(tree: Any, name: str = "") -> list[tuple[str, Any]]:

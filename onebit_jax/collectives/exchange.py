@@ -38,7 +38,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, Specs, bound_axes
 from onebit_jax.collectives.error_feedback import Compressor, ExchangeState
 from onebit_jax.collectives.k_bits import KBits
-from onebit_jax.collectives.layout import Layout, Pieces, tensor_id
+from onebit_jax.collectives.layout import Layout, Pieces, squared, tensor_id, tensor_sums
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 
 Form = Literal["auto", "one-shot", "two-shot"]
@@ -409,6 +409,4 @@ def unfit_of(tree: Any) -> jax.Array:
     """As :func:`unfit_tensor`, of a tree of gradients, by the norms of its tensors."""
     with_paths = jax.tree_util.tree_leaves_with_path(tree)
     ids = [tensor_id(jax.tree_util.keystr(path)) for path, _ in with_paths]
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for _, x in with_paths]
-    norms = jnp.sqrt(jnp.stack(squares)) if squares else jnp.zeros((0,), jnp.float32)
-    return unfit_tensor(norms, np.array(ids, np.int32))
+    return unfit_tensor(jnp.sqrt(tensor_sums(squared, tree)), np.array(ids, np.int32))

@@ -20,9 +20,10 @@ of the ``L`` bytes. Packing then reads ``k`` contiguous planes, where packing ``
 a byte would read with a stride of ``k``: no gathers.
 """
 
+import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -168,10 +169,7 @@ class Layout:
         if grouping == "joined":
             return [tuple(filled)] if filled else []
         if grouping == "tensors":
-            alike: dict[Any, list[int]] = {}
-            for i in filled:
-                alike.setdefault(self.shapes[i] if sizes[i] <= _SMALL else i, []).append(i)
-            return [tuple(group) for group in alike.values()]
+            return _alike({i: self.shapes[i] for i in filled})
         # A block's scale must not depend on another tensor where one that is split differs from
         # device to device, and its neighbour may be the same.
         least = max(_SMALL, _BLOCK_PADDING * self.axes.workers * self.planes * BLOCK)
@@ -344,12 +342,11 @@ class Layout:
 
     def sections(self, rows: jax.Array) -> Pieces:
         """Each piece's bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""
-        parts, start = [], 0
-        for piece in self.pieces:
-            part = lax.slice_in_dim(rows, start, start + piece.bytes_in_row, axis=-1)
-            parts.append(part.reshape(*rows.shape[:-1], piece.chunked[0], *piece.plane))
-            start += piece.bytes_in_row
-        return parts
+        parts = _parts(rows, [piece.bytes_in_row for piece in self.pieces])
+        return [
+            part.reshape(*rows.shape[:-1], piece.chunked[0], *piece.plane)
+            for piece, part in zip(self.pieces, parts, strict=True)
+        ]
 
     def scales(self, rows: jax.Array) -> jax.Array:
         """The scales in rows ``[..., bytes]``; float32 ``[..., *scale_shape]``."""
@@ -360,12 +357,7 @@ class Layout:
 
     def by_piece(self, scales: jax.Array) -> Pieces:
         """Each piece's part of scales ``[..., scales]``."""
-        scales = _reordered(scales, self._by_piece)
-        ends = np.cumsum([piece.scales for piece in self.pieces])
-        return [
-            scales[..., end - piece.scales : end]
-            for end, piece in zip(ends.tolist(), self.pieces, strict=True)
-        ]
+        return _parts(_reordered(scales, self._by_piece), [piece.scales for piece in self.pieces])
 
     def in_order(self, values: Sequence[jax.Array]) -> jax.Array:
         """Undoes :meth:`by_piece`."""
@@ -383,6 +375,15 @@ class Layout:
         return sorted(places, key=lambda i: min(self.pieces[i].leaves), reverse=True)
 
 
+def _alike(shapes: Mapping[int, Shape]) -> list[tuple[int, ...]]:
+    """Tensors by their numbers, in groups: small ones of one shape together, others alone."""
+    groups: dict[Any, tuple[int, ...]] = {}
+    for i, shape in shapes.items():
+        key = shape if math.prod(shape) <= _SMALL else i
+        groups[key] = (*groups.get(key, ()), i)
+    return list(groups.values())
+
+
 def _in_rows(shape: Shape, parts: int) -> Shape:
     """The shape along whose first axis a tensor is cut into parts: leading axes merged, or flat."""
     for axes in range(1, len(shape)):
@@ -392,8 +393,36 @@ def _in_rows(shape: Shape, parts: int) -> Shape:
     return (math.prod(shape),)
 
 
+def _parts(x: jax.Array, sizes: Sequence[int]) -> Pieces:
+    """Parts of these sizes along the last axis, from its beginning."""
+    pairs = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+    return [lax.slice_in_dim(x, start, end, axis=-1) for start, end in pairs]
+
+
 def _reordered(numbers: jax.Array, order: np.ndarray) -> jax.Array:
     return numbers if np.all(np.diff(order) == 1) else numbers[..., order]
+
+
+def tensor_sums(f: Callable[..., jax.Array], *trees: Any) -> jax.Array:
+    """The sum of ``f``, of an element each, over each tensor; float32 ``[P]``.
+
+    Small tensors of one shape are summed side by side: XLA compiles one sum for all of them.
+    """
+    leaves = list(zip(*map(jax.tree.leaves, trees), strict=True))
+    groups = _alike({i: x.shape for i, (x, *_) in enumerate(leaves)})
+    sums = [jnp.zeros((0,), jnp.float32)]
+    for group in groups:
+        rows = (jnp.stack(x) for x in zip(*(leaves[i] for i in group), strict=True))
+        sums.append(jnp.sum(f(*rows).reshape(len(group), -1), 1, dtype=jnp.float32))
+    # XLA (JAX 0.10.2, not reported) rewrites the sum of a concatenation as a chain of additions,
+    # and simplifies one of them in each pass over the whole program.
+    joined = lax.optimization_barrier(jnp.concatenate(sums))
+    return joined[np.argsort([i for group in groups for i in group])]
+
+
+def squared(x: jax.Array) -> jax.Array:
+    """Squares, float32."""
+    return jnp.square(x.astype(jnp.float32))
 
 
 def filled(arrays: Pieces) -> Any:

@@ -106,7 +106,7 @@ class OnebitLambPublished(OnebitLamb):
         factors = jnp.where(running > 0, running, 1.0) * r
         return Made(state._replace(ratios=r), times(factors, u), unfit)
 
-    def freeze(self, state: Any, update: Update, updates: Any) -> Any:
+    def freeze(self, state: Any, update: Update) -> Any:
         """Begins ``v~`` at ``v``, and scales the momentum by ``k``; else as for 1-bit Adam."""
         v, exchange = state.v_then_inverse_root, self.bound(state, update)
         m = self.dense(exchange, state.momentum)
@@ -120,7 +120,7 @@ class OnebitLambPublished(OnebitLamb):
         stored = self.stored(exchange, times(k, m))
         momentum = state.momentum._replace(m_then_compensated=stored)
         state = state._replace(fresh_variance=v, momentum_scales=k, momentum=momentum)
-        return super().freeze(state, update, updates)
+        return super().freeze(state, update)
 
     def compressed_step(self, state: Any, update: Update) -> Made:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and ``v~`` from it."""

@@ -103,8 +103,7 @@ class _OnMesh:
                 own = [x[0] if b else x for x, b in zip(rows, batched, strict=True)]
                 updates, state, params, traced = structure.unflatten(own)
                 traced = jax.tree.map(self._common, traced, own_arguments)
-                new = of_shards(updates, state, params, traced)
-                return [x[None] for x in jax.tree.leaves(new)]
+                return [x[None] for x in jax.tree.leaves(of_shards(updates, state, params, traced))]
 
             of_rows = tuple(
                 P(axes.slow, *spec) if b else spec

@@ -105,8 +105,7 @@ def place_leaves(
         entries = [axes.fast_names if leading and i == 0 else None for i in range(len(shape))]
         return Placed(shape, x.dtype, P(*entries), leading, own)
 
-    placed = [of_leaf(*leaf) for leaf in _leaves(state)]
-    return jax.tree.structure(state).unflatten(placed)
+    return jax.tree.structure(state).unflatten([of_leaf(*leaf) for leaf in _leaves(state)])
 
 
 def _leaves(state: Any) -> Iterator[tuple[Any, Any, bool]]:

@@ -176,8 +176,7 @@ class Workers:
 
             def of_shards(params: Any) -> Any:
                 # Steps return no weak types: with them the second step would be compiled again.
-                state = jax.tree.map(strong, self.tx.init(params))
-                return from_worker_rows(placed, state)
+                return from_worker_rows(placed, jax.tree.map(strong, self.tx.init(params)))
 
             mapped = over_workers(of_shards, self.axes.mesh, (specs,), of_state)
             params = place(params, self.shardings(specs))

@@ -114,8 +114,7 @@ def side(
 ) -> Side:
     """A state of an optimizer on axes; arguments as of :func:`onebit_jax.init`."""
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
-    workers = Workers(tx, abstract_mesh(axes), axis_name, param_specs, on_host=True)
-    return Side(workers, like)
+    return Side(Workers(tx, abstract_mesh(axes), axis_name, param_specs, on_host=True), like)
 
 
 def resize(

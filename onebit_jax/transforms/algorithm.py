@@ -28,7 +28,7 @@ from onebit_jax import validation
 from onebit_jax.collectives import axes as mesh_axes
 from onebit_jax.collectives.axes import Specs, bound_axes, equal_on_all_workers, varying_axes
 from onebit_jax.collectives.exchange import Exchange
-from onebit_jax.markers import PerWorker, Share, outermost, own
+from onebit_jax.markers import PerWorker, named_leaves, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
@@ -172,7 +172,7 @@ class Algorithm:
         """Whether the update just made, not counted yet, is the last one before the freeze."""
         raise NotImplementedError
 
-    def freeze(self, state: Any, update: Update, updates: Any) -> Any:
+    def freeze(self, state: Any, update: Update) -> Any:
         """The state after the freeze, from that after the last update before it."""
         raise NotImplementedError
 
@@ -246,8 +246,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         for phase in steps:
 
             def step(made: Made, grads: Any, params: Any, phase: Phase = phase) -> Made:
-                own = update._replace(grads=grads, params=params)
-                return run(phase, made.state, own)
+                return run(phase, made.state, update._replace(grads=grads, params=params))
 
             chosen = index == code(phase)
             made = overwrite_if(chosen, step, made, update.grads, update.params, axis_names=names)
@@ -314,10 +313,12 @@ def _counted(algorithm: Algorithm, phase: Phase, made: Made, state: Any, update:
         ended = algorithm.ends(new)
         names = bound_axes(algorithm.exchange.axis_name).names
 
-        def freeze(new: Any, params: Any, updates: Any) -> Any:
-            return algorithm.freeze(new, update._replace(params=params), updates)
+        needed = update.params if algorithm.needs_params else None
 
-        new = replace_if(ended, freeze, new, update.params, updates, axis_names=names)
+        def freeze(new: Any, params: Any) -> Any:
+            return algorithm.freeze(new, update._replace(params=params))
+
+        new = replace_if(ended, freeze, new, needed, axis_names=names)
         at = jnp.where(ended, progress.count + 1, progress.frozen_at)
         progress = progress._replace(frozen_at=at)
     progress = progress._replace(
@@ -359,8 +360,8 @@ class Unmoved(NamedTuple):
     """State of :func:`notice_unmoved`.
 
     Attributes:
-      shares: by tensor, the share of its last updates that rounded to nothing; float32 ``[1]``, a
-        tree like the parameters without those of float32.
+      shares: the share of its last updates that rounded to nothing, by the path of each tensor that
+        is not float32; float32 ``[1]``.
     """
 
     shares: PerWorker
@@ -370,10 +371,9 @@ def notice_unmoved() -> optax.GradientTransformationExtraArgs:
     """Notices parameters, in bfloat16 say, that their updates are too small to change."""
 
     def shares(f: Callable[..., jax.Array], params: Any, *trees: Any) -> Unmoved:
-        def of_tensor(p: Any, *others: Any) -> Any:
-            return Share(f(p, *others)[None]) if jnp.result_type(p).itemsize < 4 else None
-
-        return Unmoved(PerWorker(jax.tree.map(of_tensor, params, *trees)))
+        tensors = zip(named_leaves(params), *map(jax.tree.leaves, trees), strict=True)
+        small = [(name, p, *x) for (name, p), *x in tensors if jnp.result_type(p).itemsize < 4]
+        return Unmoved(PerWorker({name: f(*x)[None] for name, *x in small}))
 
     def share(p: jax.Array, new: jax.Array, u: jax.Array) -> jax.Array:
         lost = jnp.sum((u != 0) & (new == p), dtype=jnp.float32)

@@ -17,18 +17,14 @@ from onebit_jax.collectives.axes import (
     copies_of_shards,
     sum_over_shards,
 )
+from onebit_jax.collectives.layout import squared, tensor_sums
 from onebit_jax.markers import PerWorker, as_own, is_per_worker, own
 from onebit_jax.transforms.algorithm import Task, usual_promotion
 
 
 def squared_norm(grads: optax.Updates, axes: Axes, specs: Specs | None = None) -> jax.Array:
     """The squared norm of a tree of whole tensors, or of their shards, in float32; ``[]``."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(grads)]
-    if not squares:
-        return jnp.float32(0)
-    # XLA (JAX 0.10.2, not reported) rewrites the sum of a concatenation as a chain of additions,
-    # and simplifies one of them in each pass over the whole program.
-    sums = lax.optimization_barrier(jnp.stack(squares))
+    sums = tensor_sums(squared, grads)
     if axes.shards:
         sums = sums / np.asarray(copies_of_shards(grads, axes, specs or {}), np.float32)
     return sum_over_shards(jnp.sum(sums), axes)

@@ -1,7 +1,6 @@
 """Birder, first called BinSGDM: one random bit per parameter, with no warm-up and no scales."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, equal_on_all_workers
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, ExchangeOptions, unfit_of
-from onebit_jax.collectives.layout import Pieces
+from onebit_jax.collectives.layout import Pieces, tensor_sums
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.markers import PerWorker
 from onebit_jax.transforms import algorithm
@@ -57,10 +56,10 @@ class ScaleByBirderState(NamedTuple):
         pairs = list(zip(jax.tree.leaves(self.m), jax.tree.leaves(self.a), strict=True))
         ratios = [jnp.where(a != 0, jnp.abs(m) / a, 0.0).reshape(-1) for m, a in pairs]
         ratio = jnp.concatenate([*ratios, jnp.zeros(1, jnp.float32)])
-        active = sum((jnp.sum(a != 0, dtype=jnp.float32) for _, a in pairs), jnp.float32(0))
+        active = jnp.sum(tensor_sums(lambda a: a != 0, self.a))
         some = jnp.maximum(active, 1)
         return {
-            "active": active / max(sum(math.prod(a.shape) for _, a in pairs), 1),
+            "active": active / max(ratio.size - 1, 1),
             "certainty": jnp.sum(ratio) / some,
             "saturation": jnp.sum(ratio > 0.99, dtype=jnp.float32) / some,
             "greatest_ratio": jnp.max(ratio),

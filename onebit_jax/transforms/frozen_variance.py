@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
-from onebit_jax.markers import PerWorker, Share, as_own, named_shares, own
+from onebit_jax.collectives.layout import squared, tensor_sums
+from onebit_jax.markers import PerWorker, as_own, named_shares, own
 from onebit_jax.transforms.algorithm import Algorithm
 
 
@@ -32,7 +32,7 @@ class Momentum(NamedTuple):
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
         form ``[L, N, bytes]``; equal on all workers.
       exchange: the rest of the exchange's state.
-      ignored: from :func:`ignored`.
+      ignored: from :func:`ignored`; float32 ``[1, P]``.
     """
 
     m_then_compensated: PerWorker
@@ -50,12 +50,13 @@ class Momentum(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """Those of the exchange, and the shares of gradients that were ignored."""
-        return self.lent(axes).diagnostics(axes) | named_shares("ignored_share", self.ignored)
+        shares = named_shares("ignored_share", self.ignored, self.m_then_compensated.value)
+        return self.lent(axes).diagnostics(axes) | shares
 
 
 def none_ignored(params: Any) -> PerWorker:
     """No gradients ignored yet: 0 for each tensor."""
-    return as_own(jax.tree.map(lambda _: Share(jnp.float32(0)), params))
+    return as_own(jnp.zeros((len(jax.tree.leaves(params)),), jnp.float32))
 
 
 # One update in so many looks for ignored gradients. Smaller ones than this share of the root mean
@@ -69,28 +70,24 @@ def ignored(
     """The largest share of each tensor that had gradients in one update and was inactive.
 
     Args:
-      before: this, after the update before.
+      before: this, after the update before; float32 ``[P]``.
       count: the number of updates made.
       grads: the worker's own gradients.
       inverse_root: 0 for inactive elements.
       active: of the exchange.
     """
+    leaves = jax.tree.leaves(grads)
+    sizes = np.array([max(x.size, 1) for x in leaves], np.float32)
 
-    def shares() -> Any:
-        size = sum(g.size for g in jax.tree.leaves(grads))
-        noise = _NOISE * optax.tree.norm(optax.tree.cast(grads, jnp.float32)) / size**0.5
-
-        def share(g: jax.Array, y: jax.Array) -> Share:
-            told = (jnp.abs(g) > noise) & (y == 0)
-            return Share(jnp.sum(told, dtype=jnp.float32) / max(g.size, 1))
-
-        return jax.tree.map(share, grads, inverse_root)
+    def shares() -> jax.Array:
+        noise = _NOISE * jnp.sqrt(jnp.sum(tensor_sums(squared, grads)) / np.sum(sizes))
+        told = tensor_sums(lambda g, y: (jnp.abs(g) > noise) & (y == 0), grads, inverse_root)
+        return jnp.maximum(own(before), told / sizes)
 
     # Without inactive elements no pass is needed. Sums wrap alike.
-    size = sum(x.size for x in jax.tree.leaves(inverse_root)) % 2**32
+    size = sum(x.size for x in leaves) % 2**32
     some = jnp.sum(active.counts.astype(jnp.uint32)) != np.uint32(size)
-    now = lax.cond(some & (count % _LOOKS == 0), shares, lambda: own(none_ignored(grads)))
-    return as_own(jax.tree.map(jnp.maximum, own(before), now))
+    return as_own(lax.cond(some & (count % _LOOKS == 0), shares, lambda: own(before)))
 
 
 def average(decay: Any, old: Any, new: Any) -> Any:
@@ -195,8 +192,7 @@ class FrozenVariance(Algorithm):
             index = lax.axis_index(exchange.axes.local)
             held = momentum.m_then_compensated.value
             values = jax.tree.map(lambda x, y: x.at[:, index].set(y) if x.size else x, held, values)
-        kept = self._without_values(state)
-        return Momentum(PerWorker(values), received, kept, momentum.ignored)
+        return Momentum(PerWorker(values), received, self._without_values(state), momentum.ignored)
 
     @staticmethod
     def _without_values(state: ExchangeState) -> ExchangeState:

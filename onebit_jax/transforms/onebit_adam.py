@@ -11,6 +11,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
+from onebit_jax.collectives.layout import tensor_sums
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
 from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average
@@ -56,9 +57,8 @@ class ScaleByOnebitAdamState(NamedTuple):
 
 def zero_share(v: Any) -> jax.Array:
     """The share of a tree's elements that are 0, such as elements without a variance."""
-    leaves = jax.tree.leaves(v)
-    zeros = [jnp.sum(x == 0, dtype=jnp.float32) for x in leaves]
-    return sum(zeros, jnp.float32(0)) / max(sum(x.size for x in leaves), 1)
+    zeros = jnp.sum(tensor_sums(lambda x: x == 0, v))
+    return zeros / max(sum(x.size for x in jax.tree.leaves(v)), 1)
 
 
 def bounded(u: jax.Array, bound: Any) -> jax.Array:
@@ -153,17 +153,15 @@ class OnebitAdam(FrozenVariance):
 
     def observed(self, state: Any, v: Any, of_v: Any) -> VarianceRecord:
         """The record with the variances ``v / of_v``."""
-        leaves = jax.tree.leaves(v)
-        norms = jnp.stack([jnp.sum(x) for x in leaves]) if leaves else jnp.zeros((0,), jnp.float32)
-        norms = sum_over_shards(norms, bound_axes(self.exchange.axis_name)) / of_v
-        sizes, t = [x.size for x in leaves], state.progress.count + 1
+        norms = sum_over_shards(tensor_sums(jnp.abs, v), bound_axes(self.exchange.axis_name)) / of_v
+        sizes, t = [x.size for x in jax.tree.leaves(v)], state.progress.count + 1
         return schedules.observe(self.warmup, state.variance_record, norms, sizes, t)
 
     def ends(self, state: Any) -> jax.Array:
         """Whether this update is the last of the warm-up."""
         return schedules.ends(self.warmup, state.variance_record, state.progress.count + 1)
 
-    def freeze(self, state: Any, update: Update, updates: Any) -> Any:
+    def freeze(self, state: Any, update: Update) -> Any:
         """Replaces ``v`` by ``1 / (sqrt(v) + eps)``; elements with ``v = 0`` become inactive."""
         t = state.progress.count + 1
         _, of_v = self.corrections(t)

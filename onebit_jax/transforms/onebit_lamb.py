@@ -12,6 +12,7 @@ import optax
 from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
+from onebit_jax.collectives.layout import squared, tensor_sums
 from onebit_jax.transforms import algorithm, onebit_adam
 from onebit_jax.transforms.algorithm import Made, Progress, Update
 from onebit_jax.transforms.frozen_variance import Momentum
@@ -61,8 +62,7 @@ def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:
 
 def squared_norms(tree: Any, axis_name: Any) -> jax.Array:
     """The squared norm of each tensor, whole; float32 ``[P]``."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return sum_over_shards(jnp.asarray(squares, jnp.float32), bound_axes(axis_name))
+    return sum_over_shards(tensor_sums(squared, tree), bound_axes(axis_name))
 
 
 def coefficients(params: Any, u: Any, low: Any, high: Any, axis_name: Any) -> jax.Array:

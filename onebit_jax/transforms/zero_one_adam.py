@@ -75,7 +75,7 @@ class ZeroOneAdamState(NamedTuple):
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""
-        shares = named_shares("ignored_share", self.ignored)
+        shares = named_shares("ignored_share", self.ignored, self.v_then_y)
         return {"inactive_share": zero_share(self.inverse_root)} | shares
 
     def own_parameters(self) -> Any:
@@ -190,8 +190,9 @@ class ZeroOneAdam(FrozenVariance):
         m = average(self.b1, own(equal_on_all_workers(state.m)), G)
         return self._adam(state._replace(exchange=exchanged), update, m, unfit)
 
-    def freeze(self, state: ZeroOneAdamState, update: Update, updates: Any) -> ZeroOneAdamState:
+    def freeze(self, state: ZeroOneAdamState, update: Update) -> ZeroOneAdamState:
         """``y`` is ``p`` after this update; residuals restart at 0, now those of ``B_i``."""
+        updates = self._adam(state, update, own(state.m), jnp.int32(0)).updates
         y = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, update.params, updates)
         exchange = jax.tree.map(jnp.zeros_like, state.exchange)
         return state._replace(v_then_y=y, exchange=exchange._replace(active=state.exchange.active))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import ExchangeState
-from onebit_jax.markers import named_shares, nodes, nodes_with
+from onebit_jax.markers import nodes, nodes_with
 from onebit_jax.programs.over_workers import mesh_of_arrays, over_workers
 from onebit_jax.states.flax_variables import without_variables
 from onebit_jax.states.placement import computing_on, state_specs
@@ -249,7 +249,8 @@ def _program(
         sent = [(jnp.max(x), replicas.checksum(x)) for x in scales]
         for _, node in nodes(opt_state):
             if isinstance(node, Unmoved):
-                figures |= named_shares("unmoved_share", node.shares)
+                shares = node.shares.value.items()
+                figures |= {f"unmoved_share of {name}": x[0] for name, x in shares}
         count = jnp.array([x.progress.count for x in states_of(opt_state)], jnp.float32)
 
         def gathered(x: jax.Array) -> jax.Array:
