@@ -3,11 +3,10 @@
     python -m benchmarks.compile
     python -m benchmarks.compile --tree matrices
 
-By default on the 206 tensors of BERT-Base. README's loop comes first, `onebit_jax.train_step`
-with a loss of matmuls; it compiles each phase as it comes, so that a run compiles several programs.
-Then come the optimizers alone: update and application, with a gradient for each tensor. Seconds are
-the process's own on all cores, and those of a clock; tracing and lowering to XLA's language are
-part of both. Nothing runs.
+By default on the 206 tensors of BERT-Base, in README's loop: `onebit_jax.train_step` with a loss of
+matmuls. It compiles each phase as it comes, so that a run compiles several programs. The program of
+all phases is a loop of one's own. Seconds are the process's own on all cores, and those of a clock;
+tracing and lowering to XLA's language are part of both. Nothing runs.
 """
 
 import dataclasses
@@ -35,29 +34,30 @@ class Options:
     """The parameters of a BERT, or 16 matrices."""
     workers: int = 2
     """Workers, a device each; on CPUs the devices are simulated."""
+    kinds: tuple[str, ...] = ()
+    """The programs to compile, by name; all if empty."""
     rounds: int = 3
     """How often each program is compiled."""
     json: pathlib.Path = pathlib.Path("runs/benchmarks/compile.json")
     """File to write the figures to."""
 
 
-_DENSE, _IN_TRAIN_STEP = "AdamW with pmean", ", train_step"
-# `train_step` has no such program.
-_IN_ONE = "1-bit Adam, all phases"
+_DENSE, _IN_ONE = "AdamW with pmean", "1-bit Adam, all phases"
 
 
 def programs() -> dict[str, Kind]:
     """What is compiled."""
     alone = for_compilers() | every_optimizer()
-    in_train_step = {
-        name + _IN_TRAIN_STEP: kind._replace(loop="train_step", phases=kind.phases[-1:])
+    in_loop = {
+        name: kind._replace(loop="train_step", phases=kind.phases[-1:])
         for name, kind in alone.items()
-        if name != _IN_ONE
     }
-    return in_train_step | alone
+    return in_loop | {_IN_ONE: alone[_IN_ONE]}
 
 
-def measure(tree: tasks.Tree, mesh: Mesh, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(
+    tree: tasks.Tree, mesh: Mesh, chosen: tuple[str, ...], rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Seconds that each program takes to compile, by the process's own clock and by the wall's."""
     task = tasks.of_tree(tree, elements=2**26)
     figures: dict[str, dict[str, list[float]]] = {}
@@ -65,6 +65,8 @@ def measure(tree: tasks.Tree, mesh: Mesh, rounds: int) -> dict[str, dict[str, li
     jax.jit(lambda x: x @ x + 1).lower(jnp.ones((8, 8))).compile()
     for _ in range(rounds):
         for name, kind in programs().items():
+            if chosen and name not in chosen:
+                continue
             run = Run(kind, task, mesh)
             jax.clear_caches()
             process, wall = time.process_time(), time.perf_counter()
@@ -76,21 +78,20 @@ def measure(tree: tasks.Tree, mesh: Mesh, rounds: int) -> dict[str, dict[str, li
 
 
 def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    """One line a program; ratios are of the process's own seconds, to the dense one in its loop."""
+    """One line a program; ratios are of the process's own seconds, to the dense one."""
     width = max(map(len, figures)) + 2
     print(f"{'':{width}}{'process, s':>12}{'wall, s':>10}{'ratio':>8}")
     medians = {name: statistics.median(figure["process"]) for name, figure in figures.items()}
     for name, figure in figures.items():
-        dense = _DENSE + _IN_TRAIN_STEP if name.endswith(_IN_TRAIN_STEP) else _DENSE
         wall = statistics.median(figure["wall"])
-        ratio = medians[name] / medians[dense]
+        ratio = medians[name] / medians[_DENSE]
         print(f"{name:{width}}{medians[name]:12.2f}{wall:10.2f}{ratio:8.2f}")
 
 
 def main(options: Options) -> None:
     """Runs the benchmark."""
     jax.config.update("jax_num_cpu_devices", options.workers)
-    figures = measure(options.tree, make_mesh(options.workers), options.rounds)
+    figures = measure(options.tree, make_mesh(options.workers), options.kinds, options.rounds)
     print(f"{options.tree}, {options.workers} workers, {jax.devices()[0].device_kind}")
     print_table(figures)
     record.write(options.json, options, figures)
