@@ -102,7 +102,7 @@ def utilization() -> Figure:
     rows = {
         "dense bfloat16": (plan.BFLOAT16, "Adam"),
         "1-bit Adam": (plan.FLAT, "1-bit Adam"),
-        "local steps, 4 bits, every 8": (plan.local_steps(8, 4), "Local steps"),
+        "local steps, 4 bits, every 16": (plan.local_steps(16, 4), "Local steps"),
         "local steps, 4 bits, every 32": (local, "Every "),
     }
     setting = plan.Setting(parameters=1e9, workers=8, bandwidth=1e9, step_time=1.5)

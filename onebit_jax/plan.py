@@ -362,7 +362,7 @@ def utilization(setting: Setting) -> str:
     """
     _check(setting)
     compared = {x.name: [x] for x in (FLOAT32, BFLOAT16)} | {"1-bit Adam": [FLAT, HIERARCHICAL]}
-    syncs = (local_steps(every, bits) for bits in (32, 4) for every in (1, 8, 32, 128))
+    syncs = (local_steps(every, bits) for bits in (32, 4) for every in (1, 16, 32, 128))
     rows = [["compute utilization", *map(_rate, _BANDWIDTHS)]]
     for name, forms in (compared | {x.name: [x] for x in syncs}).items():
         settings = [setting._replace(bandwidth=x) for x in _BANDWIDTHS]

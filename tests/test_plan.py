@@ -281,7 +281,7 @@ def test_the_command_prints_the_utilization(capsys):
     head, *rows = command(capsys, f"{ARGUMENTS} --utilization")
     last = {row.split("  ")[0]: row.split()[-1] for row in rows[:11]}
     at = Setting(340e6, 64, 10e9, 0.45, per_node=4)
-    for name, row in (("1-bit Adam", HIERARCHICAL), ("DiLoCo, every 8", local_steps(8, 32))):
+    for name, row in (("1-bit Adam", HIERARCHICAL), ("DiLoCo, every 16", local_steps(16, 32))):
         assert last[name] == f"{at.step_time / predict(row, at).step:.0%}"
     assert head.endswith("10 Gbit/s")
 
