@@ -361,9 +361,7 @@ def test_schedules_go_on_where_adam_was(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 6])
-@pytest.mark.parametrize(
-    "options", [{"b2": 0.9}, {"eps": 1e-2}, {"bias_correction": False}, {"injected": 0.9}], ids=str
-)
+@pytest.mark.parametrize("options", [{"b2": 0.9}, {"eps": 1e-2}, {"injected": 0.9}], ids=str)
 def test_the_variance_is_that_of_adam_whatever_the_options(options, steps):
     """The batch is always the same, and the rate 0: the variance is g^2 but for the rounding."""
     if "injected" in options:

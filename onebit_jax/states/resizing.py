@@ -188,6 +188,7 @@ def resize(
             )
         slow = tuple(x for x in sizes if x not in fast and (x in names or sizes[x] > 1))
         slow = tuple(sorted(slow, key=lambda x: names.index(x) if x in names else -1))
+        param_specs = Workers(tx, mesh, axis_name, param_specs).specs(params)
     before = side(from_tx, params, from_axes, slow, param_specs)
     after = side(tx, params, mesh, axis_name, param_specs)
     given, opt_state = opt_state, without_shardings(opt_state, before.params)

@@ -256,8 +256,7 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
     def step(donated: Any, opt_state: Any, others: Any) -> Results:
         params, model_state = donated
         given = Arguments(params, opt_state, model_state, *others)
-        of_workers = split_step if workers.split else whole_step
-        return of_workers(setup, given, phase)
+        return (split_step if workers.split else whole_step)(setup, given, phase)
 
     in_specs = _parts(specs)
     out_specs = Results(specs.params, specs.opt_state, specs.model_state, P(), P(), P())

@@ -18,7 +18,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
 from onebit_jax.collectives.layout import squared, tensor_sums
-from onebit_jax.markers import PerWorker, as_own, named_shares, own
+from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import Algorithm
 
 
@@ -49,9 +49,8 @@ class Momentum(NamedTuple):
         return self.exchange._replace(worker=PerWorker(worker._replace(values=values)))
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """Those of the exchange, and the shares of gradients that were ignored."""
-        shares = named_shares("ignored_share", self.ignored, self.m_then_compensated.value)
-        return self.lent(axes).diagnostics(axes) | shares
+        """Those of the exchange."""
+        return self.lent(axes).diagnostics(axes)
 
 
 def none_ignored(params: Any) -> PerWorker:

@@ -12,6 +12,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.collectives.layout import tensor_sums
+from onebit_jax.markers import named_shares
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
 from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average
@@ -50,9 +51,10 @@ class ScaleByOnebitAdamState(NamedTuple):
         return self.progress.metrics() | self.variance_record.metrics()
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """``inactive_share`` and ``variance_at``, scalars."""
-        share = zero_share(self.v_then_inverse_root)
-        return {"inactive_share": share, "variance_at": self.variance_at}
+        """``inactive_share``, ``variance_at``, and the shares of gradients that were ignored."""
+        v = self.v_then_inverse_root
+        shares = named_shares("ignored_share", self.momentum.ignored, v)
+        return {"inactive_share": zero_share(v), "variance_at": self.variance_at} | shares
 
 
 def zero_share(v: Any) -> jax.Array:
@@ -248,13 +250,13 @@ def fields_of(
     eps: jax.typing.ArrayLike,
     axis_name: str | tuple[str, str],
     warmup: Warmup,
-    warmup_bits: int,
+    warmup_bits: int | Literal["auto"],
     variance_refreshes: int | StepSet | Literal["auto"] | None,
     step_bound: jax.typing.ArrayLike | None,
     exchange: ExchangeOptions,
 ) -> dict[str, Any]:
     """The fields of :class:`OnebitAdam` from arguments of :func:`onebit_adam`, checked."""
-    bits = validation.bits("warmup_bits", warmup_bits, (4, 8, 32))
+    bits = validation.bits("warmup_bits", 4 if warmup_bits == "auto" else warmup_bits, (4, 8, 32))
     refreshes = _REFRESHES if isinstance(variance_refreshes, str) else variance_refreshes
     if step_bound is not None:
         step_bound = validation.number("step_bound", step_bound, "positive")
@@ -277,7 +279,7 @@ def scale_by_onebit_adam(
     *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    warmup_bits: int = 4,
+    warmup_bits: int | Literal["auto"] = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     step_bound: jax.typing.ArrayLike | None = STEP_BOUND,
     bias_correction: bool = True,
@@ -335,7 +337,7 @@ def onebit_adam(
     *,
     axis_name: str | tuple[str, str],
     warmup: Warmup = WARMUP,
-    warmup_bits: int = 4,
+    warmup_bits: int | Literal["auto"] = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -410,8 +412,9 @@ def onebit_adam(
         ``freeze_step`` (one less). Give ``min_steps``
         the length of the learning rate's warm-up if that is longer. The papers use 15 to 20 % of a
         run.
-      warmup_bits: bits per value of the gradients that warm-up and refreshes average: 4 or 8, both
-        with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`), or 32.
+      warmup_bits: bits per value of the gradients that warm-up and refreshes average: 4, which is
+        ``"auto"``, or 8, both with a scale per 256 values (:mod:`onebit_jax.collectives.k_bits`),
+        or 32.
       variance_refreshes: when v is refreshed after the freeze: a function of the number of updates
         made, from 0, that returns a boolean (traced), ``"auto"`` for
         0/1 Adam's policy, whose gaps grow to between 1/32 and 1/16 of that number; a number ``k``

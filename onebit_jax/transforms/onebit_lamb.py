@@ -121,7 +121,7 @@ def scale_by_onebit_lamb(
     warmup: Warmup = WARMUP,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    warmup_bits: int = 4,
+    warmup_bits: int | Literal["auto"] = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -165,7 +165,7 @@ def onebit_lamb(
     warmup: Warmup = WARMUP,
     min_coeff: jax.typing.ArrayLike = 0.01,
     max_coeff: jax.typing.ArrayLike = 10.0,
-    warmup_bits: int = 4,
+    warmup_bits: int | Literal["auto"] = "auto",
     variance_refreshes: int | StepSet | Literal["auto"] | None = "auto",
     exchange: ExchangeOptions = ExchangeOptions(),
 ) -> optax.GradientTransformationExtraArgs:

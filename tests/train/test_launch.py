@@ -53,7 +53,7 @@ def test_another_learning_rate_is_named_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize("layout", ["--workers 4", "--mesh data=2,fsdp=2"])
 def test_two_processes_train_like_one(layout, tmp_path):
     """The warm-up agrees to rounding; compression magnifies it, one sign at a time."""
-    workers = [*RUN, *layout.split(), "--out"]
+    workers = [*RUN, *layout.split(), "--warmup-bits", "32", "--out"]
     with started([[PROGRAM, *workers, str(tmp_path / "one")]]) as alone:
         assert ended(alone)[0] == [0]
     codes, errors = run(PROGRAM, [[*workers, str(tmp_path / "two")]] * 2)
