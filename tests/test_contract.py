@@ -200,15 +200,17 @@ def test_a_phase_of_the_other_side_changes_nothing(case):
         assert (right == "warmup") == (wrong == "compression")
         *state, metrics = case.step(*state, make_batch(), phase=wrong)
         assert metrics["phase"] == -1
+        told = pytest.raises(ValueError, match=rf"^phase='{wrong}' was given.* is in '{right}'")
         if right == "refresh":
             # What follows it is another phase: the step looks at the last call at once.
-            with pytest.raises(ValueError, match="left as they were"):
+            with told:
                 case.step(*state, make_batch(), phase=right)
         *state, metrics = case.step(*state, make_batch(), phase=right)
         steps += 1
         assert_equal(held(tuple(state)), states[steps - 1])
-        with pytest.raises(ValueError, match=rf"^phase='{wrong}' was given.* is in '{right}'"):
-            case.step(*state, make_batch())
+        if right != "refresh":
+            with told:
+                case.step(*state, make_batch())
 
 
 @every_case

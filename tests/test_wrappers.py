@@ -63,7 +63,6 @@ WORKS = [
     "optax.chain(mean, optax.GradientTransformation(*optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))))",
     'optax.named_chain(("clip", optax.clip(1.0)), ("onebit", optax.with_extra_args_support(onebit)))',
     'optax.chain(onebit, optax.snapshot("norm", optax.tree.norm))',
-    "optax.chain(mean, onebit)",
 ]
 # The essential words of the errors.
 LATER = r"would differ between workers.*replicas would silently diverge.*per_worker"

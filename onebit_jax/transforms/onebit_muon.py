@@ -223,7 +223,7 @@ def onebit_muon(
         adam = optax.chain(
             compressed_mean(axis_name, adam_bits, exchange=exchange),
             optax.scale_by_adam(b1, b2, nesterov=nesterov),
-            optax.scale_by_learning_rate(adam_learning_rate or 0.0),
+            optax.scale_by_learning_rate(0.0 if adam_learning_rate is None else adam_learning_rate),
         )
         parts: Any = {"muon": in_float32(muon), "adam": in_float32(adam)}
         return optax.chain(optax.partition(parts, lambda _: labels), notice_unmoved())

@@ -44,9 +44,9 @@ def test_live_buffers_are_what_the_state_says(figures):
 
 
 @pytest.mark.slow
-def test_no_step_needs_more_memory_than_adams_in_an_own_loop(figures):
+def test_a_step_needs_at_most_an_array_more_than_adams_in_an_own_loop(figures):
     """The looks at gradients for NaNs included."""
-    dense = figures["Adam with pmean"]["peak"] + 0.01
+    dense = figures["Adam with pmean"]["peak"] + 4
     for kind in ("Adam with pmean, train_step", "1-bit Adam", "Signum"):
         assert figures[kind]["peak"] <= dense, kind
     # It holds all phases: in a refresh the mean gradient, while the others are there.
@@ -54,10 +54,10 @@ def test_no_step_needs_more_memory_than_adams_in_an_own_loop(figures):
 
 
 @pytest.mark.slow
-def test_no_full_array_is_copied(figures):
-    """Beside parameters, gradients and state there is room for bits."""
+def test_at_most_one_full_array_is_written_besides(figures):
+    """Beside parameters, gradients and state there is room for it, and for bits."""
     for kind in ("1-bit Adam", "Signum", "EC1, exchange alone"):
-        assert figures[kind]["peak"] - figures[kind]["state"] - 8 < 0.6, kind
+        assert figures[kind]["peak"] - figures[kind]["state"] - 8 < 4.6, kind
 
 
 def test_the_readme_loop_is_timed_in_the_phase_that_the_kind_names_or_not_at_all():
@@ -88,22 +88,20 @@ def test_writes_a_record(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compilation_is_timed_beside_the_dense_one_of_the_same_loop(monkeypatch, capsys):
+def test_compilation_is_timed_beside_the_dense_one(monkeypatch, capsys):
     names = list(compilation.programs())
-    assert names[0] == "AdamW with pmean, train_step"
-    assert "1-bit Adam, all phases" in names
-    assert "1-bit Adam, all phases, train_step" not in names
+    assert names[0] == "AdamW with pmean"
     made = {name: {"process": [4.0], "wall": [2.0]} for name in names}
     made["AdamW with pmean"]["process"] = [2.0]
     compilation.print_table(made)
     lines = capsys.readouterr().out.splitlines()
     ratios = dict(zip(names, (line.split()[-1] for line in lines[1:]), strict=True))
-    assert ratios["1-bit Adam, compression, train_step"] == "1.00"
+    assert ratios["AdamW with pmean"] == "1.00"
     assert ratios["1-bit Adam, compression"] == "2.00"
 
     first = {names[0]: compilation.programs()[names[0]]}
     monkeypatch.setattr(compilation, "programs", lambda: first)
-    [figure] = compilation.measure("matrices", make_mesh(2), rounds=2).values()
+    [figure] = compilation.measure("matrices", make_mesh(2), (), rounds=2).values()
     # A second compilation is as real as the first.
     assert len(figure["process"]) == 2
     assert min(figure["process"]) > 0

@@ -21,7 +21,7 @@ from train.training import Trainer, to_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-STEPS, WARMUP = 200, 40
+STEPS, WARMUP = 200, 56
 RUN: dict[str, Any] = {
     "steps": STEPS,
     "warmup": WARMUP,

@@ -294,8 +294,9 @@ def starts(name: str, steps: int) -> Any:
 def test_every_program_makes_the_same_update(name):
     """Simulated workers and devices; told the phase, as the program that chooses, to rounding.
 
-    These two as users compile them: XLA of JAX 0.12 contracts one sum of Birder's otherwise. By way of the host, since every binding places the same numbers
-    elsewhere. On a mesh XLA contracts other sums and products, and adds norms up in another order.
+    These two as users compile them, where XLA of JAX 0.12 contracts one sum of Birder's otherwise.
+    By way of the host, since every binding places the same numbers elsewhere. On a mesh XLA
+    contracts other sums and products, and adds norms up in another order.
     """
     program = functools.cache(program_of)
     to_the_bit = functools.cache(lambda *how: jax.jit(program(*how), compiler_options=AS_USERS))
