@@ -202,8 +202,7 @@ def _most(collectives: Iterable[Collective]) -> int:
 def _size(count: int) -> tuple[str, str]:
     power = min(max(len(str(count)) - 1, 0) // 3, 4)
     unit = ("B", "kB", "MB", "GB", "TB")[power]
-    readable = f"{count / 1000**power:.1f} {unit}" if power else f"{count} B"
-    return readable, f"{count:,}"
+    return f"{count / 1000**power:.1f} {unit}" if power else f"{count} B", f"{count:,}"
 
 
 class _Walk:

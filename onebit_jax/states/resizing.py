@@ -110,9 +110,12 @@ def is_carried(node: Any) -> bool:
 
 
 def side(
-    tx: optax.GradientTransformation, params: Any, axes: Axes, axis_name: Any, param_specs: Specs
+    tx: optax.GradientTransformation, params: Any, axes: Any, axis_name: Any, param_specs: Specs
 ) -> Side:
     """A state of an optimizer on axes; arguments as of :func:`onebit_jax.init`."""
+    if param_specs is None and axis_name is not None:
+        # Types may say it, which the shapes below have not.
+        param_specs = Workers(tx, axes, axis_name, None).specs(params)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
     return Side(Workers(tx, abstract_mesh(axes), axis_name, param_specs, on_host=True), like)
 
@@ -175,7 +178,6 @@ def resize(
       >>> opt_state = onebit_jax.init(tx, params, mesh_of(4))
       >>> opt_state = onebit_jax.resize(opt_state, tx, params, mesh_of(2), from_axes={"data": 4})
     """
-    from_tx = tx if from_tx is None else from_tx
     slow: Any = axis_name
     if axis_name is not None:
         names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -188,9 +190,9 @@ def resize(
             )
         slow = tuple(x for x in sizes if x not in fast and (x in names or sizes[x] > 1))
         slow = tuple(sorted(slow, key=lambda x: names.index(x) if x in names else -1))
-        param_specs = Workers(tx, mesh, axis_name, param_specs).specs(params)
-    before = side(from_tx, params, from_axes, slow, param_specs)
     after = side(tx, params, mesh, axis_name, param_specs)
+    specs = after.workers.param_specs if after.workers.split else None
+    before = side(from_tx or tx, params, from_axes, slow, specs)
     given, opt_state = opt_state, without_shardings(opt_state, before.params)
     copies = _are_copies(opt_state)
     held = before.by_place(_on_host(opt_state, copies=copies))
