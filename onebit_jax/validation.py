@@ -56,7 +56,8 @@ def number(name: str, value: Any, kind: str) -> Any:
             )
         return value.astype(jnp.float32)
     try:
-        found = float(value) if not isinstance(value, (str, bytes, bool)) else math.nan
+        refused = isinstance(value, (str, bytes, bool, np.complexfloating))
+        found = math.nan if refused else float(value)
     except (TypeError, ValueError, OverflowError):
         found = math.nan
     with np.errstate(over="ignore", under="ignore"):

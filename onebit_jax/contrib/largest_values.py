@@ -159,8 +159,7 @@ class LargestValues:
 
 def _start(age: jax.Array, size: int) -> jax.Array:
     """Where a call's search begins; int32 ``[]``."""
-    start = (age.astype(jnp.uint32) * np.uint32(_SPREAD)) % np.uint32(size)
-    return start.astype(jnp.int32)
+    return (age.astype(jnp.uint32) * np.uint32(_SPREAD) % np.uint32(size)).astype(jnp.int32)
 
 
 def places_of(
