@@ -90,7 +90,7 @@ def test_the_program_of_start_and_the_plan_of_the_readme_run_from_the_wheel(pyth
     assert losses[-1] < losses[0]
     assert re.search(r"^compression +all-to-all +u8 ", printed, re.MULTILINE)
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
     [command] = re.findall(r"^    python (-m onebit_jax plan .*)", readme, re.MULTILINE)
     [verdict] = re.findall(r"^Its first line is the verdict: `(.*)`$", readme, re.MULTILINE)
     assert run(python, *shlex.split(command), cwd=tmp_path).splitlines()[0] == verdict
