@@ -92,7 +92,7 @@ def test_going_on_makes_only_what_is_missing(finished, capsys):
     out, _ = finished
     trainings = out / "trainings"
     before = {path: path.stat().st_mtime_ns for path in trainings.glob("*/*/result.json")}
-    more = [*LM, "--optimizers", "adam", "distributed_lion", "--out", str(out)]
+    more = [*LM, "--optimizers", "adam", "distributed_lion", "--task", "lm", "--out", str(out)]
     more[more.index("--learning-rates") + 1 : more.index("--optimizers")] = ["0.01"]
     assert compare.main(more) == 0
     made = [line for line in capsys.readouterr().out.splitlines() if " in " in line]
