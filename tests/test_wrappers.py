@@ -22,6 +22,7 @@ PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "wrappers.md"
 STEPS, SAVED_AFTER = 12, 6
 # Optimizers that work.
 WORKS = [
+    'optax.inject_hyperparams(onebit_jax.onebit_adam)(learning_rate=1e-3, warmup=2000, axis_name="data")',
     "optax.chain(optax.clip_by_global_norm(1.0), onebit)",
     'optax.chain(onebit_jax.clip_by_common_norm(1.0, "data"), onebit)',
     "optax.chain(onebit, optax.clip_by_global_norm(0.1))",
@@ -39,7 +40,6 @@ WORKS = [
     "optax.chain(onebit, optax.ema(0.9))",
     "optax.chain(onebit, optax.apply_every(2))",
     "optax.chain(mean, optax.MultiSteps(adamw, 2))",
-    'optax.inject_hyperparams(onebit_jax.onebit_adam)(learning_rate=1e-3, warmup=2000, axis_name="data")',
     'optax.chain(onebit_jax.scale_by_onebit_adam(warmup=2000, axis_name="data"), optax.scale_by_schedule(optax.linear_schedule(-1e-3, 0, 10_000)))',
     'optax.chain(onebit_jax.scale_by_onebit_adam(warmup=2000, axis_name="data"), optax.add_decayed_weights(0.01), rate)',
     "optax.chain(onebit, optax.contrib.reduce_on_plateau(patience=2))",
