@@ -4,7 +4,7 @@
     python -m benchmarks.compile --tree matrices
 
 By default on the 206 tensors of BERT-Base, in README's loop: `onebit_jax.train_step` with a loss of
-matmuls. It compiles each phase as it comes, so that a run compiles several programs. "All phases" is
+matmuls. It compiles each phase as it comes, so a run compiles several programs. "All phases" is
 the optimizer alone, told no phase. Seconds are the process's own on all cores, and those of a
 clock; tracing and lowering to XLA's language are part of both. Nothing runs.
 """
