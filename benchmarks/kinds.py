@@ -171,8 +171,6 @@ def kinds() -> dict[str, Kind]:
         "1-bit Adam, warm-up, bare optimizer": dense_warmup.alone(told=True),
         "EC1, exchange alone": Kind(lambda: onebit_jax.compressed_mean(AXIS)).alone(),
         "Adam, no exchange": Kind(lambda: adam, loop="own", exchanges=False),
-        "1-bit Adam, one stage": onebit_adam(exchange=ExchangeOptions(form="one-shot")),
-        "1-bit Adam, two stages": onebit_adam(exchange=ExchangeOptions(form="two-shot")),
         "1-bit Adam, bfloat16 residuals": onebit_adam(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),

@@ -51,7 +51,6 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
     return {
         "Adam with pmean": adam,
         **registered,
-        "1-bit Adam, two stages": onebit(exchange=ExchangeOptions(form="two-shot")),
         "1-bit Adam, bfloat16 residuals": onebit(
             exchange=ExchangeOptions(residual_dtype="bfloat16")
         ),

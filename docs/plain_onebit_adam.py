@@ -6,8 +6,8 @@ one of n chunks of every tensor. `update` runs on each worker, inside a function
 `"workers"` (`jax.vmap`, `jax.shard_map`), and is a pure function.
 
 What the library adds: one message for all tensors instead of one for each; arrays that are written
-in place; residuals that are never written out; two workers in one shot; nodes of several devices;
-split models; skipped updates; warm-ups of 4 bits, and a variance that is refreshed.
+in place; residuals that are never written out; nodes of several devices; split models; skipped
+updates; warm-ups of 4 bits, and a variance that is refreshed.
 """
 
 import functools

@@ -118,12 +118,12 @@ def _encoding(bits: int) -> float:
 
 
 def _feedback(rest: float) -> Callable[[int, int], float]:
-    """A worker's residuals, split over its node; a server's, unless two exchange; the rest."""
-    return lambda N, L: rest + 4 / L + (4 / (N * L) if N > 2 else 0)
+    """A worker's residuals, split over its node; a server's; the rest."""
+    return lambda N, L: rest + 4 / L + 4 / (N * L)
 
 
 def _onebit_adam_state(nodes: int, local: int) -> float:
-    return 8.25 + 4 / (nodes * local) if nodes > 2 else (8, 8.375)[nodes - 1]
+    return 8.25 + 4 / (nodes * local) if nodes > 1 else 8
 
 
 def local_steps(every: int, bits: int) -> Optimizer:

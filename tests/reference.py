@@ -49,13 +49,9 @@ def zero_residuals(size, workers, chunk=None):
     )
 
 
-def ec1(z, residuals, active=None, kind="rms", chunk=None, one_shot=None):
-    """Error-compensated one-bit all-reduce of one block; inactive elements come back as 0.
-
-    In one shot every worker averages the values of all; the default for up to two workers.
-    """
+def ec1(z, residuals, active=None, kind="rms", chunk=None):
+    """Error-compensated one-bit all-reduce of one block; inactive elements come back as 0."""
     workers, size = len(z), z[0].size
-    one_shot = workers <= 2 if one_shot is None else one_shot
     active = np.ones(size, bool) if active is None else active
     sent, new_e = [], []
     for i in range(workers):
@@ -63,9 +59,6 @@ def ec1(z, residuals, active=None, kind="rms", chunk=None, one_shot=None):
         decoded = np.where(active, scale(c[active], kind) * sgn(c), np.float32(0))
         sent.append(decoded)
         new_e.append(c - decoded)
-    if one_shot:
-        mean = np.asarray(np.mean(sent, axis=0, dtype=np.float32))
-        return mean, Residuals(new_e, residuals.E)
     result, new_E = np.zeros(size, np.float32), []
     for j, (lo, hi) in enumerate(chunk_bounds(size, workers, chunk)):
         on = active[lo:hi]
@@ -80,12 +73,10 @@ def ec1(z, residuals, active=None, kind="rms", chunk=None, one_shot=None):
 class Hierarchy:
     """EC1 between nodes of `per_node` devices each, the shards of one block one after another."""
 
-    def __init__(self, size, nodes, per_node, one_shot=None, shape=None):
+    def __init__(self, size, nodes, per_node, shape=None):
         self.nodes, self.per_node = nodes, per_node
-        self.one_shot = nodes <= 2 if one_shot is None else one_shot
-        chunks = 1 if self.one_shot else nodes
-        self.chunk = chunk_size(shape or (size,), chunks * per_node)
-        self.shards = chunk_bounds(size, per_node, chunks * self.chunk)
+        self.chunk = chunk_size(shape or (size,), nodes * per_node)
+        self.shards = chunk_bounds(size, per_node, nodes * self.chunk)
         self.residuals = [zero_residuals(hi - lo, nodes, self.chunk) for lo, hi in self.shards]
 
     def all_reduce(self, z, active=None, kind="rms"):
@@ -98,9 +89,7 @@ class Hierarchy:
         parts = []
         for i, (lo, hi) in enumerate(self.shards):
             shard = list(means[:, lo:hi])
-            part, self.residuals[i] = ec1(
-                shard, self.residuals[i], active[lo:hi], kind, self.chunk, self.one_shot
-            )
+            part, self.residuals[i] = ec1(shard, self.residuals[i], active[lo:hi], kind, self.chunk)
             parts.append(part)
         return np.concatenate(parts)
 
@@ -466,8 +455,7 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
             sent = compress(c, number)
             e[i] = c - sent
             a = sent.mean(0) + np.float32(residual_decay * feedback) * E[i]
-            # Two workers average what both sent.
-            answer = a if workers == 2 else compress(a, number, server=True)
+            answer = compress(a, number, server=True)
             E[i] = a - answer
             mean[part[part >= 0]] = answer[part >= 0]
         means.append(mean)
@@ -481,14 +469,14 @@ def quantized_means(values, bits, layout=None, residual_decay=1.0, feedback=True
     return means, in_place(e), in_place(E)
 
 
-def drive_means(values, layout, keys, server_keys=None, unbiased=True):
+def drive_means(values, layout, keys, server_keys, unbiased=True):
     """The mean by DRIVE, in blocks of 256 values.
 
     Args:
       values: float32 ``[workers, elements]``.
       layout: from :func:`quantized_layout` for one bit.
       keys: each worker's words, ``[workers, 2]``.
-      server_keys: each server's, likewise; None for one shot, in which every worker averages.
+      server_keys: each server's, likewise.
       unbiased: whether the scale is that of unbiased decoding.
     """
     H = np.ones((1, 1))
@@ -516,8 +504,7 @@ def drive_means(values, layout, keys, server_keys=None, unbiased=True):
 
             x = np.where(places >= 0, values[:, places], 0)
             total = np.mean([decoded(z, signs(key)) for z, key in zip(x, keys, strict=True)], 0)
-            if server_keys is not None:
-                total = decoded(total, signs(server_keys[chunk]))
+            total = decoded(total, signs(server_keys[chunk]))
             mean[places[places >= 0]] = total[places >= 0]
     return mean
 

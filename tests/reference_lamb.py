@@ -43,7 +43,7 @@ class OnebitLambPublished:
         self.fresh, self.active = [], []
         size = sum(p.size for p in self.p)
         self.residuals = zero_residuals(size, workers)
-        self.hierarchy = per_node and Hierarchy(size, workers // per_node, per_node, one_shot=False)
+        self.hierarchy = per_node and Hierarchy(size, workers // per_node, per_node)
         self.coefficients = np.zeros(len(self.p), np.float32)
         self.ratios = np.ones(len(self.p), np.float32)
         self.momentum_scales = np.ones(len(self.p), np.float32)
@@ -97,7 +97,7 @@ class OnebitLambPublished:
         if self.hierarchy:
             F = self.hierarchy.all_reduce(fused, active, self.kind)
         else:
-            F, self.residuals = ec1(fused, self.residuals, active, self.kind, one_shot=False)
+            F, self.residuals = ec1(fused, self.residuals, active, self.kind)
         ends = np.cumsum([p.size for p in self.p])[:-1]
         for i, F_l in enumerate(np.split(F, ends)):
             m, before = F_l / self.momentum_scales[i], self.m[i]

@@ -44,10 +44,10 @@ def flat(tree: Any, leading: int = 1) -> np.ndarray:
 
 
 def averaged(
-    compressor: Any, values: Any, sizes: Any = WORKERS, binding: Any = "vmap", form: Any = "auto"
+    compressor: Any, values: Any, sizes: Any = WORKERS, binding: Any = "vmap"
 ) -> tuple[np.ndarray, np.ndarray]:
     """The means of values `[workers, calls, ...]`, `[calls, elements]`; the total residual."""
-    how = Exchange(axis_of(sizes), compressor, form=form)
+    how = Exchange(axis_of(sizes), compressor)
 
     def worker(values: Any) -> Any:
         exchange = how.over(jax.tree.map(lambda x: x[0], values))
@@ -124,23 +124,19 @@ def key_of(seed: int, count: int, worker: int, shot: int) -> np.ndarray:
     return np.asarray(jax.random.bits(key, (2,), jnp.uint32))
 
 
-@pytest.mark.parametrize(
-    ("scale", "workers", "form", "calls"),
-    [("unbiased", 4, "two-shot", 2), ("least_error", 4, "one-shot", 1)],
-)
-def test_drive_follows_numpy(scale, workers, form, calls):
+@pytest.mark.parametrize(("scale", "workers", "calls"), [("unbiased", 4, 2), ("least_error", 4, 1)])
+def test_drive_follows_numpy(scale, workers, calls):
     shapes = {"large": (700, 300), "others": [(), (0,), (5,)], "small": (64, 30)}
     values = draw(0, workers, calls, shapes=shapes)
-    means, _ = averaged(contrib.Drive(scale, seed=3), values, workers, form=form)
+    means, _ = averaged(contrib.Drive(scale, seed=3), values, workers)
     sizes = [x.shape[2:] for x in jax.tree.leaves(values)]
-    layout = reference.quantized_layout(sizes, workers if form == "two-shot" else 1, 1)
+    layout = reference.quantized_layout(sizes, workers, 1)
     # A server draws when the call is counted.
     keys, server_keys = (
         [key_of(3, calls - 1 + shot, i, shot) for i in range(workers)] for shot in (0, 1)
     )
-    served = server_keys if form == "two-shot" else None
     last = flat(values, 2)[:, -1]
-    expected = reference.drive_means(last, layout, keys, served, scale == "unbiased")
+    expected = reference.drive_means(last, layout, keys, server_keys, scale == "unbiased")
     # Of some rotated values near 0 rounding decides the sign, and so their blocks.
     assert np.isclose(means[-1], expected, atol=2e-5).mean() > 0.995
 
@@ -149,9 +145,12 @@ def test_drives_errors_are_those_of_the_paper_and_average_out():
     """Over workers, and over calls."""
     x = np.random.default_rng(0).standard_normal(2**15).astype(np.float32)
 
+    class WithoutServer(contrib.Drive):
+        has_server = False
+
     def error(scale, workers, calls=1):
         same = np.broadcast_to(x, (workers, calls, x.size))
-        means, _ = averaged(contrib.Drive(scale), same, workers, form="one-shot")
+        means, _ = averaged(WithoutServer(scale), same, workers)
         return np.sum((means.mean(0) - x) ** 2) / np.sum(x**2)
 
     assert error("unbiased", 1) == pytest.approx(np.pi / 2 - 1, rel=0.05)
@@ -249,7 +248,7 @@ def test_onebit_lamb_published_follows_numpy(sizes, scale, decay):
     params, gradients = draw(0, shapes=TENSORS), draw(1, workers, count, shapes=TENSORS)
     gradients[2][:, :5, 5] = 0
     gradients[3][:, :5] = 0
-    how = onebit_jax.ExchangeOptions(scale=scale, form="two-shot")
+    how = onebit_jax.ExchangeOptions(scale=scale)
     make = functools.partial(contrib.onebit_lamb_published, 0.03, axis_name=axis_of(sizes))
     mask = [len(shape) > 1 for shape in TENSORS]
     tx = make(**LAMB, weight_decay=decay, mask=mask, exchange=how)

@@ -91,10 +91,9 @@ def _waits(
     state = jax.eval_shape(lambda params: onebit_jax.init(tx, params, mesh), params)
     step = onebit_jax.train_step(_loss_fn, tx, mesh, **options)
     text = step.lower(params, state, _batch(workers, 0), phase=phase).as_text("hlo")
-    op = "all-to-all" if workers > 2 else "all-gather"
     bodies = hlo.Module(text).computations.values()
-    [body] = [x for x in bodies if any(y.op == op and "u8" in y.type for y in x.values())]
-    sent = {name for name, x in body.items() if x.op == op and "u8" in x.type}
+    [body] = [x for x in bodies if any(y.op == "all-to-all" and "u8" in y.type for y in x.values())]
+    sent = {name for name, x in body.items() if x.op == "all-to-all" and "u8" in x.type}
     gradients = {
         name for name, x in body.items() if x.op == "dot" and f"[{WIDTH},{WIDTH}]" in x.type
     }

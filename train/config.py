@@ -123,7 +123,6 @@ class RunConfig:
             own.
         scale: What the scale of compressed signs is taken from; None: each optimizer's own.
         residual_dtype: Type of the residuals.
-        form: Shots of the compressed exchange; auto: one for up to two workers or nodes, else two.
         seeds: Seeds of all that is random: parameters, batches, dropout; a run for each.
         out: Output folder; without it, one in runs/, named after the model and its size.
         log_every: Steps between two lines of metrics.
@@ -178,7 +177,6 @@ class RunConfig:
     variance_refreshes: int | None = None
     scale: Literal["rms", "mean_abs"] | None = None
     residual_dtype: Literal["float32", "bfloat16"] = "float32"
-    form: Literal["auto", "one-shot", "two-shot"] = "auto"
     seeds: Annotated[
         tuple[int, ...],
         each_once("whole numbers from 0 to 2**32 - 1, each once", lambda x: 0 <= x < 2**32),

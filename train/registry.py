@@ -47,7 +47,7 @@ _LARGEST = 0.01
 _IN_ONE_ARGUMENT = {field.name for field in dataclasses.fields(ExchangeOptions)}
 # A run's options of the exchange, by the names of constructors' and `ExchangeOptions`' arguments.
 # Of a model whose tensors are split between a worker's devices there is `scale_per` besides.
-EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", "scale", "residual_dtype", "form")
+EXCHANGE = ("bits", "warmup_bits", "variance_refreshes", "scale", "residual_dtype")
 
 
 @dataclasses.dataclass(frozen=True)

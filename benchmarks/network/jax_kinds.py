@@ -30,8 +30,6 @@ KINDS = {
 } | {
     name: _BY_NAME[name]
     for name in (
-        "1-bit Adam, one stage",
-        "1-bit Adam, two stages",
         "1-bit LAMB",
         "0/1 Adam, sync",
         "Birder",

@@ -6,10 +6,9 @@ values :math:`c_i` and :math:`a_j` with their scales, from which the residuals f
 value can be written before its scale is known, a residual cannot.
 
 The total residual of all workers and servers, :math:`R = \frac1n \sum_i e_i + E`, is a tree like
-the one that is exchanged; in one shot there are no servers, and :math:`E = 0`. Setting :math:`e_i
-= R` on each of any number of workers, and :math:`E = 0`, preserves it: so a run can continue with
-another number of workers, in one shot or two. In the hierarchical form residuals are those of
-shards, and a worker is a node.
+the one that is exchanged. Setting :math:`e_i = R` on each of any number of workers, and :math:`E =
+0`, preserves it: so a run can continue with another number of workers. In the hierarchical form
+residuals are those of shards, and a worker is a node.
 """
 
 import functools
@@ -60,7 +59,7 @@ class ExchangeState(NamedTuple):
     Attributes:
       worker: ``c_i`` of the last call, as :class:`Compensated`.
       server: ``a_j`` of the chunk that this worker serves, as :class:`Compensated`; without values
-        in one shot.
+        if the compressor has no server.
       active: the active elements; ``()`` for a compressor that treats all alike.
     """
 
@@ -112,17 +111,17 @@ class Compressor(Protocol):
 
     A compressor whose state is an :class:`ExchangeState` has two more methods, for another number
     of workers. ``residuals(layout, state)`` gives this worker's ``e_i`` in pieces, cut, and this
-    server's ``E_j``, none in one shot. ``with_residual(layout, state, pieces)`` gives a fresh state
+    server's ``E_j``, if it has one. ``with_residual(layout, state, pieces)`` gives a fresh state
     in which this worker's residuals are these pieces.
 
     Attributes:
-      forms: of ``"one-shot"`` and ``"two-shot"`` those that it has.
+      has_server: whether the mean is compressed again; without, all workers average all rows.
       planes: the numbers in a byte.
       grouping: how the layout groups tensors.
     """
 
     @property
-    def forms(self) -> tuple[str, ...]: ...  # noqa: D102
+    def has_server(self) -> bool: ...  # noqa: D102
 
     @property
     def planes(self) -> int: ...  # noqa: D102
@@ -130,7 +129,7 @@ class Compressor(Protocol):
     @property
     def grouping(self) -> str: ...  # noqa: D102
 
-    def init(self, layout: Layout, servers: bool) -> Any:
+    def init(self, layout: Layout) -> Any:
         """The state before the first call."""
         ...
 

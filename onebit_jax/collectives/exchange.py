@@ -6,13 +6,11 @@
     state = exchange.begin()                              # once; no residuals yet
     mean, state, unfit = exchange.mean(grads, state)      # in each step
 
-In two shots, the papers' form, a call is one ``all_to_all`` and one ``all_gather`` of uint8 for any
-number of tensors: scales are sent in the same bytes. Each worker serves one chunk of every tensor:
-it averages all workers' values of the chunk, compresses the mean and sends it to all. In one shot a
-call is one ``all_gather``, and each worker averages all chunks itself. With ``n`` workers that
-compress to ``b`` bytes per element, each sends ``2 b (n - 1) / n`` in two shots and ``b (n - 1)``
-in one: the same for two workers. In one shot the mean is not rounded again, and no server keeps a
-residual.
+A call is one ``all_to_all`` and one ``all_gather`` of uint8 for any number of tensors: scales are
+sent in the same bytes. Each worker serves one chunk of every tensor: it averages all workers'
+values of the chunk, compresses the mean and sends it to all. With ``n`` workers that compress to
+``b`` bytes per element, each sends ``2 b (n - 1) / n``. A compressor may have no server: then a
+call is one ``all_gather``, of ``b (n - 1)``, and each worker averages all chunks itself.
 
 In the hierarchical form, ``axis_name=(node, local)``, a node's ``L`` devices first average their
 values at full precision, and each gets a shard, ``1/L`` of every tensor; devices of the same index
@@ -41,7 +39,6 @@ from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import Layout, Pieces, squared, tensor_id, tensor_sums
 from onebit_jax.collectives.one_bit import OneBit, ResidualDtype, Scale
 
-Form = Literal["auto", "one-shot", "two-shot"]
 BucketBytes = int | Literal["auto"] | None
 
 # The largest message that Gloo, JAX's transport between CPU hosts, sends both ways at once.
@@ -57,7 +54,7 @@ class ExchangeOptions:
         error feedback) or ``"mean_abs"`` (mean absolute value).
       scale_per: where tensors are split between devices (:mod:`onebit_jax.sharding`), one scale at
         one bit per ``"shard"``, or per ``"tensor"``: each exchange then sums 8 bytes per tensor
-        over the fast axes, and in one shot equals that of whole tensors. At 2, 4 and 8 bits 256
+        over the fast axes, and workers' scales are those of whole tensors. At 2, 4 and 8 bits 256
         values share a scale.
       residual_dtype: dtype of the arrays that hold residuals, and in a warm-up the momentum:
         ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. Its
@@ -65,11 +62,6 @@ class ExchangeOptions:
       bucket_bytes: the largest message from one worker to another in one collective; None for one
         message. ``"auto"`` is the fastest as measured (docs/performance.md): buckets between CPU
         hosts, whose transport does not send large messages while it receives.
-      form: ``"two-shot"``, the papers': an all-to-all, a server that averages and compresses again,
-        an all-gather. ``"one-shot"``: an all-gather, and every worker averages; with ``n`` workers
-        or nodes it sends ``n/2`` times the bytes, and its state has no server's residual, ``4/n``
-        bytes per parameter, but ``n/8`` instead of ``1/8`` bytes of received bits. ``"auto"`` is
-        one shot with up to two workers or nodes, where it sends no more, else two.
 
     Raises:
       ValueError: for an invalid option.
@@ -79,13 +71,11 @@ class ExchangeOptions:
     scale_per: Literal["shard", "tensor"] = "shard"
     residual_dtype: ResidualDtype = "float32"
     bucket_bytes: BucketBytes = "auto"
-    form: Form = "auto"
 
     def __post_init__(self):
         validation.check_name("scale", self.scale, "rms", "mean_abs")
         validation.check_name("scale_per", self.scale_per, "shard", "tensor")
         validation.check_name("residual_dtype", self.residual_dtype, "float32", "bfloat16")
-        validation.check_name("form", self.form, "auto", "one-shot", "two-shot")
         if self.bucket_bytes not in (None, "auto"):
             validation.count("bucket_bytes", self.bucket_bytes, 1, "bytes, such as 2**18")
 
@@ -103,7 +93,7 @@ class ExchangeOptions:
 
     def of(self, axis_name: Any, compressor: Compressor) -> "Exchange":
         """The exchange with a given compressor."""
-        return Exchange(axis_name, compressor, self.bucket_bytes, self.form)
+        return Exchange(axis_name, compressor, self.bucket_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +104,11 @@ class Exchange:
       axis_name: the axis that the workers run along, or a pair ``(node_axis, local_axis)``.
       compressor: encodes values as bytes.
       bucket_bytes: as for :class:`ExchangeOptions`.
-      form: as there. Some compressors have only one form.
     """
 
     axis_name: str | tuple[str, str]
     compressor: Compressor
     bucket_bytes: BucketBytes = "auto"
-    form: Form = "auto"
 
     def over(self, tree: Any, specs: Specs | None = None) -> "BoundExchange":
         """Binds it to a tree of arrays, or of their shapes, and to the axes bound here.
@@ -139,19 +127,13 @@ class BoundExchange:
     Attributes:
       axes: the axes that it runs along.
       compressor: encodes values as bytes.
-      one_shot: whether every worker averages the rows of all workers.
       layout: the layout of the tree.
       compresses: whether there are values to compress, and other workers or nodes.
     """
 
     def __init__(self, how: Exchange, axes: Axes, tree: Any, *, split: bool):
         self.axes, self.compressor = axes, how.compressor
-        forms = how.compressor.forms
-        form = how.form if how.form in forms else forms[-1]
-        if how.form == "auto" and len(forms) == 2:
-            form = "one-shot" if axes.nodes <= 2 else "two-shot"
-        self.one_shot = form == "one-shot"
-        chunks = 1 if self.one_shot else axes.nodes
+        chunks = axes.nodes if how.compressor.has_server else 1
         planes, grouping = how.compressor.planes, how.compressor.grouping
         self.layout = Layout(axes, tree, planes, grouping, chunks, split=split)
         self.compresses = bool(self.layout.pieces) and not axes.single_node
@@ -200,13 +182,11 @@ class BoundExchange:
         """
         layout, node = self.layout, self.axes.node
         sent, state, sizes = self.compressor.encode(layout, values, state)
-        if self.one_shot:
-            received = self._send(lambda rows: lax.all_gather(rows[0], node), sent)
-        else:
+        if self.compressor.has_server:
             rows = self._send(lambda rows: lax.all_to_all(rows, node, 0, 0, tiled=True), sent)
             answer, state = self.compressor.serve(layout, rows, state)
-            answer = [x[None] for x in answer]
-            received = self._send(lambda rows: lax.all_gather(rows[0], node), answer)
+            sent = [x[None] for x in answer]
+        received = self._send(lambda rows: lax.all_gather(rows[0], node), sent)
         if self.axes.local is not None:
             received = lax.all_gather(received, self.axes.local)
         return received, state, unfit_tensor(sizes, layout.ids)
@@ -244,10 +224,10 @@ class BoundExchange:
         layout = self.layout
         if own_shard:
             received = layout.shard(received)
-        if self.one_shot:
-            values = self._average(received)
-        else:
+        if self.compressor.has_server:
             values = self.compressor.decode(layout, received)
+        else:
+            values = self._average(received)
         return layout.own(values) if own_shard else layout.uncut(values)
 
     def _average(self, received: jax.Array) -> Pieces:
@@ -293,7 +273,7 @@ class BoundExchange:
 
     def init(self) -> Any:
         """The state before the first call; at one bit no element is active yet."""
-        return self.compressor.init(self.layout, servers=not self.one_shot)
+        return self.compressor.init(self.layout)
 
     def activate(self, state: ExchangeState, active: Any) -> ExchangeState:
         """Marks the active elements; newly active ones begin with residuals of zero.

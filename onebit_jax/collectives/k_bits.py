@@ -3,12 +3,11 @@ r"""2, 4 or 8 bits per value and a scale per 256 values, with error feedback (EC
 The two shots are those of :mod:`~onebit_jax.collectives.one_bit`; only the rounding :math:`Q_k`
 differs (:mod:`~onebit_jax.collectives.rounding`). Worker :math:`i` sends :math:`Q_k(c_i)`,
 where :math:`c_i = z_i + e_i`; server :math:`j` averages chunk :math:`j`, adds its residual, and
-sends :math:`Q_k` of the sum to all. In one shot, the default for up to two workers or nodes, every
-worker averages all :math:`Q_k(c_i)` itself.
+sends :math:`Q_k` of the sum to all.
 
 Each way ``k / 8 + 4 / 256`` bytes per value are sent. The state takes ``4.1 + 4.1 / n`` bytes per
-value, 4.1 in one shot. Without error feedback :math:`e_i = E_j = 0`, values are rounded at random,
-and the state is the number of the call.
+value. Without error feedback :math:`e_i = E_j = 0`, values are rounded at random, and the state is
+the number of the call.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ class KBits:
     bits: int
     residual_decay: Any = 1.0
     grouping = "blocks"
-    forms = ("one-shot", "two-shot")
+    has_server = True
 
     def __post_init__(self):
         validation.bits("bits", self.bits, (2, 4, 8))
@@ -50,7 +49,7 @@ class KBits:
         """The number of values per byte."""
         return 8 // self.bits
 
-    def init(self, layout: Layout, servers: bool) -> Any:
+    def init(self, layout: Layout) -> Any:
         """The state before the first call: no residuals; or call 0."""
         if self.residual_decay is None:
             return jnp.zeros([], jnp.int32)
@@ -60,7 +59,7 @@ class KBits:
         a = [jnp.zeros((1, self.planes, scales_of_all, BLOCK), jnp.float32)]
         return ExchangeState(
             PerWorker(Compensated(layout.held(c), _least(scales))),
-            PerWorker(Compensated(filled(a * servers), _least(scales[1:]))),
+            PerWorker(Compensated(filled(a), _least(scales[1:]))),
             (),
         )
 
@@ -141,7 +140,7 @@ class KBits:
         (held, s), (served, S) = state.worker.value, state.server.value
         pairs = zip(layout.pieces_of(held), layout.by_piece(s[0]), strict=True)
         e = [rounding.residual(c, scale[None], self.bits) for c, scale in pairs]
-        if layout.chunks == 1 or not e:
+        if not e:
             return e, []
         E = rounding.residual(served[0][0], S[0], self.bits)
         ends = [sum(x.scales for x in layout.pieces[: i + 1]) for i in range(len(e))]

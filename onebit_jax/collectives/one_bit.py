@@ -12,10 +12,8 @@ With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i
     \end{aligned}
 
 and the result (EC1) puts the :math:`S_j \, \mathrm{sgn}(a_j)` of all servers side by side, the same
-on every worker, bit for bit. In one shot, the default for up to two workers or nodes, there are no
-servers: the result is :math:`\tfrac1n \sum_i s_i \, \mathrm{sgn}(c_i)`, which every worker computes
-(:mod:`~onebit_jax.collectives.exchange`). What one call leaves out is in the residuals and is added
-to later calls: over any number of calls, results and residuals together add up to the exact means.
+on every worker, bit for bit. What one call leaves out is in the residuals and is added to later
+calls: over any number of calls, results and residuals together add up to the exact means.
 
 References:
   Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
@@ -81,7 +79,7 @@ class OneBit:
     residual_dtype: ResidualDtype = "float32"
     residual_decay: Any = 1.0
     fused: bool = False
-    forms = ("one-shot", "two-shot")
+    has_server = True
     planes = 8
 
     @property
@@ -89,14 +87,14 @@ class OneBit:
         """How the layout groups tensors."""
         return "joined" if self.fused else "tensors"
 
-    def init(self, layout: Layout, servers: bool) -> ExchangeState:
+    def init(self, layout: Layout) -> ExchangeState:
         """The state before the first call: no residuals, and nothing active."""
         scales = jnp.zeros((1, max(layout.scale_shape[0], 1)), jnp.float32)
         rows = (layout.shards, layout.chunks) if layout.shards > 1 else (layout.chunks,)
         chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:]), jnp.float32) for x in layout.pieces]
         return ExchangeState(
             PerWorker(Compensated(self._held(layout, layout.zeros()), scales)),
-            PerWorker(Compensated(self._served(chunks) if servers else (), scales)),
+            PerWorker(Compensated(self._served(chunks), scales)),
             Active(
                 jnp.zeros((*rows, max(layout.payload, 1)), jnp.uint8),
                 jnp.zeros((*rows, scales.shape[1]), jnp.float32),
@@ -208,11 +206,10 @@ class OneBit:
         (held, s), server = state.worker.value, state.server.value
         new, c = layout.own(layout.flags(born)), layout.pieces_of(held)
         c = list(map(with_new, new, c, layout.by_piece(s[0])))
-        if server.values:
-            a = list(itertools.starmap(with_new, _of_server(layout, born, server)))
-            server = server._replace(values=self._served(a))
+        a = list(itertools.starmap(with_new, _of_server(layout, born, server)))
         kept = PerWorker(Compensated(self._held(layout, c), s))
-        return ExchangeState(kept, PerWorker(server), marks)
+        served = PerWorker(server._replace(values=self._served(a)))
+        return ExchangeState(kept, served, marks)
 
     def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut, and ``E_j``; 0 where not active."""
@@ -223,8 +220,7 @@ class OneBit:
         bits, (held, s) = layout.shard(cast(Active, state.active)).bits, state.worker.value
         c, server = layout.cut(layout.pieces_of(held)), state.server.value
         e = list(map(of_active, layout.flags(bits), c, layout.by_piece(s[0])))
-        own = _of_server(layout, bits, server) if server.values else []
-        return e, list(itertools.starmap(of_active, own))
+        return e, list(itertools.starmap(of_active, _of_server(layout, bits, server)))
 
     def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""

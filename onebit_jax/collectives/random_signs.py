@@ -116,11 +116,11 @@ def uniforms(
 class RandomSigns:
     """Signs drawn at random on workers, and again on servers; see :class:`Draw`."""
 
-    forms = ("two-shot",)
+    has_server = True
     planes = 8
     grouping = "tensors"
 
-    def init(self, layout: Layout, servers: bool) -> tuple[()]:
+    def init(self, layout: Layout) -> tuple[()]:
         """No state."""
         return ()
 

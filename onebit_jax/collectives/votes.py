@@ -91,11 +91,11 @@ class Votes:
     """
 
     mean: bool = False
-    forms = ("two-shot",)
+    has_server = True
     planes = 8
     grouping = "tensors"
 
-    def init(self, layout: Layout, servers: bool) -> jax.Array:
+    def init(self, layout: Layout) -> jax.Array:
         """Call 0."""
         return jnp.zeros([], jnp.int32)
 

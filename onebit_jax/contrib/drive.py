@@ -13,13 +13,13 @@ same size, so their signs and one scale say most about them:
 Every worker draws new signs in every call, so that errors are independent: the error of an unbiased
 mean falls as :math:`1/n`. It is unbiased where no value exceeds all others of its block together:
 one of five times their norm decides all signs, and they are never sent. A server decodes the
-workers' rows of its chunk, and rotates and sends the mean in the same way; in one shot every
-worker decodes and averages. Rows contain the key from which the signs are drawn.
+workers' rows of its chunk, and rotates and sends the mean in the same way. Rows contain the key
+from which the signs are drawn.
 
 Each way sends ``1/8 + 4/256`` bytes per value, and the state is the number of the call alone.
 :class:`~onebit_jax.collectives.one_bit.OneBit` keeps residuals, which correct rounding errors over
 many calls; DRIVE is for few calls. Rotations cost some 64 multiplications per value, three times in
-a call of two shots.
+a call.
 
 References:
   Vargaftik et al., `DRIVE: One-bit Distributed Mean Estimation
@@ -129,7 +129,7 @@ class Drive:
 
     scale: Literal["unbiased", "least_error"] = "unbiased"
     seed: int = 0
-    forms = ("one-shot", "two-shot")
+    has_server = True
     planes = 8
     grouping = "blocks"
 
@@ -137,7 +137,7 @@ class Drive:
         validation.check_name("scale", self.scale, "unbiased", "least_error")
         validation.count("seed", self.seed, 0, "the same seed gives the same run")
 
-    def init(self, layout: Layout, servers: bool) -> jax.Array:
+    def init(self, layout: Layout) -> jax.Array:
         """Call 0."""
         return jnp.zeros([], jnp.int32)
 

@@ -14,7 +14,7 @@ values passes; other calls sort nothing. Shapes of arrays are fixed, so a messag
 the message is empty. All tensors share one threshold.
 
 Every worker receives ``8 eta (n - 1)`` bytes per value (four of the value, four of its place) in
-one ``all_gather``: with eta = 0.01 less than one bit in two shots for up to three workers, and
+one ``all_gather``: with eta = 0.01 less than one bit for up to three workers, and
 more with each further one. The state takes four bytes per value. The values sent are exact, and
 over any number of calls results and residuals add up to the exact means, but a value stays in its
 residual while it is small: residuals are old.
@@ -65,7 +65,7 @@ class LargestValues:
     """The largest values and their places, by a threshold, for the argument ``compressor``.
 
     :func:`onebit_jax.compressed_mean` and :func:`onebit_jax.local_steps` take it. It has error
-    feedback, and one form of the exchange, one-shot.
+    feedback, and no server: every worker averages what all workers sent.
 
     Attributes:
       share: the share of all values that is sent: ``eta``, above 0 and at most 1.
@@ -87,7 +87,7 @@ class LargestValues:
     share: float = 0.01
     every: int = 1000
     residual_decay: float = 1.0
-    forms = ("one-shot",)
+    has_server = False
     planes = 1
     grouping = "joined"
 
@@ -96,7 +96,7 @@ class LargestValues:
         validation.count("every", self.every, 1, "the calls between renewals")
         validation.number("residual_decay", self.residual_decay, "share")
 
-    def init(self, layout: Layout, servers: bool) -> ExchangeState:
+    def init(self, layout: Layout) -> ExchangeState:
         """No residuals; the threshold is set in the first call."""
         if shards := layout.axes.shards:
             raise ValueError(

@@ -81,11 +81,11 @@ class MajorityVote:
       ... )
     """
 
-    forms = ("two-shot",)
+    has_server = True
     planes = 8
     grouping = "tensors"
 
-    def init(self, layout: Layout, servers: bool) -> VoteState:
+    def init(self, layout: Layout) -> VoteState:
         """Call 0."""
         return VoteState(jnp.zeros([], jnp.int32), ())
 

@@ -79,9 +79,7 @@ def compressed_mean(
           u[j] &= s(a_j) \, \mathrm{sgn}(a_j)
         \end{aligned}
 
-    With up to two workers or nodes there are by default no servers: :math:`u` is the mean of what
-    the workers sent (``form`` of :class:`onebit_jax.ExchangeOptions`). With ``bits`` 2, 4 or 8 the
-    compressor rounds to levels instead, with a scale per 256 values
+    With ``bits`` 2, 4 or 8 the compressor rounds to levels instead, with a scale per 256 values
     (:mod:`onebit_jax.collectives.k_bits`); 32 is a plain mean. The updates :math:`u` are the
     same on all workers, bit for bit. Later updates correct the rounding errors of earlier ones: the
     sum of all updates plus the residuals is the sum of the exact means.

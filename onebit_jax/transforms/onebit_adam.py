@@ -455,12 +455,9 @@ def onebit_adam(
     Differences from the paper:
       Inactive elements do not move; by the paper's formula they would move by :math:`S/\varepsilon`
       in one step (DeepSpeed's users mask them by hand). Others move by at most three learning
-      rates, weight decay
-      aside: without a bound rare tokens may drift until the loss is not finite
-      (docs/results.md). By
-      default averages are bias-corrected, v is refreshed after the freeze, warm-up gradients travel
-      at 4 bits, and up to two workers exchange in one shot; :func:`onebit_adam_published` has the
-      paper's form.
+      rates, weight decay aside: without a bound rare tokens may drift until the loss is not finite
+      (docs/results.md). By default averages are bias-corrected, v is refreshed after the freeze,
+      and warm-up gradients travel at 4 bits; :func:`onebit_adam_published` has the paper's form.
       :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
       DeepSpeed never implemented.
     """
@@ -485,9 +482,9 @@ def onebit_adam_published(
     r"""1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
-    the variance never changes after the freeze, steps have no bound, and the exchange has two
-    shots for any number of workers. In warm-up :math:`m` and :math:`v` are Adam's, then
-    :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)` with :math:`v` as it froze; always
+    the variance never changes after the freeze, and steps have no bound. In warm-up
+    :math:`m` and :math:`v` are Adam's, then :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)`
+    with :math:`v` as it froze; always
 
     .. math::
 
@@ -506,7 +503,6 @@ def onebit_adam_published(
     Differences from the paper:
       Inactive elements do not move, as in :func:`onebit_adam`.
     """
-    exchange = ExchangeOptions(form="two-shot")
-    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, exchange)
+    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, ExchangeOptions())
     scale = algorithm.transformation(OnebitAdam(**fields, bias_correction=False))
     return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))

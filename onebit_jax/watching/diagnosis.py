@@ -56,7 +56,7 @@ def diagnose(
 
     Every device makes a checksum of its copy of everything that workers share: parameters,
     optimizer state outside a :class:`~onebit_jax.PerWorker`, and the model's state. Only the
-    checksums, four bytes a tensor, travel, and in one shot at one bit a bit a parameter. The other
+    checksums, four bytes a tensor, travel. The other
     figures take a pass or two over the optimizer state. The call waits for the last step: make it
     every few hundred steps, and before a checkpoint is saved.
 

@@ -99,7 +99,7 @@ def test_small_tensors_of_one_shape_are_treated_together(name):
     ids=str,
 )
 def test_what_travels_and_in_how_many_collectives(name, sizes):
-    """Two of uint8, or one in one shot, however many tensors; or as many as fill buckets."""
+    """Two of uint8, however many tensors; or as many as fill buckets."""
     shapes, compressor = [(1024, 384), (3,), (0,), (77,)], COMPRESSORS[name]
     whole, cut = (
         Exchanging(compressor, shapes, sizes, "shard_map", bucket_bytes=x) for x in (None, 4096)
@@ -111,8 +111,6 @@ def test_what_travels_and_in_how_many_collectives(name, sizes):
     there = compressor.bits + 32 / BLOCK if isinstance(compressor, KBits) else 1
     back = nodes.bit_length() if "counted" in name else there
     between = {"all-to-all": there, "all-gather": back}
-    if name in FEEDBACK and nodes == 2:
-        between, back = {"all-gather": nodes * there}, nodes * there
     size = sum(map(math.prod, shapes))
     for exchange, limit in ((whole, math.inf), (cut, 4096)):
         found = [c for c in exchange.sent() if c.axis in (AXIS, NODE)]
@@ -142,7 +140,8 @@ def test_buckets_by_themselves_are_for_several_cpu_hosts(monkeypatch):
 
     assert collectives() == 1
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert collectives() == 2**23 // 8 // 2**18 + 1
+    # Each worker serves half.
+    assert collectives() == 2**22 // 8 // 2**18 + 1
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert collectives() == 1
 

@@ -101,7 +101,7 @@ def test_phases_are_programs_and_bits_alone_cross_the_slow_axis(run):
         if SLOW in x.axis:
             slow[x.dtype] += x.operand_bytes
     # What else crosses are numbers: norms, metrics, whether the step is fit.
-    assert 2448 / task.places / 8 <= slow.pop("u8") <= 200
+    assert 2448 / task.places / 8 <= slow.pop("u8") <= 400
     assert sum(slow.values()) < 200
     phases = [PHASES[int(x["phase"])] for x in found]
     assert phases == ["warmup"] * 4 + ["compression"] * 8

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax.collectives.one_bit import OneBit
 from tests import reference
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
@@ -104,11 +105,12 @@ SPLIT = {
         *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("Auto", "Explicit")),
     ],
 )
-def test_lamb_equals_whole_tensors(kind, options):
+def test_lamb_equals_whole_tensors(kind, options, monkeypatch):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
-    # In two shots a server's scale would be of a chunk of the shards, not of the whole tensors.
-    # Blocks of 8 bits, too, would be other ones.
-    exchange = onebit_jax.ExchangeOptions(form="one-shot", scale_per="tensor")
+    # A server's scale would be of a chunk of the shards, not of the whole tensors. Blocks of 8
+    # bits, too, would be other ones.
+    monkeypatch.setattr(OneBit, "has_server", False)
+    exchange = onebit_jax.ExchangeOptions(scale_per="tensor")
     options |= {"b2": 0.5, "weight_decay": 0.01, "warmup": 5, "warmup_bits": 32}
     tx = onebit_jax.onebit_lamb(1e-2, axis_name=SLOW, exchange=exchange, **options)
     assert_as_whole_tensors(task, tx, 50, seed=1, rtol=2e-5, atol=2e-6)

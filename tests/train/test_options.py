@@ -22,7 +22,6 @@ GIVEN = {
     "variance_refreshes": 4,
     "scale": "mean_abs",
     "residual_dtype": "bfloat16",
-    "form": "two-shot",
 }
 
 

@@ -61,7 +61,7 @@ SLOW = {
     "three nodes": Case((3, 2), updates=9),
     "8 bits, refreshes": Case(4, refreshes=own_steps, bits=8),
     "4 bits, refreshes": Case(4, refreshes=own_steps, bits=4),
-    "one shot, 8 bits": Case(2, bits=8),
+    "two workers, 8 bits": Case(2, bits=8),
 }
 
 

@@ -17,8 +17,6 @@ from tests.runs import axis_of
 from tests.views import residuals
 from tests.workers import AXIS, assert_workers_agree, on_workers, onebit_state, replicate
 
-EXCHANGE = onebit_jax.ExchangeOptions(form="two-shot")
-
 
 class Recording:
     """One file of `oracle/`: a fixed tape of gradients and what DeepSpeed made of it."""
@@ -85,7 +83,7 @@ def test_onebit_adam_at_every_call(shared_dir, case, binding):
         state, ours = onebit_state(state), {"p": params}
         if t >= warmup:
             np.testing.assert_array_equal(state.progress.frozen_at, warmup)
-            how = EXCHANGE.at_bits(AXIS, 1)
+            how = onebit_jax.ExchangeOptions().at_bits(AXIS, 1)
             e, E = residuals(how, state.momentum, recording.initial, workers)
             ours |= {"we": e, "se": E}
         for kind, tensors in ours.items():
@@ -100,12 +98,10 @@ def test_onebit_lamb_at_every_call(shared_dir, case, sizes):
     options, names = recording.hyperparameters["kw"], recording.names
     warmup = options["freeze_step"] - 1
     own = {name: options[name] for name in ("min_coeff", "max_coeff")} | {"warmup": warmup}
-    tx = optimizer(
-        contrib.onebit_lamb_published, recording, axis_name=axis_of(sizes), exchange=EXCHANGE, **own
-    )
+    tx = optimizer(contrib.onebit_lamb_published, recording, axis_name=axis_of(sizes), **own)
     # Leaves in the file's order, which numbers of tensors are in.
     initial = [recording.initial[name] for name in names]
-    how = EXCHANGE.at_bits(axis_of(sizes), 1, fused=True)
+    how = onebit_jax.ExchangeOptions().at_bits(axis_of(sizes), 1, fused=True)
 
     def scaled(state: Any) -> Any:
         """k m of each tensor, once compressing."""
@@ -159,7 +155,6 @@ def test_zero_one_adam_at_every_call(shared_dir):
         sync_steps=lambda count: jnp.any(count == SYNC_STEPS),
         axis_name=AXIS,
         step_bound=None,
-        exchange=EXCHANGE,
     )
     recorded = {kind: recording.tree(kind) for kind in ("p", "m", "v", "u")}
     phases, workers = [], recording.hyperparameters["world"]

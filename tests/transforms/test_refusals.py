@@ -67,7 +67,6 @@ OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
             "scale_per": ("row",),
             "residual_dtype": ("float16",),
             "bucket_bytes": (0, -128, 1e5),
-            "form": ("flat",),
         },
     ),
     contrib.onebit_lamb_published: (ONEBIT, {"min_ratio": (0, 1.1), "ratio_threshold": (0, 1)}),
