@@ -72,9 +72,9 @@ MUTANTS = [
     ),
     Mutant(
         "a sum in place of the mean without a server",
-        EXCHANGE,
-        "return [x / len(rows) for x in total]",
-        "return total",
+        "contrib/largest_values.py",
+        "mean = total(zeros, rows) / rows.shape[-2]",
+        "mean = total(zeros, rows)",
         ("tests/test_contrib.py",),
     ),
     Mutant(

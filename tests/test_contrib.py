@@ -15,11 +15,13 @@ import pytest
 import onebit_jax
 from onebit_jax import contrib, wire
 from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.collectives.resuming import total_residual
 from onebit_jax.contrib.count_sketch import CountSketch
 from onebit_jax.contrib.largest_values import places_of
 from onebit_jax.contrib.onebit_lamb_published import OnebitLambPublishedState
 from onebit_jax.transforms.algorithm import PHASES
 from tests import reference, reference_lamb
+from tests.collectives.exchanging import without_server
 from tests.runs import axis_of, mesh_of
 from tests.small_task import make_batches, make_mesh, start
 from tests.workers import (
@@ -57,7 +59,7 @@ def averaged(
             return state, mean
 
         state, means = jax.lax.scan(call, exchange.begin(), values)
-        return means, exchange.total_residual(state)
+        return means, total_residual(exchange, state)
 
     means, residual = jax.device_get(on_workers(worker, sizes, binding)(values))
     assert_workers_agree((means, residual))
@@ -145,12 +147,9 @@ def test_drives_errors_are_those_of_the_paper_and_average_out():
     """Over workers, and over calls."""
     x = np.random.default_rng(0).standard_normal(2**15).astype(np.float32)
 
-    class WithoutServer(contrib.Drive):
-        has_server = False
-
     def error(scale, workers, calls=1):
         same = np.broadcast_to(x, (workers, calls, x.size))
-        means, _ = averaged(WithoutServer(scale), same, workers)
+        means, _ = averaged(without_server(contrib.Drive)(scale), same, workers)
         return np.sum((means.mean(0) - x) ** 2) / np.sum(x**2)
 
     assert error("unbiased", 1) == pytest.approx(np.pi / 2 - 1, rel=0.05)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from onebit_jax.collectives import resuming
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.markers import PerWorker
 from onebit_jax.states.resizing import side
@@ -92,6 +93,5 @@ def _total(how: Exchange, like: Any, kept: Any, is_worker: Any = True, is_server
     def only(counts: Any, node: PerWorker) -> PerWorker:
         return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), node)
 
-    return exchange.total_residual(
-        kept._replace(worker=only(is_worker, kept.worker), server=only(is_server, kept.server))
-    )
+    some = kept._replace(worker=only(is_worker, kept.worker), server=only(is_server, kept.server))
+    return resuming.total_residual(exchange, some)

@@ -11,7 +11,6 @@ the one that is exchanged. Setting :math:`e_i = R` on each of any number of work
 residuals are those of shards, and a worker is a node.
 """
 
-import functools
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onebit_jax.collectives.axes import Axes
-from onebit_jax.collectives.layout import Layout, Pieces, pack_flags, scaled_signs
+from onebit_jax.collectives.layout import Layout, Pieces
 from onebit_jax.markers import PerWorker
 
 
@@ -78,28 +77,17 @@ class ExchangeState(NamedTuple):
         values, scales = self.worker.value
         if not self.active or not jax.tree.leaves(values) or axes.single_node:
             return {}
-        residual, received = jnp.float32(0), jnp.float32(0)
+        residual = jnp.float32(0)
         tensors = [x.reshape(-1).astype(jnp.float32) for x in jax.tree.leaves(values) if x.size]
         for c, s in zip(tensors, scales[0], strict=False):
             residual += jnp.sum(jnp.where(c != 0, jnp.square(jnp.abs(c) - s), 0.0))
-            if not self.server.value.values:
-                received += jnp.sum(jnp.where(c != 0, _mean_of_signs(c, s, axes), 0.0) ** 2)
-        if self.server.value.values:
-            counts = self.active.counts
-            counts = counts[lax.axis_index(axes.local)] if counts.ndim == 3 else counts
-            sums = jnp.square(self.server.value.scales[0]) * counts[lax.axis_index(axes.node)]
-            received = lax.psum(jnp.sum(sums), axes.node)
+        counts = self.active.counts
+        counts = counts[lax.axis_index(axes.local)] if counts.ndim == 3 else counts
+        sums = jnp.square(self.server.value.scales[0]) * counts[lax.axis_index(axes.node)]
+        received = lax.psum(jnp.sum(sums), axes.node)
         ratio = jnp.sqrt(residual / jnp.where(received > 0, received, jnp.inf))
         least = jnp.min(jnp.where(scales > 0, scales, jnp.inf))
         return {"residual_ratio": ratio, "scale_spread": jnp.max(scales) / least}
-
-
-def _mean_of_signs(c: jax.Array, s: jax.Array, axes: Axes) -> jax.Array:
-    """The mean over workers of ``s sgn(c)``, sent at one bit; float32 ``[d]``."""
-    flags = jnp.pad(c >= 0, (0, -c.size % 8)).reshape(8, -1)
-    bits, scales = lax.all_gather((pack_flags(flags, 0), s), axes.node)
-    decoded = jax.vmap(functools.partial(scaled_signs, axis=0))(bits, scales)
-    return jnp.mean(decoded, 0).reshape(-1)[: c.size]
 
 
 class Compressor(Protocol):
@@ -115,7 +103,7 @@ class Compressor(Protocol):
     in which this worker's residuals are these pieces.
 
     Attributes:
-      has_server: whether the mean is compressed again; without, all workers average all rows.
+      has_server: whether servers average and compress again; without, ``decode`` averages.
       planes: the numbers in a byte.
       grouping: how the layout groups tensors.
     """
@@ -148,5 +136,8 @@ class Compressor(Protocol):
         ...
 
     def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
-        """Decodes rows ``[..., chunks, bytes]`` to ``[..., k, chunks, planes, *plane]``."""
+        """Decodes rows ``[..., chunks, bytes]`` to ``[..., k, chunks, planes, *plane]``.
+
+        Without servers the rows are all workers', and the result, of one chunk, is their mean.
+        """
         ...

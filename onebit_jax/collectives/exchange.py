@@ -224,24 +224,8 @@ class BoundExchange:
         layout = self.layout
         if own_shard:
             received = layout.shard(received)
-        if self.compressor.has_server:
-            values = self.compressor.decode(layout, received)
-        else:
-            values = self._average(received)
+        values = self.compressor.decode(layout, received)
         return layout.own(values) if own_shard else layout.uncut(values)
-
-    def _average(self, received: jax.Array) -> Pieces:
-        """The mean of all workers' rows ``[..., n, bytes]``."""
-        rows = jnp.moveaxis(received, -2, 0)[..., None, :]
-
-        def add(total: Pieces, row: jax.Array) -> tuple[Pieces, None]:
-            values = self.compressor.decode(self.layout, row)
-            return [x + y for x, y in zip(total, values, strict=True)], None
-
-        # One row at a time: otherwise XLA writes all decoded rows before it sums them.
-        total = self.compressor.decode(self.layout, rows[0])
-        total, _ = lax.scan(add, total, rows[1:], unroll=max(1, min(len(rows) - 1, 8)))
-        return [x / len(rows) for x in total]
 
     def mean(self, tree: Any, state: Any) -> tuple[Any, Any, jax.Array]:
         """Averages the workers' trees.
@@ -292,24 +276,7 @@ class BoundExchange:
             return state
         return self.activate(state, self.layout.full(1.0) if active is None else active)
 
-    # Another number of workers.
-
-    def total_residual(self, state: Any) -> Any:
-        """The total residual ``R`` of all workers and servers, a tree; the same on all workers.
-
-        ``()`` without error feedback.
-        """
-        if not isinstance(state, ExchangeState):
-            return ()
-        if not self.compresses:
-            return self.layout.full(0.0)
-        compressor: Any = self.compressor
-        e, E = compressor.residuals(self.layout, state)
-        total = [lax.pmean(x, self.axes.node) for x in e]
-        if E:
-            served = [lax.all_gather(x, self.axes.node, axis=1) for x in E]
-            total = [x + y for x, y in zip(total, served, strict=True)]
-        return self.layout.scatter(self.of_all_shards(total))
+    # Shards.
 
     def of_all_shards(self, cut: Sequence[jax.Array]) -> Pieces:
         """Whole pieces from this device's ``[k, chunks, planes, *plane]``."""
@@ -323,21 +290,6 @@ class BoundExchange:
         if self.layout.shards == 1:
             return pieces
         return self.layout.shard(self.layout.cut(pieces))
-
-    def resumed(self, residual: Any, active: Any = None) -> Any:
-        """A state with the same total residual, from which a run continues.
-
-        A single node drops the residual. Without error feedback it is a fresh state.
-
-        Args:
-          residual: a tree, from :meth:`total_residual` on any number of workers.
-          active: as for :meth:`begin`.
-        """
-        state = self.begin(active)
-        if not self.compresses or not isinstance(state, ExchangeState):
-            return state
-        compressor: Any = self.compressor
-        return compressor.with_residual(self.layout, state, self.own(residual))
 
 
 def buckets_of(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:

@@ -137,15 +137,19 @@ class LargestValues:
         return math.ceil(self.share * math.prod(layout.pieces[0].chunked))
 
     def decode(self, layout: Layout, rows: jax.Array) -> Pieces:
-        """Decodes rows to pieces: zero but for the values sent."""
+        """The mean of all workers' rows in pieces: zero but for the values sent."""
         shape, end = layout.pieces[0].chunked, 4 * self._room(layout)
 
-        def of_row(row: jax.Array) -> jax.Array:
+        def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
             places = lax.bitcast_convert_type(row[end : 2 * end].reshape(-1, 4), jnp.int32)
-            return jnp.zeros((math.prod(shape),), jnp.float32).at[places].add(from_bytes(row[:end]))
+            return total.at[places].add(from_bytes(row[:end])), None
 
-        flat = jnp.vectorize(of_row, signature="(b)->(d)")(rows[..., 0, :])
-        return [flat.reshape(*rows.shape[:-2], *shape)]
+        # One row at a time: of workers that sent the same place, all must add in the same order.
+        zeros = jnp.zeros((*rows.shape[:-2], math.prod(shape)), jnp.float32)
+        mean = jnp.vectorize(
+            lambda x, rows: lax.scan(add, x, rows)[0] / len(rows), signature="(d),(n,b)->(d)"
+        )
+        return [mean(zeros, rows).reshape(*rows.shape[:-2], *shape)]
 
     def residuals(self, layout: Layout, state: ExchangeState) -> tuple[Pieces, Pieces]:
         """``e_i`` in pieces, cut; no server has a residual."""

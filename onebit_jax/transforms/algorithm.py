@@ -28,6 +28,7 @@ from onebit_jax import validation
 from onebit_jax.collectives import axes as mesh_axes
 from onebit_jax.collectives.axes import Specs, bound_axes, equal_on_all_workers, varying_axes
 from onebit_jax.collectives.exchange import Exchange
+from onebit_jax.collectives.resuming import resumed, total_residual
 from onebit_jax.markers import PerWorker, named_leaves, outermost, own
 
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
@@ -191,7 +192,8 @@ class Algorithm:
         """
         if not hasattr(state, "exchange"):
             return ()
-        return self.exchange.over(update.params, update.specs).total_residual(state.exchange)
+        exchange = self.exchange.over(update.params, update.specs)
+        return total_residual(exchange, state.exchange)
 
     def resume(self, state: Any, carried: Any, update: Update) -> Any:
         """Puts into a state what :meth:`carry` gave, on another number of workers.
@@ -204,7 +206,7 @@ class Algorithm:
         if carried == ():
             return state
         exchange = self.exchange.over(update.params, update.specs)
-        return state._replace(exchange=exchange.resumed(carried))
+        return state._replace(exchange=resumed(exchange, carried))
 
     def foreign(self, state: Any, update: Update) -> tuple[Any, Any]:
         """Updates and state of transformations of others within, without any exchange.

@@ -18,6 +18,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
 from onebit_jax.collectives.layout import squared, tensor_sums
+from onebit_jax.collectives.resuming import total_residual
 from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import Algorithm
 
@@ -206,7 +207,7 @@ class FrozenVariance(Algorithm):
         if not exchange.compresses:
             return dense, jax.tree.map(jnp.zeros_like, dense)
         m = exchange.layout.scatter(exchange.decode(state.momentum.received))
-        R = exchange.total_residual(state.momentum.lent(exchange.axes))
+        R = total_residual(exchange, state.momentum.lent(exchange.axes))
         m = jax.tree.map(lambda x, y: jnp.where(frozen, x, y), m, dense)
         return m, jax.tree.map(lambda r: jnp.where(frozen, r, 0.0), R)
 

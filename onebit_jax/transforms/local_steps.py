@@ -13,6 +13,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.error_feedback import Compressor
 from onebit_jax.collectives.exchange import Exchange, ExchangeOptions, dense_mean, unfit_of
+from onebit_jax.collectives.resuming import resumed, total_residual
 from onebit_jax.markers import PerWorker, as_own, in_place_of, own
 from onebit_jax.programs.jaxprs import collectives
 from onebit_jax.transforms import algorithm
@@ -273,19 +274,19 @@ class LocalSteps(Algorithm):
         if not self.compresses:
             return ()
         pairs = zip(self._exchanges(update), state.exchange, strict=True)
-        return [exchange.total_residual(kept) for exchange, kept in pairs]
+        return [total_residual(exchange, kept) for exchange, kept in pairs]
 
     def resume(self, state: LocalStepsState, carried: Any, update: Update) -> LocalStepsState:
         """Gives every worker these residuals."""
         if not self.compresses:
             return state
-        resumed = [
-            kept if residual == () else exchange.resumed(residual)
-            for exchange, residual, kept in zip(
+        exchange = [
+            kept if residual == () else resumed(bound, residual)
+            for bound, residual, kept in zip(
                 self._exchanges(update), carried, state.exchange, strict=True
             )
         ]
-        return state._replace(exchange=tuple(resumed))
+        return state._replace(exchange=tuple(exchange))
 
 
 def _check_exchanges_nothing(

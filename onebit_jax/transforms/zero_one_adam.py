@@ -13,6 +13,7 @@ from onebit_jax import validation
 from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, unfit_of
+from onebit_jax.collectives.resuming import resumed
 from onebit_jax.markers import PerWorker, as_own, in_place_of, named_shares, own
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import Made, Phase, Progress, Step, Update, at_count
@@ -259,7 +260,7 @@ class ZeroOneAdam(FrozenVariance):
     def resume(self, state: ZeroOneAdamState, carried: Any, update: Update) -> ZeroOneAdamState:
         """The residuals."""
         exchange = self.exchange.over(update.params, update.specs)
-        return state._replace(exchange=exchange.resumed(carried, state.inverse_root))
+        return state._replace(exchange=resumed(exchange, carried, state.inverse_root))
 
 
 def _moved(new: Any, update: Update) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from onebit_jax import wire
 from onebit_jax.collectives.exchange import BoundExchange, Exchange
 from onebit_jax.collectives.k_bits import KBits
-from onebit_jax.collectives.layout import pack_flags
+from onebit_jax.collectives.layout import Layout, pack_flags
 from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.random_signs import Draw, RandomSigns, Ratio
 from onebit_jax.collectives.votes import Votes
@@ -36,6 +36,16 @@ COMPRESSORS: dict[str, Any] = FEEDBACK | {
 TREE: dict[str, Any] = {"a": (9,), "b": [(), (0,), (1,), (9,)], "c": (64, 3)}
 
 leaves = jax.tree.leaves
+
+
+def without_server(compressor: type) -> Any:
+    """The class, but all workers average all rows, which are rounded once."""
+
+    def decode(self: Any, layout: Layout, rows: jax.Array) -> Any:
+        of_workers = jnp.moveaxis(rows, -2, 0)[..., None, :]
+        return [jnp.mean(x, 0) for x in compressor.decode(self, layout, of_workers)]
+
+    return type(compressor.__name__, (compressor,), {"has_server": False, "decode": decode})
 
 
 class Exchanging:

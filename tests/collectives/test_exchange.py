@@ -13,6 +13,7 @@ from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions, buck
 from onebit_jax.collectives.k_bits import KBits
 from onebit_jax.collectives.layout import BLOCK, tensor_id
 from onebit_jax.collectives.one_bit import OneBit
+from onebit_jax.collectives.resuming import resumed, total_residual
 from tests.collectives.exchanging import (
     COMPRESSORS,
     FEEDBACK,
@@ -169,7 +170,7 @@ def test_nothing_is_lost(name, sizes):
         e, E = map(flat, exchange.residuals())
         assert_close(mean + e.mean(0) + E[0], given, atol=ROUNDING[name])
         assert np.abs(e).max() > 1e-3
-    total = exchange.over(BoundExchange.total_residual, exchange.state)
+    total = exchange.over(total_residual, exchange.state)
     assert_workers_agree(total)
     assert_close(flat(total)[0], e.mean(0) + E[0])
 
@@ -211,7 +212,7 @@ def test_a_single_node_compresses_nothing(name, sizes):
     values = exchange.draw(rng)
     means = exchange(values)
     assert_close(flat(means), exchange.rows(flat(values).mean(0)), rtol=ROUNDING[name])
-    assert not flat(exchange.over(BoundExchange.total_residual, exchange.state)).any()
+    assert not flat(exchange.over(total_residual, exchange.state)).any()
     assert {c.op for c in exchange.sent()} == {"all-reduce"}
 
 
@@ -229,17 +230,17 @@ def test_other_workers_go_on_with_as_much_of_a_residual(name, sizes):
     before, after, rng = of_tree(name), of_tree(name, sizes), np.random.default_rng(6)
     for _ in range(2):
         before(before.draw(rng))
-    owed = before.over(BoundExchange.total_residual, before.state)
+    owed = before.over(total_residual, before.state)
     owed = after.rows(jax.tree.map(lambda x: x[0], owed))
-    after.state = after.over(BoundExchange.resumed, owed, after.active)
+    after.state = after.over(resumed, owed, after.active)
     if sizes == (1, 4):
-        assert not flat(after.over(BoundExchange.total_residual, after.state)).any()
+        assert not flat(after.over(total_residual, after.state)).any()
         return
-    total = after.over(BoundExchange.total_residual, after.state)
+    total = after.over(total_residual, after.state)
     assert_close(total, owed, atol=ROUNDING[name])
     values = after.draw(rng)
     mean = flat(after(values))[0]
-    left = flat(after.over(BoundExchange.total_residual, after.state))[0]
+    left = flat(after.over(total_residual, after.state))[0]
     assert_close(mean + left, flat(values).mean(0) + flat(total)[0], atol=2 * ROUNDING[name])
 
 

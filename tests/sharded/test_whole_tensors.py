@@ -9,8 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import onebit_jax
+from onebit_jax.collectives import exchange as exchange_module
 from onebit_jax.collectives.one_bit import OneBit
 from tests import reference
+from tests.collectives.exchanging import without_server
 from tests.sharded import meshes
 from tests.sharded.meshes import SLOW
 from tests.sharded.updates import assert_as_whole_tensors, by_on_mesh, draw, split
@@ -109,7 +111,7 @@ def test_lamb_equals_whole_tensors(kind, options, monkeypatch):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
     # A server's scale would be of a chunk of the shards, not of the whole tensors. Blocks of 8
     # bits, too, would be other ones.
-    monkeypatch.setattr(OneBit, "has_server", False)
+    monkeypatch.setattr(exchange_module, "OneBit", without_server(OneBit))
     exchange = onebit_jax.ExchangeOptions(scale_per="tensor")
     options |= {"b2": 0.5, "weight_decay": 0.01, "warmup": 5, "warmup_bits": 32}
     tx = onebit_jax.onebit_lamb(1e-2, axis_name=SLOW, exchange=exchange, **options)
