@@ -2,12 +2,12 @@
 
 It follows Algorithm 1 of Tang et al. (https://arxiv.org/abs/2102.02888) and keeps its names: worker
 i has gradients g_i and residuals e_i, server j has residuals E_j, and every worker is the server of
-one of n chunks of every tensor. `update` runs on each worker, inside a function with a mapped axis
-`"workers"` (`jax.vmap`, `jax.shard_map`), and is a pure function.
+one of n chunks of every tensor. `init` and `update` run on each worker, inside a function with a
+mapped axis `"workers"` (`jax.vmap`, `jax.shard_map`), and are pure functions.
 
 What the library adds: one message for all tensors instead of one for each; arrays that are written
 in place; residuals that are never written out; nodes of several devices; split models; skipped
-updates; warm-ups of 4 bits, and a variance that is refreshed.
+updates. `onebit_adam` adds a warm-up of 4 bits, bias correction, refreshes, and bounded steps.
 """
 
 import functools

@@ -238,7 +238,6 @@ def test_of_other_options_or_parameters():
 def test_of_another_number_of_workers(mesh, other_kind):
     half = make_mesh((WORKERS // 2,), kind=other_kind)
     opt_state = onebit_jax.init(onebit(), make_params(), half)
-    # Two workers have no server.
     words = r"^opt_state is not a state of this optimizer|onebit_jax.resize takes it to another"
     refused(mesh, opt_state, words)
     refused(mesh, jax.device_get(opt_state), words)

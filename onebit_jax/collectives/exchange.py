@@ -53,9 +53,8 @@ class ExchangeOptions:
       scale: the scale at one bit: ``"rms"`` (root mean square, the papers' choice, and better with
         error feedback) or ``"mean_abs"`` (mean absolute value).
       scale_per: where tensors are split between devices (:mod:`onebit_jax.sharding`), one scale at
-        one bit per ``"shard"``, or per ``"tensor"``: each exchange then sums 8 bytes per tensor
-        over the fast axes, and workers' scales are those of whole tensors. At 2, 4 and 8 bits 256
-        values share a scale.
+        one bit per ``"shard"``, or per ``"tensor"``: each exchange at one bit then sums 16 bytes
+        per tensor over the fast axes. At 2, 4 and 8 bits 256 values share a scale.
       residual_dtype: dtype of the arrays that hold residuals, and in a warm-up the momentum:
         ``"float32"``, or ``"bfloat16"``, which takes ``2 + 2/n`` bytes per parameter less. Its
         rounding errors are lost: up to one part in 256 of a value, each step.
@@ -82,9 +81,10 @@ class ExchangeOptions:
     def at_bits(
         self, axis_name: Any, bits: int, residual_decay: Any = 1.0, *, fused: bool = False
     ) -> "Exchange":
-        """The exchange at 1, 2, 4 or 8 bits with error feedback; ``None`` for none, from 2 bits on.
+        """The exchange at 1, 2, 4 or 8 bits with error feedback.
 
-        Options of one bit have no effect on others.
+        Without error feedback, from 2 bits on, ``residual_decay`` is None. Options of one bit have
+        no effect on others.
         """
         if bits == 1:
             options = self.scale, self.scale_per, self.residual_dtype
@@ -144,10 +144,11 @@ class BoundExchange:
     # Values.
 
     def node_mean(self, tree: Any) -> Pieces:
-        """The mean over a node's devices, in pieces; in the flat form a worker's own values.
+        """The values that an exchange averages, float32, in pieces.
 
-        In the hierarchical form of this device's shard, cut; on a single node, where that is the
-        mean over all workers, of whole tensors.
+        In the flat form the worker's own, ``[k, *shape]``. In the hierarchical form the mean over
+        the node's devices, of this device's shard, ``[k, chunks, planes, *plane]``. On a single
+        node, where nothing is compressed, the mean over all workers, ``[k, *shape]``.
         """
         if self.axes.single_node:
             tree = dense_mean(tree, self.axes)

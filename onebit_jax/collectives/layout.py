@@ -14,10 +14,10 @@ piece, which is cut in the same way.
 Row ``j`` of the buffer, ``[chunks, bytes]``, has the bytes of chunk ``j`` of all pieces and their
 scales, side by side. Scales of tensors stand in the order of the tree.
 
-Numbers of 1, 2, 4 or 8 bits share bytes in *planes*: with ``k = 8 / bits`` numbers to a byte,
-``k L`` numbers are viewed as ``k`` planes of ``L``, and plane ``i`` takes bits ``i * bits`` and up
-of the ``L`` bytes. Packing then reads ``k`` contiguous planes, where packing ``k`` neighbours into
-a byte would read with a stride of ``k``: no gathers.
+Numbers of 1, 2, 4 or 8 bits share bytes in *planes*: with ``q = 8 / bits`` numbers to a byte,
+``q s`` numbers are viewed as ``q`` planes of ``s``, and plane ``i`` takes bits ``i * bits`` and up
+of the ``s`` bytes. Packing then reads ``q`` contiguous planes, where packing ``q`` neighbours into
+a byte would read with a stride of ``q``: no gathers.
 """
 
 import itertools

@@ -108,7 +108,7 @@ class OnebitLambPublished(OnebitLamb):
 
     def freeze(self, state: Any, update: Update) -> Any:
         """Begins ``v~`` at ``v``, and scales the momentum by ``k``; else as for 1-bit Adam."""
-        v, exchange = state.v_then_inverse_root, self.bound(state, update)
+        v, exchange = state.v_then_inverse_root, self.exchange_over(state, update)
         m = self.dense(exchange, state.momentum)
         active = jax.tree.map(lambda v: v > 0, v)
         moved = jax.tree.map(lambda m, on: jnp.where(on, m, 0.0), m, active)
@@ -124,7 +124,7 @@ class OnebitLambPublished(OnebitLamb):
 
     def compressed_step(self, state: Any, update: Update) -> Made:
         """``F <- EC1(k (b1 m + (1 - b1) g_i))``, and ``v~`` from it."""
-        exchange, k = self.bound(state, update), state.momentum_scales
+        exchange, k = self.exchange_over(state, update), state.momentum_scales
         k_g = exchange.node_mean(times(k, update.grads))
         m_i = average(self.b1, self.last(exchange, state.momentum), k_g)
         before = self._before(exchange, state.momentum)

@@ -110,7 +110,9 @@ class Made(NamedTuple):
     Attributes:
       state: the state after the update, not counted yet.
       updates: a tree like the gradients.
-      unfit: the id of a tensor of which this worker's gradient is not finite, or 0; int32 ``[]``.
+      unfit: the id of a tensor of which this worker has a value that is not finite, or far too
+        large, or 0; int32 ``[]``. The step is made all the same: ``skip_nonfinite`` keeps the old
+        state, as ``train_step`` does.
     """
 
     state: Any

@@ -1,4 +1,4 @@
-"""What 1-bit Adam and 1-bit LAMB share: a momentum over a variance that freezes after a warm-up.
+"""A momentum over a variance that freezes after a warm-up: 1-bit Adam, 1-bit LAMB, 0/1 Adam.
 
 Each tensor has one array for both phases. In warm-up it holds the momentum ``m``, equal on all
 workers; after it the worker's compensated values ``c_i``, while the momentum is stored as the
@@ -7,7 +7,7 @@ received signs and scales, at one bit per element instead of 32. Likewise ``v`` 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes, equal_on_all_workers
 from onebit_jax.collectives.error_feedback import ExchangeState
 from onebit_jax.collectives.exchange import BoundExchange, Exchange, dense_mean, unfit_of
 from onebit_jax.collectives.layout import squared, tensor_sums
+from onebit_jax.collectives.one_bit import OneBit
 from onebit_jax.collectives.resuming import total_residual
 from onebit_jax.markers import PerWorker, as_own, own
 from onebit_jax.transforms.algorithm import Algorithm
@@ -70,7 +71,7 @@ def ignored(
     """The largest share of each tensor that had gradients in one update and was inactive.
 
     Args:
-      before: this, after the update before; float32 ``[P]``.
+      before: this, after the update before; float32 ``[1, P]``.
       count: the number of updates made.
       grads: the worker's own gradients.
       inverse_root: 0 for inactive elements.
@@ -112,6 +113,7 @@ class FrozenVariance(Algorithm):
         if self.gradient_exchange is None:
             # A worker's own gradient tells whose fault it is.
             return dense_mean(grads, bound_axes(self.exchange.axis_name)), unfit_of(grads)
+        # Without residuals the state of an exchange is the number of the call.
         mean, _, unfit = self.gradient_exchange.over(grads).mean(grads, count)
         return mean, unfit
 
@@ -127,7 +129,7 @@ class FrozenVariance(Algorithm):
 
     def stored(self, exchange: BoundExchange, m: Any) -> PerWorker:
         """A dense momentum, a tree, in the dtype of residuals."""
-        dtype = getattr(exchange.compressor, "residual_dtype", "float32")
+        dtype = cast(OneBit, exchange.compressor).residual_dtype
         return PerWorker(jax.tree.map(lambda x: x.astype(dtype), exchange.layout.in_shards(m)))
 
     def dense(self, exchange: BoundExchange, momentum: Momentum) -> Any:
@@ -154,6 +156,7 @@ class FrozenVariance(Algorithm):
         """
         if not exchange.compresses:
             return momentum
+        # Of its arrays the flags are kept; c follows from m.
         lent = exchange.activate(momentum.lent(exchange.axes), active)
         c = jax.tree.map(
             lambda x: (decay * x.astype(jnp.float32)).astype(x.dtype), momentum.m_then_compensated
@@ -163,7 +166,14 @@ class FrozenVariance(Algorithm):
     def compressed(
         self, exchange: BoundExchange, state: Any, grads: Any, m_i: list[jax.Array]
     ) -> tuple[Momentum, Any, jax.Array]:
-        """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and an unfit tensor's id."""
+        """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and an unfit tensor's id.
+
+        Args:
+          exchange: the exchange.
+          state: the optimizer's, with ``progress``, ``momentum`` and ``v_then_inverse_root``.
+          grads: the worker's own gradients, a tree.
+          m_i: the worker's momentum, in pieces; of inactive elements whatever it is.
+        """
         layout, momentum = exchange.layout, state.momentum
         count, active = state.progress.count, momentum.exchange.active
         found = ignored(momentum.ignored, count, grads, state.v_then_inverse_root, active)
@@ -172,9 +182,9 @@ class FrozenVariance(Algorithm):
             m = layout.scatter(m_i)
             kept = self.stored(exchange, m)
             return momentum._replace(m_then_compensated=kept), m, unfit_of(m)
-        received, state, unfit = exchange.all_reduce(m_i, momentum.lent(exchange.axes))
+        received, exchanged, unfit = exchange.all_reduce(m_i, momentum.lent(exchange.axes))
         m = layout.scatter(exchange.decode(received))
-        return self._take_back(exchange, momentum, received, state), m, unfit
+        return self._take_back(exchange, momentum, received, exchanged), m, unfit
 
     def reactivated(self, exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
         """Marks the active elements again; newly active ones begin with residuals of 0."""

@@ -136,7 +136,7 @@ class OnebitAdam(FrozenVariance):
 
     def dense_step(self, state: Any, update: Update) -> Made:
         """``m <- b1 m + (1 - b1) g`` and ``v <- b2 v + (1 - b2) g^2``, of the mean gradient."""
-        exchange, t = self.bound(state, update), state.progress.count + 1
+        exchange, t = self.exchange_over(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
         stored = self.stored(exchange, average(self.b1, self.dense(exchange, state.momentum), g))
         v = average(self.b2, state.v_then_inverse_root, jax.tree.map(jnp.square, g))
@@ -171,7 +171,7 @@ class OnebitAdam(FrozenVariance):
             lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v / of_v) + self.eps), 0.0),
             state.v_then_inverse_root,
         )
-        exchange = self.bound(state, update)
+        exchange = self.exchange_over(state, update)
         return state._replace(
             variance_at=t,
             v_then_inverse_root=inverse_root,
@@ -180,12 +180,12 @@ class OnebitAdam(FrozenVariance):
 
     def compressed_step(self, state: Any, update: Update) -> Made:
         """``m <- EC1(b1 m + (1 - b1) g_i)``."""
-        exchange = self.bound(state, update)
+        exchange = self.exchange_over(state, update)
         return self._exchanged(exchange, state, update, self.last(exchange, state.momentum))
 
     def refresh_step(self, state: Any, update: Update) -> Made:
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
-        exchange, t = self.bound(state, update), state.progress.count + 1
+        exchange, t = self.exchange_over(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
         share = 1 - jnp.float32(self.b2) ** (t - state.variance_at)
         share = share / self.corrections(t)[1]
@@ -225,10 +225,10 @@ class OnebitAdam(FrozenVariance):
         return self.scaled(state._replace(momentum=momentum), update, u, unfit, dense=False)
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
-        """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``."""
+        """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``; LAMB scales it."""
         return Made(state, u, unfit)
 
-    def bound(self, state: Any, update: Update) -> BoundExchange:
+    def exchange_over(self, state: Any, update: Update) -> BoundExchange:
         """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
         validation.check_same_tree(update.grads, state.v_then_inverse_root)
         return self.exchange.over(state.v_then_inverse_root)

@@ -140,7 +140,7 @@ class ZeroOneAdam(FrozenVariance):
         """Whether v freezes after this update."""
         return state.progress.count + 1 >= self.variance_freeze
 
-    def bound(self, state: ZeroOneAdamState, update: Update) -> BoundExchange:
+    def exchange_over(self, state: ZeroOneAdamState, update: Update) -> BoundExchange:
         """The exchange over the parameters' tree; ``ValueError`` for gradients of another."""
         validation.check_same_tree(update.grads, state.inverse_root)
         return self.exchange.over(state.inverse_root)
@@ -166,7 +166,7 @@ class ZeroOneAdam(FrozenVariance):
 
     def dense_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_v``: ``m`` and ``v`` of the mean gradient."""
-        exchange = self.bound(state, update)
+        exchange = self.exchange_over(state, update)
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
         v = average(self.b2, state.v_then_y, jax.tree.map(jnp.square, g))
         root = jax.tree.map(lambda v: jnp.where(v > 0, 1 / (jnp.sqrt(v) + self.eps), 0.0), v)
@@ -184,7 +184,7 @@ class ZeroOneAdam(FrozenVariance):
 
     def compressed_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Before the freeze and not in ``T_v``: ``G = EC1(g_i)``, and ``m`` of it."""
-        exchange = self.bound(state, update)
+        exchange = self.exchange_over(state, update)
         G, exchanged, unfit = exchange.mean(update.grads, state.exchange)
         # The mean received for an inactive element is undefined, and must not enter its momentum.
         G = jax.tree.map(lambda x, root: jnp.where(root > 0, x, 0.0), G, state.inverse_root)
@@ -223,7 +223,7 @@ class ZeroOneAdam(FrozenVariance):
 
     def local_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """Between two syncs: updates ``m_i``, ``B_i`` and ``G`` with the worker's own gradient."""
-        self.bound(state, update)
+        self.exchange_over(state, update)
         m, B, G, y = self._accumulated(state, update)
         moved = _moved(self._parameters(state, y, B, G), update)
         state = state._replace(
@@ -238,7 +238,7 @@ class ZeroOneAdam(FrozenVariance):
 
     def sync_step(self, state: ZeroOneAdamState, update: Update) -> Made:
         """In ``T_u``: ``B = EC1(B_i)``, ``y <- y - B / (sqrt(v) + eps)`` and ``m_i <- B / G``."""
-        exchange = self.bound(state, update)
+        exchange = self.exchange_over(state, update)
         _, B_i, G, y = self._accumulated(state, update)
         if exchange.compresses:
             received, exchanged, unfit = exchange.all_reduce(exchange.own(B_i), state.exchange)

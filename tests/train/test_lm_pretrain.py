@@ -80,7 +80,8 @@ def test_one_accelerator_simulates_the_workers(finished, tmp_path, monkeypatch, 
     for field in ("bytes_sent", "phase"):
         assert [row[field] for row in simulated] == [row[field] for row in on_devices]
     losses = [[row["loss"] for row in rows[:7]] for rows in (simulated, on_devices)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    # A warm-up at 4 bits makes another power of two of what differs by a last bit.
+    np.testing.assert_allclose(*losses, rtol=1e-4)
     for field in ("state_bytes", "wire", "devices"):
         assert result(out / name)[field] == result(finished[0] / name)[field], field
     # The same command goes on with what was saved.

@@ -87,7 +87,7 @@ def test_a_broken_configuration(copied, content, capsys):
 
 
 def test_a_full_disk(tmp_path, monkeypatch, capsys):
-    def full(*_):
+    def full(*_, **_given):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", full)
