@@ -28,6 +28,12 @@ COLUMNS = {
 }
 
 
+@pytest.fixture
+def _without_server(monkeypatch):
+    """A server's scale is of a chunk of the shards, which is not one of the whole tensors."""
+    monkeypatch.setattr(exchange_module, "OneBit", without_server(OneBit))
+
+
 def adam(**options: Any) -> Any:
     warmup: Any = {"warmup": WARMUP, "warmup_bits": 32, "variance_refreshes": None}
     return onebit_jax.onebit_adam(RATE, b2=0.5, axis_name=SLOW, **warmup, **options)
@@ -39,6 +45,7 @@ def adam(**options: Any) -> Any:
 )
 @pytest.mark.parametrize("scale", ["rms", "mean_abs"])
 @pytest.mark.slow
+@pytest.mark.usefixtures("_without_server")
 def test_one_scale_for_each_tensor_equals_whole_tensors(mesh, kind, scale):
     task = meshes.task(mesh, kind)
     tx = adam(exchange=onebit_jax.ExchangeOptions(scale=scale, scale_per="tensor"))
@@ -78,13 +85,12 @@ def test_a_scale_for_each_shard_is_the_algorithm_on_shards():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "sums"), [("fsdp", 1), ("four workers", 2)])
-def test_one_scale_for_each_tensor_costs_a_sum_of_8_bytes_each(mesh, sums):
-    """On workers, and where there are servers on these."""
-    task = meshes.task(mesh, "Auto")
+def test_one_scale_for_each_tensor_costs_two_sums_of_8_bytes_each():
+    """On workers, and on servers."""
+    task = meshes.task("fsdp", "Auto")
     per_tensor, per_shard = map(task.on_mesh, (adam(exchange=PER_TENSOR), adam()))
     added = task.added(per_tensor, to=per_shard)
-    assert added == {("all-reduce", "f32", "fsdp", 8 * len(task.specs)): sums}
+    assert added == {("all-reduce", "f32", "fsdp", 8 * len(task.specs)): 2}
 
 
 # 1-bit LAMB, whose coefficients are of whole tensors.
@@ -107,11 +113,10 @@ SPLIT = {
         *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("Auto", "Explicit")),
     ],
 )
-def test_lamb_equals_whole_tensors(kind, options, monkeypatch):
+@pytest.mark.usefixtures("_without_server")
+def test_lamb_equals_whole_tensors(kind, options):
     task = meshes.task("fsdp", kind)._replace(specs=SPLIT)
-    # A server's scale would be of a chunk of the shards, not of the whole tensors. Blocks of 8
-    # bits, too, would be other ones.
-    monkeypatch.setattr(exchange_module, "OneBit", without_server(OneBit))
+    # Blocks of 8 bits would be other ones.
     exchange = onebit_jax.ExchangeOptions(scale_per="tensor")
     options |= {"b2": 0.5, "weight_decay": 0.01, "warmup": 5, "warmup_bits": 32}
     tx = onebit_jax.onebit_lamb(1e-2, axis_name=SLOW, exchange=exchange, **options)
@@ -150,6 +155,7 @@ def test_at_full_precision_shards_are_as_whole_matrices(mesh, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.usefixtures("_without_server")
 def test_with_one_scale_for_each_matrix_bits_are_as_of_whole_matrices(kind):
     tx = muon(bits=1, adam_bits=32, exchange=PER_TENSOR)
     assert_as_whole_tensors(meshes.task("fsdp", kind), tx, 20, seed=1, rtol=1e-3, atol=1e-4)
