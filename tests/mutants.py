@@ -211,9 +211,9 @@ MUTANTS = [
     ),
     Mutant(
         "resize loses the servers' residuals",
-        EXCHANGE,
-        "        if E:\n",
-        "        if E and False:\n",
+        "collectives/resuming.py",
+        "    if E:\n",
+        "    if E and False:\n",
         ("tests/test_resizing.py::test_a_compressed_mean_loses_nothing_between_any_sizes",),
     ),
     Mutant(

@@ -28,13 +28,15 @@ FIRST = "fsdp|Auto"
 CASE = os.environ.get("ONEBIT_CASE", FIRST)
 MESH, KIND = CASE.split("|")
 
+# At 4 bits a last bit of a gradient, which differs between programs, may decide between two powers.
+DENSE: dict[str, Any] = {"warmup": 4, "warmup_bits": 32, "axis_name": SLOW}
 OPTIMIZERS: dict[str, Any] = {
-    "onebit_adam": onebit_jax.onebit_adam(1e-2, warmup=4, axis_name=SLOW),
+    "onebit_adam": onebit_jax.onebit_adam(1e-2, **DENSE),
     "onebit_adam, a scale per tensor": onebit_jax.onebit_adam(
-        1e-2, warmup=4, axis_name=SLOW, exchange=onebit_jax.ExchangeOptions(scale_per="tensor")
+        1e-2, exchange=onebit_jax.ExchangeOptions(scale_per="tensor"), **DENSE
     ),
-    "onebit_lamb": onebit_jax.onebit_lamb(1e-2, warmup=4, axis_name=SLOW),
-    "onebit_muon": onebit_jax.onebit_muon(1e-2, axis_name=SLOW),
+    "onebit_lamb": onebit_jax.onebit_lamb(1e-2, **DENSE),
+    "onebit_muon": onebit_jax.onebit_muon(1e-2, adam_learning_rate=1e-2, axis_name=SLOW),
     "local_steps": onebit_jax.local_steps(
         optax.adam(1e-2), optax.sgd(1.0), every=4, axis_name=SLOW, bits=4
     ),
