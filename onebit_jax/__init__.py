@@ -19,11 +19,8 @@ from onebit_jax.transforms.distributed_lion import (
 )
 from onebit_jax.transforms.ef_signsgd import ef_signsgd
 from onebit_jax.transforms.local_steps import local_steps
-from onebit_jax.transforms.onebit_adam import (
-    onebit_adam,
-    onebit_adam_published,
-    scale_by_onebit_adam,
-)
+from onebit_jax.transforms.onebit_adam import onebit_adam, scale_by_onebit_adam
+from onebit_jax.transforms.onebit_adam_published import onebit_adam_published
 from onebit_jax.transforms.onebit_lamb import onebit_lamb, scale_by_onebit_lamb
 from onebit_jax.transforms.onebit_muon import onebit_muon
 from onebit_jax.transforms.schedules import variance_stable

@@ -180,8 +180,7 @@ class FrozenVariance(Algorithm):
         momentum = momentum._replace(ignored=found)
         if not exchange.compresses:
             m = layout.scatter(m_i)
-            kept = self.stored(exchange, m)
-            return momentum._replace(m_then_compensated=kept), m, unfit_of(m)
+            return momentum._replace(m_then_compensated=self.stored(exchange, m)), m, unfit_of(m)
         received, exchanged, unfit = exchange.all_reduce(m_i, momentum.lent(exchange.axes))
         m = layout.scatter(exchange.decode(received))
         return self._take_back(exchange, momentum, received, exchanged), m, unfit

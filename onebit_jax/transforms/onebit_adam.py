@@ -187,8 +187,7 @@ class OnebitAdam(FrozenVariance):
         """``v <- b2^k v + (1 - b2^k) g^2``, ``g`` the mean gradient; then a compressed update."""
         exchange, t = self.exchange_over(state, update), state.progress.count + 1
         g, unfit = self.mean_gradient(update.grads, state.progress.count)
-        share = 1 - jnp.float32(self.b2) ** (t - state.variance_at)
-        share = share / self.corrections(t)[1]
+        share = (1 - jnp.float32(self.b2) ** (t - state.variance_at)) / self.corrections(t)[1]
         was = state.v_then_inverse_root
         inverse_root = jax.tree.map(lambda y, g: self._refreshed(y, g, share), was, g)
         # The momentum received for an inactive element is undefined.
@@ -345,7 +344,7 @@ def onebit_adam(
 
     The defaults are the best of its configurations that were measured (docs/how-to-choose.md): a
     warm-up that ends by itself, whose gradients travel at 4 bits, and a variance that is refreshed
-    afterwards. :func:`onebit_adam_published` has the paper's form.
+    afterwards. :func:`onebit_jax.onebit_adam_published` has the paper's form.
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = 0`. In warm-up an update
     is Adam's, on the mean gradient:
@@ -457,7 +456,8 @@ def onebit_adam(
       in one step (DeepSpeed's users mask them by hand). Others move by at most three learning
       rates, weight decay aside: without a bound rare tokens may drift until the loss is not finite
       (docs/results.md). By default averages are bias-corrected, v is refreshed after the freeze,
-      and warm-up gradients travel at 4 bits; :func:`onebit_adam_published` has the paper's form.
+      and warm-up gradients travel at 4 bits; :func:`onebit_jax.onebit_adam_published` has the
+      paper's form.
       :func:`onebit_jax.variance_stable` can end warm-up; the paper has such a rule too, which
       DeepSpeed never implemented.
     """
@@ -465,44 +465,4 @@ def onebit_adam(
         b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, STEP_BOUND, exchange
     )
     scale = algorithm.transformation(OnebitAdam(**fields, bias_correction=True))
-    return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))
-
-
-def onebit_adam_published(
-    learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
-    *,
-    warmup: Warmup,
-    axis_name: str | tuple[str, str],
-) -> optax.GradientTransformationExtraArgs:
-    r"""1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
-
-    Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
-    the variance never changes after the freeze, and steps have no bound. In warm-up
-    :math:`m` and :math:`v` are Adam's, then :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)`
-    with :math:`v` as it froze; always
-
-    .. math::
-
-        p \leftarrow p - \alpha_t \, (m / (\sqrt{v} + \varepsilon) + \lambda p)
-
-    Arguments, result and errors are those of :func:`onebit_adam`; ``warmup`` must be given:
-    ``warmup=N`` is DeepSpeed's ``freeze_step=N + 1``.
-
-    >>> import onebit_jax
-    >>> tx = onebit_jax.onebit_adam_published(1e-3, warmup=2000, axis_name="data")
-
-    References:
-      Tang et al., `1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
-      Speed <https://arxiv.org/abs/2102.02888>`_, ICML 2021, Algorithm 1.
-
-    Differences from the paper:
-      Inactive elements do not move, as in :func:`onebit_adam`.
-    """
-    fields = fields_of(b1, b2, eps, axis_name, warmup, 32, None, None, ExchangeOptions())
-    scale = algorithm.transformation(OnebitAdam(**fields, bias_correction=False))
     return algorithm.chain(scale, *algorithm.decay_and_rate(learning_rate, weight_decay, mask))

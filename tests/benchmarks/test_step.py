@@ -28,7 +28,7 @@ MEASURED = (
 )
 # Bytes of state an element on each of two workers, but for what does not grow; of other optimizers
 # and workers tests/transforms/test_programs.py has them.
-STATE = {"Adam with pmean": 8, "1-bit Adam": 8.25 + 1 / 8, "EC1, exchange alone": 4.125}
+STATE = {"Adam with pmean": 8, "1-bit Adam": 8.25 + 4 / 2, "EC1, exchange alone": 4.125 + 4 / 2}
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +46,18 @@ def test_live_buffers_are_what_the_state_says(figures):
 @pytest.mark.slow
 def test_a_step_needs_at_most_an_array_more_than_adams_in_an_own_loop(figures):
     """The looks at gradients for NaNs included."""
-    dense = figures["Adam with pmean"]["peak"] + 4
+    beside = {kind: x["peak"] - x["state"] for kind, x in figures.items()}
     for kind in ("Adam with pmean, train_step", "1-bit Adam", "Signum"):
-        assert figures[kind]["peak"] <= dense, kind
+        assert beside[kind] <= beside["Adam with pmean"] + 4, kind
     # It holds all phases: in a refresh the mean gradient, while the others are there.
-    assert figures["1-bit Adam, own loop"]["peak"] <= dense + 4.5
+    assert beside["1-bit Adam, own loop"] <= beside["Adam with pmean"] + 8.5
 
 
 @pytest.mark.slow
-def test_at_most_one_full_array_is_written_besides(figures):
-    """Beside parameters, gradients and state there is room for it, and for bits."""
+def test_at_most_a_full_array_and_a_servers_chunk_are_written_besides(figures):
+    """Beside parameters, gradients and state there is room for them, and for bits."""
     for kind in ("1-bit Adam", "Signum", "EC1, exchange alone"):
-        assert figures[kind]["peak"] - figures[kind]["state"] - 8 < 4.6, kind
+        assert figures[kind]["peak"] - figures[kind]["state"] - 8 < 6.6, kind
 
 
 def test_the_readme_loop_is_timed_in_the_phase_that_the_kind_names_or_not_at_all():
