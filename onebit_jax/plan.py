@@ -118,8 +118,8 @@ def _encoding(bits: int) -> float:
 
 
 def _feedback(rest: float) -> Callable[[int, int], float]:
-    """A worker's residuals, split over its node; a server's; the rest."""
-    return lambda N, L: rest + 4 / L + 4 / (N * L)
+    """A worker's residuals, split over its node; a server's between nodes; the rest."""
+    return lambda N, L: rest + 4 / L + (4 / (N * L) if N > 1 else 0)
 
 
 def _onebit_adam_state(nodes: int, local: int) -> float:

@@ -59,7 +59,7 @@ class KBits:
         a = [jnp.zeros((1, self.planes, scales_of_all, BLOCK), jnp.float32)]
         return ExchangeState(
             PerWorker(Compensated(layout.held(c), _least(scales))),
-            PerWorker(Compensated(filled(a), _least(scales[1:]))),
+            PerWorker(Compensated(filled(a * (not layout.axes.single_node)), _least(scales[1:]))),
             (),
         )
 

@@ -92,7 +92,9 @@ class OneBit:
         """The state before the first call: no residuals, and nothing active."""
         scales = jnp.zeros((1, max(layout.scale_shape[0], 1)), jnp.float32)
         rows = (layout.shards, layout.chunks) if layout.shards > 1 else (layout.chunks,)
-        chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:]), jnp.float32) for x in layout.pieces]
+        # A single node compresses nothing.
+        served = [] if layout.axes.single_node else layout.pieces
+        chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:]), jnp.float32) for x in served]
         return ExchangeState(
             PerWorker(Compensated(self._held(layout, layout.zeros()), scales)),
             PerWorker(Compensated(self._served(chunks), scales)),
