@@ -1,6 +1,8 @@
 r"""One bit per element and a scale per tensor, with error feedback: the papers' compressor.
 
-A server's answer has a scale for each chunk; in the hierarchical form shards are the tensors.
+A server's answer has a scale for each of its chunks; in the hierarchical form each shard of a
+tensor counts as a tensor.
+
 With ``n`` workers, worker :math:`i`'s value :math:`z_i` and residual :math:`e_i`, and server
 :math:`j`'s residual :math:`E_j` (every worker serves one chunk of every tensor):
 

@@ -187,9 +187,9 @@ def onebit_lamb_published(
     r"""1-bit LAMB as the paper and DeepSpeed have it, to compare with or to reproduce.
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
-    the variance never changes after the freeze, and steps have no bound. On a language
-    model it ended further from LAMB than :func:`onebit_jax.onebit_lamb`, whose variance is
-    refreshed, and with more bytes (docs/results.md).
+    the variance never changes after the freeze, and steps have no bound. On a language model it
+    ended further from LAMB than :func:`onebit_jax.onebit_lamb`, whose variance is refreshed, and
+    with more bytes (docs/results.md).
 
     Worker :math:`i` has the gradient :math:`g_i`, and :math:`m_0 = v_0 = \tilde c = 0` for each
     parameter tensor :math:`l`. In warm-up an update is LAMB's, on the mean gradient:

@@ -26,9 +26,9 @@ def onebit_adam_published(
     r"""1-bit Adam as the paper and DeepSpeed have it, to compare with or to reproduce.
 
     Its warm-up averages gradients in float32, the averages are not corrected for beginning at 0,
-    the variance never changes after the freeze, and steps have no bound. In warm-up
-    :math:`m` and :math:`v` are Adam's, then :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)`
-    with :math:`v` as it froze; always
+    the variance never changes after the freeze, and steps have no bound. In warm-up :math:`m` and
+    :math:`v` are Adam's, then :math:`m \leftarrow \mathrm{EC1}(m_1, \dots, m_n)` with :math:`v` as
+    it froze; always
 
     .. math::
 

@@ -56,9 +56,9 @@ def diagnose(
 
     Every device makes a checksum of its copy of everything that workers share: parameters,
     optimizer state outside a :class:`~onebit_jax.PerWorker`, and the model's state. Only the
-    checksums, four bytes a tensor, travel. The other
-    figures take a pass or two over the optimizer state. The call waits for the last step: make it
-    every few hundred steps, and before a checkpoint is saved.
+    checksums, four bytes a tensor, travel. The other figures take a pass or two over the optimizer
+    state. The call waits for the last step: make it every few hundred steps, and before a
+    checkpoint is saved.
 
     Parameters that may differ between workers are not compared: those of
     :func:`onebit_jax.local_steps`, and those of :func:`onebit_jax.zero_one_adam` after the freeze.
