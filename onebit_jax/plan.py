@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
     Attributes:
       parameters: number of model parameters, such as 340e6.
-      workers: data-parallel replicas; each is one device, or ``shards`` devices.
+      workers: data-parallel replicas; each is one device, or several with --shards.
       bandwidth: bit/s of one node's network in each direction, as collectives reach it.
       step_time: seconds of one training step on one device, without communication.
       steps: training steps; without it 100,000 are assumed.
@@ -43,7 +43,7 @@ class Setting(NamedTuple):
       shards: devices that each worker's model is split over, such as FSDP in a node; 1 by default.
       warmup: fraction of the steps before compression begins, after 160 or later; 0.15 by default.
       every: steps between two syncs of local steps (DiLoCo's H); 16 by default, as measured.
-      overlap: fraction of ``step_time`` in which gradients are sent; 0.67 if you do so, else 0.
+      overlap: fraction of a step's compute during which gradients travel; 0 by default, often 0.67.
       latency: seconds of one message between nodes; 50us by default, between sites 10 to 100 ms.
       local_bandwidth: bit/s between a node's devices; 25GB by default (PCIe 4.0), NVLink: 300GB.
       host_bandwidth: bit/s of a host's network software (Gloo, TCP); no limit by default (RDMA).
