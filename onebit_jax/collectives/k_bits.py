@@ -74,12 +74,14 @@ class KBits:
                 list(map(largest, scales)), jnp.float32
             )
         held, last = state.worker.value
+        held, last = layout.pieces_of(held), last[0]
         c, before = dict[int, jax.Array](), ()
         for place in layout.backward_order():
             # As for one bit, each waits for the one before.
             last = lax.optimization_barrier((last, before))[0]
-            s, x = layout.by_piece(last[0])[place][None], layout.pieces_of(held)[place]
-            made = z[place] + self.residual_decay * rounding.residual(x, s, self.bits)
+            s = layout.pieces[place].scales_of(last)[None]
+            e = rounding.residual(held[place], s, self.bits)
+            made = z[place] + self.residual_decay * e
             before = c[place] = lax.optimization_barrier(made)
         pieces = [c[i] for i in range(len(c))]
         scales = [rounding.block_scales(x) for x in pieces]

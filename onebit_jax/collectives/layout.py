@@ -12,7 +12,8 @@ arrays in rows are padded by whole rows. In the hierarchical form a device has a
 piece, which is cut in the same way.
 
 Row ``j`` of the buffer, ``[chunks, bytes]``, has the bytes of chunk ``j`` of all pieces and their
-scales, side by side. Scales of tensors stand in the order of the tree.
+scales, side by side. Scales of tensors stand in the order of the tree. Pieces of one shape are
+neighbours, and a server computes with such a *stack* at once: one program for all of them.
 
 Numbers of 1, 2, 4 or 8 bits share bytes in *planes*: with ``q = 8 / bits`` numbers to a byte,
 ``q s`` numbers are viewed as ``q`` planes of ``s``, and plane ``i`` takes bits ``i * bits`` and up
@@ -41,6 +42,9 @@ Pieces = list[jax.Array]
 BLOCK = 256
 # Tensors of up to this many elements are stacked with others of their shape: one program for all.
 _SMALL = 2**16
+# A server computes with up to this many elements at once, of tensors of one shape: more would not
+# stay in a cache.
+_STACKED = 2**20
 # A tensor is cut along rows unless that lengthens it by more than 1 in so many.
 _ROWS_PADDING = 32
 # In blocks, a tensor that padding would lengthen by more than 1 in so many is joined with others.
@@ -60,6 +64,8 @@ class Piece(NamedTuple):
         of a device's shard.
       shards: the number of shards.
       scales: the number of its scales in a row's last axis of scales.
+      first_byte: its place in a row.
+      first_scale: its place among scales, in the order of the pieces.
     """
 
     leaves: tuple[int, ...]
@@ -67,6 +73,8 @@ class Piece(NamedTuple):
     chunked: Shape
     shards: int
     scales: int
+    first_byte: int = 0
+    first_scale: int = 0
 
     @property
     def plane(self) -> Shape:
@@ -103,6 +111,17 @@ class Piece(NamedTuple):
         x = x.reshape(len(x), -1, *self.shape[2:])
         return x[:, : self.shape[1]]
 
+    def read(self, rows: jax.Array) -> jax.Array:
+        """Its bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""
+        end = self.first_byte + self.bytes_in_row
+        part = lax.slice_in_dim(rows, self.first_byte, end, axis=-1)
+        return part.reshape(*rows.shape[:-1], self.chunked[0], *self.plane)
+
+    def scales_of(self, scales: jax.Array) -> jax.Array:
+        """Its part of scales ``[..., scales]`` in the order of the pieces."""
+        end = self.first_scale + self.scales
+        return lax.slice_in_dim(scales, self.first_scale, end, axis=-1)
+
     def section(self, packed: jax.Array) -> jax.Array:
         """Bytes ``[k, chunks, *plane]`` as a part of rows, ``[chunks, bytes]``."""
         return jnp.moveaxis(packed, 0, 1).reshape(packed.shape[1], -1)
@@ -123,6 +142,7 @@ class Layout:
     Attributes:
       shapes: of the tensors.
       pieces: all that have elements.
+      stacks: the same, neighbours of one shape as one.
       payload: bytes of a row before its scales.
       scale_shape: shape of a row's scales.
       ids: a number for each tensor that has a scale of its own, by its path; int32.
@@ -145,8 +165,8 @@ class Layout:
         self.shards = 1 if axes.single_node else axes.per_node
         self._blocks = grouping == "blocks"
         self._joined = grouping != "tensors"
-        groups = self._groups(grouping, split=split)
-        self.pieces = [self._piece(group) for group in groups]
+        self.pieces = self._placed(list(map(self._piece, self._groups(grouping, split=split))))
+        self.stacks = _stacks(self.pieces)
         self.payload = sum(piece.bytes_in_row for piece in self.pieces)
         scales = sum(piece.scales for piece in self.pieces)
         self.scale_shape = (planes, scales) if self._blocks else (scales,)
@@ -157,7 +177,7 @@ class Layout:
                 f"places do not fit int32: split the model (docs/sharded.md), or send fewer bits."
             )
         names = [jax.tree_util.keystr(path) for path, _ in with_paths]
-        heads = [i for group in groups for i in (group[:1] if self._joined else group)]
+        heads = [i for x in self.pieces for i in (x.leaves[:1] if self._joined else x.leaves)]
         # From the order of the tree to that of the pieces.
         self._by_piece = np.arange(scales) if self._joined else np.argsort(np.argsort(heads))
         heads = heads if self._joined else sorted(heads)
@@ -192,6 +212,16 @@ class Layout:
         return Piece(
             group, (k, *shape), (k, self.chunks, self.planes, *plane), self.shards, scales=k
         )
+
+    def _placed(self, pieces: list[Piece]) -> list[Piece]:
+        """Pieces in the order of a row, those of one shape side by side."""
+        if not self._joined:
+            forms = list(map(_forms, pieces))
+            pieces = sorted(pieces, key=lambda piece: forms.index(_forms(piece)))
+        first_bytes = itertools.accumulate((x.bytes_in_row for x in pieces), initial=0)
+        first_scales = itertools.accumulate((x.scales for x in pieces), initial=0)
+        places = zip(pieces, first_bytes, first_scales, strict=False)
+        return [x._replace(first_byte=byte, first_scale=scale) for x, byte, scale in places]
 
     # Trees and pieces.
 
@@ -342,11 +372,7 @@ class Layout:
 
     def sections(self, rows: jax.Array) -> Pieces:
         """Each piece's bytes in rows ``[..., bytes]``: ``[..., k, *plane]``."""
-        parts = _parts(rows, [piece.bytes_in_row for piece in self.pieces])
-        return [
-            part.reshape(*rows.shape[:-1], piece.chunked[0], *piece.plane)
-            for piece, part in zip(self.pieces, parts, strict=True)
-        ]
+        return [piece.read(rows) for piece in self.pieces]
 
     def scales(self, rows: jax.Array) -> jax.Array:
         """The scales in rows ``[..., bytes]``; float32 ``[..., *scale_shape]``."""
@@ -355,12 +381,17 @@ class Layout:
             *rows.shape[:-1], *self.scale_shape
         )
 
+    def in_row_order(self, scales: jax.Array) -> jax.Array:
+        """Scales ``[..., scales]`` in the order of the pieces, for :meth:`Piece.scales_of`."""
+        return _reordered(scales, self._by_piece)
+
     def by_piece(self, scales: jax.Array) -> Pieces:
         """Each piece's part of scales ``[..., scales]``."""
-        return _parts(_reordered(scales, self._by_piece), [piece.scales for piece in self.pieces])
+        scales = self.in_row_order(scales)
+        return [piece.scales_of(scales) for piece in self.pieces]
 
     def in_order(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Undoes :meth:`by_piece`."""
+        """Undoes :meth:`by_piece`, of pieces or of stacks."""
         if not values:
             return jnp.zeros(self.scale_shape, jnp.float32)
         return _reordered(jnp.concatenate(values, -1), np.argsort(self._by_piece))
@@ -393,10 +424,28 @@ def _in_rows(shape: Shape, parts: int) -> Shape:
     return (math.prod(shape),)
 
 
-def _parts(x: jax.Array, sizes: Sequence[int]) -> Pieces:
-    """Parts of these sizes along the last axis, from its beginning."""
-    pairs = itertools.pairwise(itertools.accumulate(sizes, initial=0))
-    return [lax.slice_in_dim(x, start, end, axis=-1) for start, end in pairs]
+def _forms(piece: Piece) -> tuple[Shape, Shape]:
+    """What pieces of one stack have in common."""
+    return piece.shape[1:], piece.chunked[1:]
+
+
+def _stacks(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one shape as one piece, as long as a server's chunk of it is small."""
+    stacks: list[Piece] = []
+    for piece in pieces:
+        if stacks and _forms(stacks[-1]) == _forms(piece):
+            last = stacks[-1]
+            k = last.chunked[0] + piece.chunked[0]
+            if k * math.prod(piece.chunked[2:]) <= _STACKED:
+                stacks[-1] = last._replace(
+                    leaves=last.leaves + piece.leaves,
+                    shape=(k, *last.shape[1:]),
+                    chunked=(k, *last.chunked[1:]),
+                    scales=last.scales + piece.scales,
+                )
+                continue
+        stacks.append(piece)
+    return stacks
 
 
 def _reordered(numbers: jax.Array, order: np.ndarray) -> jax.Array:

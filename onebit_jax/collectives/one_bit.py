@@ -95,7 +95,7 @@ class OneBit:
         scales = jnp.zeros((1, max(layout.scale_shape[0], 1)), jnp.float32)
         rows = (layout.shards, layout.chunks) if layout.shards > 1 else (layout.chunks,)
         # A single node compresses nothing.
-        served = [] if layout.axes.single_node else layout.pieces
+        served = [] if layout.axes.single_node else layout.stacks
         chunks = [jnp.zeros((x.chunked[0], *x.chunked[2:]), jnp.float32) for x in served]
         return ExchangeState(
             PerWorker(Compensated(self._held(layout, layout.zeros()), scales)),
@@ -118,7 +118,8 @@ class OneBit:
         """The worker's half: ``c_i``, ``s_i``, and its signs; sizes are ``s_i``."""
         held, last = state.worker.value
         held, active = layout.pieces_of(held), layout.shard(cast(Active, state.active))
-        bits, last_scales, c = active.bits, last[0], dict[int, jax.Array]()
+        bits, last_scales = active.bits, layout.in_row_order(last[0])
+        c = dict[int, jax.Array]()
         before: Any = ()
         sums = dict[int, jax.Array]()
         for place in layout.backward_order():
@@ -127,9 +128,9 @@ class OneBit:
             # next one while it is still in the cache.
             bits, last_scales = lax.optimization_barrier((bits, last_scales, before))[:2]
             piece = layout.pieces[place]
-            e = residual(held[place], layout.by_piece(last_scales)[place])
+            e = residual(held[place], piece.scales_of(last_scales))
             made = values[place] + self.residual_decay * e
-            on = unpack_flags(layout.sections(bits)[place], 2).swapaxes(0, 1)
+            on = unpack_flags(piece.read(bits), 2).swapaxes(0, 1)
             on = on if layout.shards > 1 else piece.uncut(on)
             made = jnp.where(on, made, 0.0)
             made = made.astype(self.residual_dtype)
@@ -151,10 +152,11 @@ class OneBit:
         active = layout.shard(cast(Active, state.active))
         # Divided by n first: a product in the sum would be contracted into it by some compilers,
         # and not by others.
-        by_workers = layout.by_piece(layout.scales(rows) / len(rows))
+        by_workers = layout.in_row_order(layout.scales(rows) / len(rows))
         own = _of_server(layout, active.bits, state.server.value)
         a = []
-        for sent, scales, (on, last, S) in zip(layout.sections(rows), by_workers, own, strict=True):
+        for stack, (on, last, S) in zip(layout.stacks, own, strict=True):
+            sent, scales = stack.read(rows), stack.scales_of(by_workers)
             total = _add_signs(self.residual_decay * residual(last, S), sent, scales)
             a.append(jnp.where(on, total, 0.0).astype(self.residual_dtype))
         written = lax.optimization_barrier(a)
@@ -225,7 +227,10 @@ class OneBit:
         bits, (held, s) = layout.shard(cast(Active, state.active)).bits, state.worker.value
         c, server = layout.cut(layout.pieces_of(held)), state.server.value
         e = list(map(of_active, layout.flags(bits), c, layout.by_piece(s[0])))
-        return e, list(itertools.starmap(of_active, _of_server(layout, bits, server)))
+        E = itertools.starmap(of_active, _of_server(layout, bits, server))
+        rows = itertools.chain.from_iterable(E)
+        counts = [piece.chunked[0] for piece in layout.pieces]
+        return e, [jnp.stack(list(itertools.islice(rows, k))) for k in counts]
 
     def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""
@@ -237,11 +242,13 @@ class OneBit:
 def _of_server(
     layout: Layout, bits: jax.Array, server: Compensated
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """By piece the flags, from rows of bits, values and scales of the chunk of this worker."""
+    """By stack the flags, from rows of bits, values and scales of the chunk of this worker."""
+    own, scales = bits[lax.axis_index(layout.axes.node)], layout.in_row_order(server.scales[0])
     values = [x[0] for x in server.values] if layout.pieces else []
-    sections = layout.sections(bits[lax.axis_index(layout.axes.node)])
-    flags = [unpack_flags(x, 1) for x in sections]
-    return list(zip(flags, values, layout.by_piece(server.scales[0]), strict=True))
+    return [
+        (unpack_flags(stack.read(own), 1), x, stack.scales_of(scales))
+        for stack, x in zip(layout.stacks, values, strict=True)
+    ]
 
 
 def _signs(packed: jax.Array, scales: jax.Array) -> jax.Array:

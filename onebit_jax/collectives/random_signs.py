@@ -141,14 +141,12 @@ class RandomSigns:
         """``Q`` of the mean; of an inactive element, whether any worker sent 1."""
         nodes, chunk = layout.axes.nodes, lax.axis_index(layout.axes.node)
         key, firsts = _words(layout, state.key, nodes), _first_words(layout)
-        counts = counts_of(layout, count_rows(rows))
-        sections, bits = [], layout.sections(state.active[chunk])
-        for piece, count, active in zip(layout.pieces, counts, bits, strict=True):
-            starts = [firsts[i] for i in piece.leaves]
-            uniform = uniforms(key, starts, nodes, piece.plane, chunk)[:, 0]
-            drawn = jnp.where(
-                unpack_flags(active, 1), uniform * nodes < 2 * count - nodes, count > 0
-            )
+        counts = counts_of(layout.stacks, list(count_rows(rows)))
+        sections, bits = [], state.active[chunk]
+        for stack, count in zip(layout.stacks, counts, strict=True):
+            starts, active = [firsts[i] for i in stack.leaves], unpack_flags(stack.read(bits), 1)
+            uniform = uniforms(key, starts, nodes, stack.plane, chunk)[:, 0]
+            drawn = jnp.where(active, uniform * nodes < 2 * count - nodes, count > 0)
             sections.append(pack_flags(drawn, 1).reshape(-1))
         return sections, state
 

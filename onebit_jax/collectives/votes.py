@@ -16,13 +16,13 @@ References:
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Layout, Pieces, largest, unpack_flags
+from onebit_jax.collectives.layout import Layout, Piece, Pieces, largest, unpack_flags
 
 
 def count_rows(rows: jax.Array) -> jax.Array:
@@ -47,13 +47,14 @@ def count_rows(rows: jax.Array) -> jax.Array:
     return jnp.stack(lax.scan(add, zeros, rows, unroll=min(len(rows), 8))[0])
 
 
-def counts_of(layout: Layout, digits: Iterable[jax.Array]) -> Pieces:
+def counts_of(pieces: Sequence[Piece], digits: Sequence[jax.Array]) -> Pieces:
     """Counts from their binary digits ``[..., bytes]``: float32 ``[..., k, 8, *plane]``."""
-    counts = [jnp.float32(0)] * len(layout.pieces)
-    for k, digit in enumerate(digits):
-        parts = zip(counts, layout.sections(digit), strict=True)
-        counts = [total + 2.0**k * unpack_flags(x, digit.ndim) for total, x in parts]
-    return counts
+
+    def count(piece: Piece) -> jax.Array:
+        bits = [unpack_flags(piece.read(digit), digit.ndim) for digit in digits]
+        return sum((2.0**k * x for k, x in enumerate(bits)), jnp.float32(0))
+
+    return list(map(count, pieces))
 
 
 def votes(layout: Layout, values: Pieces, call: jax.Array) -> Pieces:
@@ -120,6 +121,6 @@ class Votes:
         if not self.mean:
             return [jnp.where(x, 1.0, -1.0) for x in layout.flags(rows)]
         workers, axis = layout.axes.nodes, rows.ndim
-        counts = counts_of(layout, jnp.split(rows, workers.bit_length(), -1))
+        counts = counts_of(layout.pieces, jnp.split(rows, workers.bit_length(), -1))
         means = [(2 * count - workers) / workers for count in counts]
         return [jnp.swapaxes(x, axis - 2, axis - 1) for x in means]

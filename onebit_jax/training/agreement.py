@@ -19,25 +19,24 @@ _SETTINGS += ("jax_threefry_partitionable",)
 _OWN_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
-def check_agreement(setup: Setup, placed: Arguments, program: Any) -> None:
+def check_agreement(setup: Setup, placed: Arguments, lowered: jax.stages.Lowered) -> None:
     """Compares options, settings, programs and shared numbers; waits for all processes.
 
     Args:
       setup: what the step was built from.
       placed: its arguments.
-      program: the jitted step.
+      lowered: the program that makes it.
 
     Raises:
       ValueError: on all processes, if these differ: they would train apart without a word.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
-    donated = (placed.params, placed.model_state), placed.opt_state, placed[3:]
     facts = {
         "the options of train_step": setup[2:],
         "JAX's settings": [getattr(jax.config, name) for name in _SETTINGS],
         "XLA_FLAGS": sorted(x for x in flags if not x.startswith(_OWN_FLAGS)),
         "the mesh": (setup.workers.devices.shape, setup.workers.devices.device_ids.tolist()),
-        "the loss, the optimizer or shapes": program.lower(*donated).as_text(),
+        "the loss, the optimizer or shapes": lowered.as_text(),
     }
     state = {"params": placed.params, "opt_state": placed.opt_state, "model": placed.model_state}
     shared = jax.tree.leaves(state_specs(state, "workers"))

@@ -22,7 +22,7 @@ from onebit_jax.states.specs import Specs, names_in
 from onebit_jax.training.agreement import check_agreement
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.step import Arguments, Results, Setup, split_step, whole_step
-from onebit_jax.transforms.algorithm import Phase, phase_of, states_of
+from onebit_jax.transforms.algorithm import Phase, joined, phase_of, split_off, states_of
 from onebit_jax.transforms.skip_nonfinite import NonFiniteError, Skips, no_skips
 
 # Steps skipped so often deserve a word, though never many in a row.
@@ -140,7 +140,8 @@ class TrainStep:
             with computing_on(setup.workers.devices):
                 plan = self._plan(given)
                 placed = place(given, plan.shardings)
-                return self._returned(self._program(plan, placed, phase)(*_parts(placed)))
+                results = self._program(plan, placed, phase)(*_parts(placed, phase))
+                return self._returned(results, placed, phase)
         is_new = not self._run.continues(opt_state)
         if is_new:
             self._run = Run()
@@ -158,16 +159,18 @@ class TrainStep:
         with computing_on(setup.workers.devices, concretely=True):
             program = self._program(plan, placed, phase)
             if jax.process_count() > 1 and (is_new or not self._agreed):
-                check_agreement(setup, placed, program)
+                check_agreement(setup, placed, program.lower(*_parts(placed, phase)))
                 self._agreed = True
-            results = program(*_parts(placed))
+            results = program(*_parts(placed, phase))
         self._run.observe(results, phase)
-        return self._returned(results)
+        return self._returned(results, placed, phase)
 
-    def _returned(self, results: Results) -> Any:
+    def _returned(self, results: Results, given: Arguments, phase: Phase | None) -> Any:
+        _, unchanged = split_off(given.opt_state, phase)
+        opt_state = joined(results.opt_state, unchanged, phase)
         if results.model_state is None:
-            return results.params, results.opt_state, results.metrics
-        return results[:4]
+            return results.params, opt_state, results.metrics
+        return results.params, opt_state, results.model_state, results.metrics
 
     def lower(self, *args: Any, phase: Phase | None = None, **named: Any) -> jax.stages.Lowered:
         """Lowers the step for the arguments of a call, or for their shapes, without running it."""
@@ -177,7 +180,7 @@ class TrainStep:
             shapes = jax.eval_shape(lambda x: x, given)
             placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, plan.shardings)
         with computing_on(self._setup.workers.devices, concretely=True):
-            return self._program(plan, placed, phase).lower(*_parts(placed))
+            return self._program(plan, placed, phase).lower(*_parts(placed, phase))
 
     @property
     def skips(self) -> Skips:
@@ -244,9 +247,13 @@ def _arguments(
     return Arguments(params, opt_state, model_state, batch, rng, others)
 
 
-def _parts(given: Arguments) -> tuple[Any, Any, Any]:
-    """The arguments as a program takes them: what is donated, the state, and the rest."""
-    return (given.params, given.model_state), given.opt_state, given[3:]
+def _parts(given: Arguments, phase: Phase | None) -> tuple[Any, Any, Any]:
+    """The arguments as a program takes them: what is donated, the state, and the rest.
+
+    What the update leaves of the state as it is belongs to the rest: it is not returned.
+    """
+    changing, unchanged = split_off(given.opt_state, phase)
+    return (given.params, given.model_state), changing, (unchanged, *given[3:])
 
 
 def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | None) -> Any:
@@ -255,11 +262,14 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
 
     def step(donated: Any, opt_state: Any, others: Any) -> Results:
         params, model_state = donated
+        unchanged, *others = others
+        opt_state = joined(opt_state, unchanged, phase)
         given = Arguments(params, opt_state, model_state, *others)
-        return (split_step if workers.split else whole_step)(setup, given, phase)
+        results = (split_step if workers.split else whole_step)(setup, given, phase)
+        return results._replace(opt_state=split_off(results.opt_state, phase)[0])
 
-    in_specs = _parts(specs)
-    out_specs = Results(specs.params, specs.opt_state, specs.model_state, P(), P(), P())
+    in_specs = _parts(specs, phase)
+    out_specs = Results(specs.params, in_specs[1], specs.model_state, P(), P(), P())
     mapped = step if workers.split else over_workers(step, workers.axes.mesh, in_specs, out_specs)
     inputs = workers.shardings(in_specs)
     outputs = Results(*map(workers.shardings, out_specs))
@@ -269,7 +279,7 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
     # the system gives anew in each step.
     donated = 0 if on_cpus else (0, 1)
     program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=donated)
-    arguments = _parts(placed)
+    arguments = _parts(placed, phase)
     if isinstance(workers.axes.mesh, AbstractMesh):
         traced = traced_on_mesh(step, workers.axes.mesh, in_specs, out_specs, arguments)
     else:

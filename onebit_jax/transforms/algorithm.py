@@ -9,6 +9,7 @@ a function of state and gradients. Its state is a NamedTuple with a :class:`Prog
 - ``synced_parameters(params)``: the parameters that all workers share, if theirs differ;
 - ``worker_parameters(params)``: the parameters that a worker trains, in the worker view;
 - ``own_parameters()``: a tree of booleans, true where parameters may differ between workers;
+- ``unchanged(phase)``: the fields that a step of this phase leaves as they are;
 - ``plan``: the schedule of exchanges it was made for, and ``check_plan(expected)``, its check.
 
 :func:`transformation` is the common driver: it checks arguments, chooses the phase, counts updates,
@@ -303,7 +304,7 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
         accepted = jnp.bool(algorithm.accepts(state, phase))
         refused = state.progress._replace(phase=jnp.full([], -1, jnp.int32))
         old = state._replace(progress=refused)
-        new = replace_if(~accepted, lambda _, was: was, new, old, axis_names=axes.names)
+        new = restored_if(~accepted, new, old, phase, axes.names)
         return jax.tree.map(lambda u: jnp.where(accepted, u, 0), made), new
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -429,6 +430,33 @@ def states_of(tree: Any) -> list[Any]:
     return outermost(tree, has_progress)
 
 
+def split_off(tree: Any, phase: Phase | None) -> tuple[Any, list[Any]]:
+    """A tree with ``()`` for what an update of this phase leaves as it is; and that."""
+    unchanged = []
+
+    def changing(node: Any) -> Any:
+        names = _unchanged(node, phase)
+        unchanged.extend(getattr(node, name) for name in names)
+        return node._replace(**dict.fromkeys(names, ())) if names else node
+
+    return jax.tree.map(changing, tree, is_leaf=has_progress), unchanged
+
+
+def joined(tree: Any, unchanged: list[Any], phase: Phase | None) -> Any:
+    """Undoes :func:`split_off`."""
+    rest = iter(unchanged)
+
+    def whole(node: Any) -> Any:
+        names = _unchanged(node, phase)
+        return node._replace(**{name: next(rest) for name in names}) if names else node
+
+    return jax.tree.map(whole, tree, is_leaf=has_progress)
+
+
+def _unchanged(node: Any, phase: Phase | None) -> tuple[str, ...]:
+    return node.unchanged(phase) if has_progress(node) and hasattr(node, "unchanged") else ()
+
+
 @contextlib.contextmanager
 def usual_promotion() -> Iterator[None]:
     """JAX's default settings of promotion, which this library's code relies on; a decorator too."""
@@ -537,3 +565,20 @@ def replace_if(
         cpu=lambda *given: overwrite_if(given[0], update, *given[1:], axis_names=axis_names),
         default=selected,
     )
+
+
+def restored_if(
+    predicate: jax.Array, new: Any, old: Any, phase: Phase | None, axis_names: tuple[str, ...]
+) -> Any:
+    """``old``, a state or a tree of states, where the predicate is true, else ``new``.
+
+    Args:
+      predicate: as for :func:`overwrite_if`.
+      new: what an update made of ``old``.
+      old: the state before it.
+      phase: the phase of the update. What it leaves as it is needs no choice.
+      axis_names: as for :func:`overwrite_if`.
+    """
+    (new, unchanged), (old, _) = split_off(new, phase), split_off(old, phase)
+    kept = replace_if(predicate, lambda _, was: was, new, old, axis_names=axis_names)
+    return joined(kept, unchanged, phase)

@@ -34,7 +34,7 @@ class Momentum(NamedTuple):
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
         form ``[L, N, bytes]``; equal on all workers.
       exchange: the rest of the exchange's state.
-      ignored: from :func:`ignored`; float32 ``[1, P]``.
+      ignored: from :func:`ignored`, where the variance is never refreshed; float32 ``[1, P]``.
     """
 
     m_then_compensated: PerWorker
@@ -164,30 +164,24 @@ class FrozenVariance(Algorithm):
         return momentum._replace(m_then_compensated=c, exchange=self._without_values(lent))
 
     def compressed(
-        self, exchange: BoundExchange, state: Any, grads: Any, m_i: list[jax.Array]
+        self, exchange: BoundExchange, momentum: Momentum, m_i: list[jax.Array]
     ) -> tuple[Momentum, Any, jax.Array]:
         """``m <- EC1(m_1, ..., m_n)``: the momentum, ``m`` as a tree, and an unfit tensor's id.
 
         Args:
           exchange: the exchange.
-          state: the optimizer's, with ``progress``, ``momentum`` and ``v_then_inverse_root``.
-          grads: the worker's own gradients, a tree.
+          momentum: the momentum, compressed.
           m_i: the worker's momentum, in pieces; of inactive elements whatever it is.
         """
-        layout, momentum = exchange.layout, state.momentum
-        count, active = state.progress.count, momentum.exchange.active
-        found = ignored(momentum.ignored, count, grads, state.v_then_inverse_root, active)
-        momentum = momentum._replace(ignored=found)
         if not exchange.compresses:
-            m = layout.scatter(m_i)
+            m = exchange.layout.scatter(m_i)
             return momentum._replace(m_then_compensated=self.stored(exchange, m)), m, unfit_of(m)
         received, exchanged, unfit = exchange.all_reduce(m_i, momentum.lent(exchange.axes))
-        m = layout.scatter(exchange.decode(received))
+        m = exchange.layout.scatter(exchange.decode(received))
         return self._take_back(exchange, momentum, received, exchanged), m, unfit
 
     def reactivated(self, exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
         """Marks the active elements again; newly active ones begin with residuals of 0."""
-        momentum = momentum._replace(ignored=none_ignored(active))
         if not exchange.compresses:
             return momentum
         state = exchange.activate(momentum.lent(exchange.axes), active)

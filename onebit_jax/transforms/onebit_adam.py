@@ -15,7 +15,7 @@ from onebit_jax.collectives.layout import tensor_sums
 from onebit_jax.markers import named_shares
 from onebit_jax.transforms import algorithm, schedules
 from onebit_jax.transforms.algorithm import PHASES, Made, Phase, Progress, Step, Update
-from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average
+from onebit_jax.transforms.frozen_variance import FrozenVariance, Momentum, average, ignored
 from onebit_jax.transforms.schedules import StepSet, VarianceRecord, Warmup, variance_stable
 
 # The best measured (docs/results.md): with refreshes it matters little when the warm-up ends,
@@ -45,6 +45,10 @@ class ScaleByOnebitAdamState(NamedTuple):
     variance_at: jax.Array
     v_then_inverse_root: Any
     momentum: Momentum
+
+    def unchanged(self, phase: Phase | None) -> tuple[str, ...]:
+        """The root, between two refreshes."""
+        return ("v_then_inverse_root",) if phase == "compression" else ()
 
     def metrics(self) -> dict[str, jax.Array]:
         """``phase``, ``frozen_at``, ``variance_growth`` and ``variance_shrinkage``, scalars."""
@@ -215,13 +219,21 @@ class OnebitAdam(FrozenVariance):
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
         m_i = average(self.b1, m, exchange.node_mean(update.grads))
-        momentum, m, unfit = self.compressed(exchange, state, update.grads, m_i)
+        momentum, m, unfit = self.compressed(exchange, self.noticing(state, update), m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
         if not self.bias_correction:
             bound = for_uncorrected(bound, self.b2, state.variance_at)
         u = jax.tree.map(lambda m, y: bounded(m / of_m * y, bound), m, state.v_then_inverse_root)
         return self.scaled(state._replace(momentum=momentum), update, u, unfit, dense=False)
+
+    def noticing(self, state: Any, update: Update) -> Momentum:
+        """The momentum; if v is never refreshed, with the shares of gradients that are ignored."""
+        if self.refreshes is not None:
+            return state.momentum
+        active, root = state.momentum.exchange.active, state.v_then_inverse_root
+        before, count = state.momentum.ignored, state.progress.count
+        return state.momentum._replace(ignored=ignored(before, count, update.grads, root, active))
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``; LAMB scales it."""

@@ -42,6 +42,10 @@ class ScaleByOnebitLambState(NamedTuple):
     momentum: Momentum
     running: jax.Array
 
+    def unchanged(self, phase: algorithm.Phase | None) -> tuple[str, ...]:
+        """As of 1-bit Adam."""
+        return onebit_adam.ScaleByOnebitAdamState(*self[:5]).unchanged(phase)
+
     def metrics(self) -> dict[str, jax.Array]:
         """Those of 1-bit Adam; minimum, mean and maximum of the running coefficients."""
         of_adam = self.progress.metrics() | self.variance_record.metrics()

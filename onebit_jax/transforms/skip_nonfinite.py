@@ -20,7 +20,7 @@ from onebit_jax.collectives.axes import Axes, bound_axes
 from onebit_jax.collectives.exchange import unfit_of
 from onebit_jax.collectives.layout import tensor_id
 from onebit_jax.markers import nodes_with
-from onebit_jax.transforms.algorithm import Task, replace_if, states_of
+from onebit_jax.transforms.algorithm import Task, restored_if, states_of
 
 # Causes other than a tensor, in place of its id.
 LOSS, UPDATE = -1, -2
@@ -161,7 +161,7 @@ def guarded_update(
         for own in states_of(new):
             unfit = jnp.where(unfit == 0, own.progress.unfit.value[0], unfit)
         health = agree(unfit, axes)
-        new = replace_if(~health.fit, lambda _, was: was, new, state, axis_names=axes.names)
+        new = restored_if(~health.fit, new, state, extra_args.get("phase"), axes.names)
     else:
         # Known before anything is written: then a select costs nothing.
         health = agree(jnp.where(unfit == 0, unfit_of(updates), unfit), axes)

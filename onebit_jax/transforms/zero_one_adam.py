@@ -74,6 +74,12 @@ class ZeroOneAdamState(NamedTuple):
         """``phase`` and ``frozen_at``, scalars."""
         return self.progress.metrics()
 
+    def unchanged(self, phase: Phase | None) -> tuple[str, ...]:
+        """The root, but for dense updates; in local ones the exchange too."""
+        if phase == "local":
+            return "inverse_root", "exchange"
+        return ("inverse_root",) if phase in ("compression", "sync") else ()
+
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""
         shares = named_shares("ignored_share", self.ignored, self.v_then_y)
