@@ -27,6 +27,10 @@ _ASSUMED_STEPS = 100_000
 _EARLIEST_END = 160
 # Of the utilization table, bit/s.
 _BANDWIDTHS = (50e6, 100e6, 200e6, 500e6, 1e9, 2e9, 5e9, 10e9)
+_ABOUT = (
+    "This compares time and bytes, not losses. The verdict is about 1-bit Adam: other optimizers "
+    "reach other losses, and local steps another one for each --every."
+)
 _SITES = "Latency is 50 us here; links between sites have 10 to 100 ms: pass --latency."
 
 
@@ -307,7 +311,9 @@ def plan(setting: Setting) -> Plan:
     verdict = _verdict(best, speedup[best], dense.step / setting.step_time, pays_below[best])
     if (setting.steps or _ASSUMED_STEPS) <= _EARLIEST_END:
         verdict = f"Do not use it: one bit per parameter begins after update {_EARLIEST_END}."
-    return Plan(setting, verdict, _notes(setting), predictions, speedup, pays_below)
+    far = setting.latency == _LATENCY and setting.bandwidth < 1e9
+    notes = (_ABOUT, _SITES) if far else (_ABOUT,)
+    return Plan(setting, verdict, notes, predictions, speedup, pays_below)
 
 
 def _pays_below(optimizer: Optimizer, setting: Setting) -> float:
@@ -339,16 +345,6 @@ def _verdict(name: str, gain: float, most: float, below: float) -> str:
     )
     pays = gain <= 1 and 0 < below < math.inf
     return f"{verdict} It would be faster below {_rate(below)}." if pays else verdict
-
-
-def _notes(setting: Setting) -> tuple[str, ...]:
-    notes = [
-        "This compares time and bytes, not losses. The verdict is about 1-bit Adam: other "
-        "optimizers reach other losses, and local steps another one for each --every."
-    ]
-    if setting.latency == _LATENCY and setting.bandwidth < 1e9:
-        notes.append(_SITES)
-    return tuple(notes)
 
 
 def utilization(setting: Setting) -> str:

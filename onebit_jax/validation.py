@@ -108,12 +108,6 @@ def _index(value: Any) -> int:
         return -1
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises ``ValueError`` unless ``value`` is a bool."""
-    if not isinstance(value, (bool, np.bool)):
-        raise ValueError(f"{name}={value!r:.60} must be True or False.")
-
-
 def bits(name: str, value: Any, allowed: tuple[int, ...]) -> int:
     """A number of bits that an exchange can send."""
     *others, last = map(str, allowed)

@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "a sum in place of the mean of all workers",
         ONE_BIT,
-        "by_workers = layout.by_piece(layout.scales(rows) / len(rows))",
-        "by_workers = layout.by_piece(layout.scales(rows))",
+        "by_workers = layout.in_row_order(layout.scales(rows) / len(rows))",
+        "by_workers = layout.in_row_order(layout.scales(rows))",
         SGD,
     ),
     Mutant(

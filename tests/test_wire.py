@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from onebit_jax import wire
-from onebit_jax.transforms.algorithm import overwrite_if
+from onebit_jax.collectives.axes import overwrite_if
 from tests import small_task
 
 AXES = ("node", "local")

@@ -1,14 +1,20 @@
-"""The mesh axes that the workers of an exchange lie along, and those that split tensors."""
+"""The mesh axes that the workers of an exchange lie along, and those that split tensors.
+
+At the end conditions of which all workers along them know.
+"""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
+
+Arrays = TypeVar("Arrays")
 
 
 class Axes(NamedTuple):
@@ -215,3 +221,80 @@ def equal_on_all_workers(tree: Any) -> Any:
     program does not show (:mod:`onebit_jax.programs.checks`).
     """
     return jax.tree.map(equal_p.bind, tree)
+
+
+# Loops of at most one turn, for large arrays that XLA would copy otherwise.
+
+
+def overwrite_if(
+    predicate: jax.Array,
+    update: Callable[..., Arrays],
+    arrays: Arrays,
+    *reads: Any,
+    axis_names: tuple[str, ...] = (),
+) -> Arrays:
+    """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
+
+    A zero- or one-iteration loop, which writes its result over ``arrays``. A ``lax.cond`` would
+    copy the arrays, and a select would compute both.
+
+    Args:
+      predicate: bool ``[]``, the same on all workers: ``update`` may call collectives.
+      update: returns a tree of the structure, shapes and dtypes of ``arrays``.
+      arrays: a tree of arrays.
+      *reads: further trees of arrays that ``update`` reads.
+      axis_names: the axes that the workers run along. An axis bound by ``vmap`` gives every worker
+        its own predicate, which would turn the loop into a select.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if mapped := tuple(name for name in axis_names if name not in manual):
+        predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
+    varying = _varying((arrays, reads))
+
+    def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+        # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
+        # the loop before it, and so in every step.
+        (_, over), tied = lax.optimization_barrier((carry, reads))
+        return jnp.zeros_like(carry[0]), _cast(update(over, *tied), varying)
+
+    return lax.while_loop(lambda carry: carry[0], turn, (predicate, _cast(arrays, varying)))[1]
+
+
+def _varying(tree: Any) -> frozenset[str]:
+    return frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
+def _cast(tree: Any, axes: frozenset[str]) -> Any:
+    """The arrays with types that let them differ along these axes, as those of a loop must."""
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axes - varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def replace_if(
+    predicate: jax.Array,
+    update: Callable[..., Arrays],
+    arrays: Arrays,
+    *reads: Any,
+    axis_names: tuple[str, ...] = (),
+) -> Arrays:
+    """As :func:`overwrite_if`, for an ``update`` that is cheap and rarely applies.
+
+    On CPUs, after the arrays were written, a select would be one more pass over both; the loop
+    costs nothing where it does not turn. On accelerators a select is a part of the pass that
+    writes, while a loop would wait for the host, and hold the old arrays beside the new ones.
+    """
+    varying = _varying((predicate, arrays, reads))
+
+    def selected(predicate: jax.Array, arrays: Arrays, *reads: Any) -> Arrays:
+        updated = _cast(update(arrays, *reads), varying)
+        return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), updated, arrays)
+
+    return lax.platform_dependent(
+        *_cast((predicate, arrays, *reads), varying),
+        cpu=lambda *given: overwrite_if(given[0], update, *given[1:], axis_names=axis_names),
+        default=selected,
+    )

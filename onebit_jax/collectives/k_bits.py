@@ -20,7 +20,7 @@ from jax import lax
 from onebit_jax import validation
 from onebit_jax.collectives import rounding
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState, Pieces
-from onebit_jax.collectives.layout import BLOCK, Layout, filled, largest, pack, to_bytes, unpack
+from onebit_jax.collectives.layout import BLOCK, Layout, filled, squared, to_bytes
 from onebit_jax.markers import PerWorker
 
 
@@ -64,15 +64,13 @@ class KBits:
         )
 
     def encode(self, layout: Layout, values: Pieces, state: Any) -> tuple[Pieces, Any, jax.Array]:
-        """The worker's half; sizes are the largest magnitude of each piece."""
+        """The worker's half; sizes are the norms of each piece's scales."""
         z = layout.cut(values)
         if self.residual_decay is None:
             scales = [rounding.block_scales(x) for x in z]
             offset = rounding.offset_of(state, lax.axis_index(layout.axes.node))
             levels = [self._randomly(x, s, offset) for x, s in zip(z, scales, strict=True)]
-            return *self._rows(layout, levels, scales, state), jnp.asarray(
-                list(map(largest, scales)), jnp.float32
-            )
+            return self._rows(layout, levels, scales), state, _norms(scales)
         held, last = state.worker.value
         held, last = layout.pieces_of(held), last[0]
         c, before = dict[int, jax.Array](), ()
@@ -88,17 +86,13 @@ class KBits:
         levels = [rounding.quantize(x, s, self.bits) for x, s in zip(pieces, scales, strict=True)]
         kept = Compensated(layout.held(pieces), layout.in_order(scales))
         state = state._replace(worker=PerWorker(kept))
-        return *self._rows(layout, levels, scales, state), jnp.asarray(
-            list(map(largest, scales)), jnp.float32
-        )
+        return self._rows(layout, levels, scales), state, _norms(scales)
 
-    def _rows(
-        self, layout: Layout, levels: Pieces, scales: Pieces, state: Any
-    ) -> tuple[Pieces, Any]:
+    def _rows(self, layout: Layout, levels: Pieces, scales: Pieces) -> Pieces:
         pairs = zip(layout.pieces, levels, strict=True)
         sections = [piece.section(self._packed(x, 2)) for piece, x in pairs]
         in_order = layout.in_order([s[0] for s in scales])
-        return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))], state
+        return [*sections, to_bytes(in_order.reshape(layout.chunks, -1))]
 
     def serve(self, layout: Layout, rows: jax.Array, state: Any) -> tuple[Pieces, Any]:
         """The server's half."""
@@ -165,16 +159,22 @@ class KBits:
 
     def _packed(self, levels: jax.Array, axis: int) -> jax.Array:
         unsigned = (levels + rounding.levels(self.bits)).astype(jnp.uint8)
-        return pack(unsigned, self.bits, axis)
+        return rounding.pack(unsigned, self.bits, axis)
 
     def _numbers(self, packed: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
         """Decodes bytes ``[..., R, 256]`` with scales ``[..., planes, R]``."""
-        levels = unpack(packed, self.bits, axis).astype(jnp.float32) - rounding.levels(self.bits)
+        levels = rounding.unpack(packed, self.bits, axis).astype(jnp.float32) - rounding.levels(
+            self.bits
+        )
         if self.residual_decay is not None:
             return rounding.dequantize(levels, scales, self.bits)
         if self.bits == 8:
             return rounding.dequantize_roots(levels, scales, self.bits)
         return rounding.dequantize_powers(levels, scales, self.bits)
+
+
+def _norms(scales: Pieces) -> jax.Array:
+    return jnp.sqrt(jnp.asarray([jnp.sum(squared(s)) for s in scales], jnp.float32))
 
 
 def _least(shape: tuple[int, ...]) -> jax.Array:

@@ -21,7 +21,6 @@ of the ``s`` bytes. Packing then reads ``q`` contiguous planes, where packing ``
 a byte would read with a stride of ``q``: no gathers.
 """
 
-import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -165,10 +164,16 @@ class Layout:
         self.shards = 1 if axes.single_node else axes.per_node
         self._blocks = grouping == "blocks"
         self._joined = grouping != "tensors"
-        self.pieces = self._placed(list(map(self._piece, self._groups(grouping, split=split))))
+        pieces = list(map(self._piece, self._groups(grouping, split=split)))
+        if not self._joined:
+            forms = list(map(_forms, pieces))
+            pieces.sort(key=lambda piece: forms.index(_forms(piece)))
+        self.pieces, self.payload, scales = list[Piece](), 0, 0
+        for piece in pieces:
+            self.pieces.append(piece._replace(first_byte=self.payload, first_scale=scales))
+            self.payload += piece.bytes_in_row
+            scales += piece.scales
         self.stacks = _stacks(self.pieces)
-        self.payload = sum(piece.bytes_in_row for piece in self.pieces)
-        scales = sum(piece.scales for piece in self.pieces)
         self.scale_shape = (planes, scales) if self._blocks else (scales,)
         row = self.payload + 4 * math.prod(self.scale_shape)
         if row >= 2**31:
@@ -204,24 +209,10 @@ class Layout:
             rows = -(-size // (parts * BLOCK))
             whole = (1, self.chunks, self.planes, rows, BLOCK)
             return Piece(group, (1, parts * rows, BLOCK), whole, self.shards, rows)
-        if self._joined:
-            plane = (-(-size // parts),)
-            return Piece(group, (1, size), (1, self.chunks, self.planes, *plane), self.shards, 1)
-        shape, k = _in_rows(self.shapes[group[0]], parts), len(group)
-        plane = (-(-shape[0] // parts), *shape[1:])
-        return Piece(
-            group, (k, *shape), (k, self.chunks, self.planes, *plane), self.shards, scales=k
-        )
-
-    def _placed(self, pieces: list[Piece]) -> list[Piece]:
-        """Pieces in the order of a row, those of one shape side by side."""
-        if not self._joined:
-            forms = list(map(_forms, pieces))
-            pieces = sorted(pieces, key=lambda piece: forms.index(_forms(piece)))
-        first_bytes = itertools.accumulate((x.bytes_in_row for x in pieces), initial=0)
-        first_scales = itertools.accumulate((x.scales for x in pieces), initial=0)
-        places = zip(pieces, first_bytes, first_scales, strict=False)
-        return [x._replace(first_byte=byte, first_scale=scale) for x, byte, scale in places]
+        shape, k = ((size,), 1) if self._joined else (self.shapes[group[0]], len(group))
+        shape = _in_rows(shape, parts)
+        chunked = k, self.chunks, self.planes, -(-shape[0] // parts), *shape[1:]
+        return Piece(group, (k, *shape), chunked, self.shards, k)
 
     # Trees and pieces.
 
@@ -433,18 +424,15 @@ def _stacks(pieces: Sequence[Piece]) -> list[Piece]:
     """Neighbours of one shape as one piece, as long as a server's chunk of it is small."""
     stacks: list[Piece] = []
     for piece in pieces:
-        if stacks and _forms(stacks[-1]) == _forms(piece):
-            last = stacks[-1]
-            k = last.chunked[0] + piece.chunked[0]
-            if k * math.prod(piece.chunked[2:]) <= _STACKED:
-                stacks[-1] = last._replace(
-                    leaves=last.leaves + piece.leaves,
-                    shape=(k, *last.shape[1:]),
-                    chunked=(k, *last.chunked[1:]),
-                    scales=last.scales + piece.scales,
-                )
-                continue
-        stacks.append(piece)
+        last = stacks[-1] if stacks else piece
+        k = last.chunked[0] + piece.chunked[0]
+        small = k * math.prod(piece.chunked[2:]) <= _STACKED
+        if not (stacks and small and _forms(last) == _forms(piece)):
+            stacks.append(piece)
+            continue
+        shape, chunked = (k, *piece.shape[1:]), (k, *piece.chunked[1:])
+        leaves, scales = last.leaves + piece.leaves, last.scales + piece.scales
+        stacks[-1] = last._replace(leaves=leaves, shape=shape, chunked=chunked, scales=scales)
     return stacks
 
 
@@ -496,11 +484,6 @@ def _bit_of_plane(shape: tuple[int, ...], axis: int) -> jax.Array:
     return lax.broadcast_in_dim(np.uint8(1) << np.arange(8, dtype=np.uint8), shape, (axis,))
 
 
-def _shifts(bits: int, trailing: int) -> np.ndarray:
-    """The first bit of each number in its byte, along an axis before ``trailing`` others."""
-    return np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, *[1] * trailing)
-
-
 def pack_flags(flags: jax.Array, axis: int) -> jax.Array:
     """Packs booleans along an axis of length 8, which is dropped; uint8.
 
@@ -528,27 +511,6 @@ def unpack_flags(packed: jax.Array, axis: int) -> jax.Array:
     return (lax.broadcast_in_dim(packed, shape, others) & bit) == bit
 
 
-def pack(numbers: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Packs numbers below ``2**bits`` along an axis of length ``8 / bits``, which is dropped.
-
-    >>> pack(jnp.array([[0], [14]], jnp.uint8), bits=4, axis=0)
-    Array([224], dtype=uint8)
-    """
-    shifted = numbers << _shifts(bits, numbers.ndim - axis - 1)
-    return lax.reduce(shifted, np.uint8(0), lax.bitwise_or, (axis,))
-
-
-def unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Undoes :func:`pack`: uint8, with an axis of length ``8 / bits`` put in.
-
-    >>> unpack(jnp.array([224], jnp.uint8), bits=4, axis=0)
-    Array([[ 0],
-           [14]], dtype=uint8)
-    """
-    shifts = _shifts(bits, packed.ndim - axis)
-    return (jnp.expand_dims(packed, axis) >> shifts) & np.uint8(2**bits - 1)
-
-
 def scaled_signs(packed: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
     """Decodes packed signs to the numbers ``scale * sgn``.
 
@@ -573,16 +535,3 @@ def to_bytes(numbers: jax.Array) -> jax.Array:
 def from_bytes(in_bytes: jax.Array) -> jax.Array:
     """Undoes :func:`to_bytes`."""
     return lax.bitcast_convert_type(in_bytes.reshape(*in_bytes.shape[:-1], -1, 4), jnp.float32)
-
-
-def largest(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """The largest magnitude of float32, or NaN where one of them, or their sum, is NaN.
-
-    XLA for CPUs drops NaNs from most maxima of floats (JAX 0.10.2 and 0.12.0.1, not reported), but
-    not from sums. With magnitudes it would take ten times as long: XLA would write them first.
-
-    >>> largest(jnp.array([[1.0, -2.0], [0.0, jnp.nan]]), axis=1).tolist()
-    [2.0, nan]
-    """
-    size = jnp.maximum(jnp.max(x, axis), -jnp.min(x, axis))
-    return jnp.where(jnp.isnan(jnp.sum(x, axis)), jnp.nan, size)

@@ -229,8 +229,7 @@ class OneBit:
         e = list(map(of_active, layout.flags(bits), c, layout.by_piece(s[0])))
         E = itertools.starmap(of_active, _of_server(layout, bits, server))
         rows = itertools.chain.from_iterable(E)
-        counts = [piece.chunked[0] for piece in layout.pieces]
-        return e, [jnp.stack(list(itertools.islice(rows, k))) for k in counts]
+        return e, [jnp.stack([*itertools.islice(rows, x.chunked[0])]) for x in layout.pieces]
 
     def with_residual(self, layout: Layout, state: ExchangeState, pieces: Pieces) -> ExchangeState:
         """A fresh state in which this worker's residuals are these pieces."""

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onebit_jax.collectives.layout import Layout, Piece, Pieces, largest, unpack_flags
+from onebit_jax.collectives.layout import Layout, Piece, Pieces, unpack_flags
+from onebit_jax.collectives.rounding import largest
 
 
 def count_rows(rows: jax.Array) -> jax.Array:
@@ -49,12 +50,8 @@ def count_rows(rows: jax.Array) -> jax.Array:
 
 def counts_of(pieces: Sequence[Piece], digits: Sequence[jax.Array]) -> Pieces:
     """Counts from their binary digits ``[..., bytes]``: float32 ``[..., k, 8, *plane]``."""
-
-    def count(piece: Piece) -> jax.Array:
-        bits = [unpack_flags(piece.read(digit), digit.ndim) for digit in digits]
-        return sum((2.0**k * x for k, x in enumerate(bits)), jnp.float32(0))
-
-    return list(map(count, pieces))
+    parts = [[unpack_flags(x.read(digit), digit.ndim) for digit in digits] for x in pieces]
+    return [sum((2.0**k * x for k, x in enumerate(bits)), jnp.float32(0)) for bits in parts]
 
 
 def votes(layout: Layout, values: Pieces, call: jax.Array) -> Pieces:

@@ -46,12 +46,12 @@ from onebit_jax.collectives.layout import (
     BLOCK,
     Layout,
     Pieces,
-    largest,
     pack_flags,
     scaled_signs,
     to_bytes,
 )
 from onebit_jax.collectives.random_signs import hash_words
+from onebit_jax.collectives.rounding import largest
 
 # The Hadamard matrix of order 256 is the Kronecker product of two of this order.
 _ORDER = 16

@@ -39,7 +39,8 @@ from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives.error_feedback import Compensated, ExchangeState
-from onebit_jax.collectives.layout import Layout, Pieces, from_bytes, largest, to_bytes
+from onebit_jax.collectives.layout import Layout, Pieces, from_bytes, to_bytes
+from onebit_jax.collectives.rounding import largest
 from onebit_jax.markers import PerWorker
 
 # The number of flags in a row that is counted at once.

@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import Axes, bound_axes
+from onebit_jax.collectives.axes import bound_axes
 from onebit_jax.collectives.exchange import BoundExchange, ExchangeOptions
 from onebit_jax.transforms import algorithm
 from onebit_jax.transforms.algorithm import Made, Progress, Update
@@ -54,6 +54,9 @@ class OnebitLambPublishedState(NamedTuple):
     ratios: jax.Array
     momentum_scales: jax.Array
 
+    unchanged = ScaleByOnebitAdamState.unchanged
+    diagnostics = ScaleByOnebitAdamState.diagnostics
+
     def metrics(self) -> dict[str, jax.Array]:
         """Those of 1-bit Adam; minimum, mean and maximum of running coefficients and last ratios.
 
@@ -63,10 +66,6 @@ class OnebitLambPublishedState(NamedTuple):
         for name, values in (("coefficient", self.running), ("ratio", self.ratios)):
             metrics |= summary(name, values, self.v_then_inverse_root)
         return metrics
-
-    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """Those of 1-bit Adam."""
-        return ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -78,16 +77,12 @@ def check_replicas(
         grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
         return with_extra_args.update(grads, state, params, **static, **extra_args)
 
-    guesses = [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]
-    for guess in guesses:
-        try:
-            given = params, opt_state, guess
-            traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
-            break
-        except TypeError:
-            if extra_args is not None:
-                raise
-    else:
+    given = params, opt_state, extra_args or {}
+    try:
+        traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
+    except TypeError:
+        if extra_args is not None:
+            raise
         # It needs arguments which are not known yet: it is checked once they are.
         return
     program = traced.jaxpr.jaxpr

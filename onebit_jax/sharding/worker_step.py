@@ -13,7 +13,7 @@ from onebit_jax import validation
 from onebit_jax.markers import is_key, named_leaves, on_key_data
 from onebit_jax.programs.over_workers import on_one_worker
 from onebit_jax.sharding.worker_step_check import check_replicas_of_step
-from onebit_jax.states.specs import MeshAxes, names_in, names_of, spec_in_type
+from onebit_jax.states.specs import MeshAxes, names_in, spec_in_type
 
 State = TypeVar("State")
 Step = Callable[[State, Any], tuple[State, Any]]
@@ -120,18 +120,13 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
     def copies(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[None], (axes.workers, *x.shape))
 
-    def sharding(path: Any, x: Any) -> NamedSharding:
+    def sharding(x: Any) -> NamedSharding:
         known = getattr(x, "sharding", None)
         spec = known.spec if isinstance(known, NamedSharding) else P()
-        if set(names_of(spec)) & set(axes.slow_names):
-            raise ValueError(
-                f"state{jax.tree_util.keystr(path)} is split by {spec}, but along "
-                f"{axes.slow!r} lie the workers: give one worker's state."
-            )
         return NamedSharding(mesh, P(axes.slow, *spec))
 
     state = jax.tree.map(jnp.asarray, state)
-    shardings = jax.tree_util.tree_map_with_path(sharding, state)
+    shardings = jax.tree.map(sharding, state)
 
     def on_this_mesh(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         if not x.committed or x.sharding.device_set == sharding.device_set:

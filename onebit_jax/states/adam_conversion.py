@@ -195,8 +195,6 @@ def to_adam(
 
 
 def _only(kind: type, state: Any) -> Any:
-    """The one state of a type inside another."""
-    found = outermost(state, lambda x: isinstance(x, kind))
-    if len(found) != 1:
-        raise ValueError(f"the state has {len(found)} of {kind.__name__} in it, expected one")
-    return found[0]
+    """The one state of a type inside another; ``ValueError`` unless there is one."""
+    [found] = outermost(state, lambda x: isinstance(x, kind))
+    return found

@@ -38,12 +38,13 @@ def check_agreement(setup: Setup, placed: Arguments, lowered: jax.stages.Lowered
         "the mesh": (setup.workers.devices.shape, setup.workers.devices.device_ids.tolist()),
         "the loss, the optimizer or shapes": lowered.as_text(),
     }
+    facts = {name: repr(fact).encode() for name, fact in facts.items()}
     state = {"params": placed.params, "opt_state": placed.opt_state, "model": placed.model_state}
     shared = jax.tree.leaves(state_specs(state, "workers"))
     for (name, x), spec in zip(named_leaves(state), shared, strict=True):
         if spec == jax.P() and not is_key(x) and x.sharding.is_fully_replicated:
             facts[name] = np.asarray(x.addressable_data(0)).tobytes()
-    own = np.array([zlib.crc32(_bytes(fact)) for fact in facts.values()], np.uint32)
+    own = np.array([zlib.crc32(fact) for fact in facts.values()], np.uint32)
     columns = np.asarray(multihost_utils.process_allgather(own)).T
     differing = [name for name, column in zip(facts, columns, strict=True) if np.ptp(column)]
     if differing:
@@ -51,7 +52,3 @@ def check_agreement(setup: Setup, placed: Arguments, lowered: jax.stages.Lowered
             f"processes make different training steps: they differ in {', '.join(differing[:5])}. "
             f"Start all with the same code, options and environment, one seed, one checkpoint."
         )
-
-
-def _bytes(fact: Any) -> bytes:
-    return fact if isinstance(fact, bytes) else repr(fact).encode()

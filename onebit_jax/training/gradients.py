@@ -129,12 +129,6 @@ def _parts(result: Any, model_state: Any) -> tuple[jax.Array, Any, Metrics, Any]
     """Splits a loss function's result: loss, weight or None, metrics, and the model's state."""
     whole = isinstance(result, tuple) and not isinstance(result, WeightedLoss)
     loss, *others = result if whole else (result,)
-    expected = "loss or (loss, metrics)" if model_state is None else "(loss, metrics, model_state)"
-    if len(others) not in ((0, 1) if model_state is None else (2,)):
-        raise ValueError(
-            f"loss_fn returned {len(others) + 1} values, expected {expected}; a model_state too "
-            f"if the step is given one, step(..., model_state=...)."
-        )
     metrics, new_state = (*others, *({}, None)[len(others) :])
     weight = None
     if isinstance(loss, WeightedLoss):

@@ -22,7 +22,8 @@ from onebit_jax.states.specs import Specs, names_in
 from onebit_jax.training.agreement import check_agreement
 from onebit_jax.training.gradients import LossFn
 from onebit_jax.training.step import Arguments, Results, Setup, split_step, whole_step
-from onebit_jax.transforms.algorithm import Phase, joined, phase_of, split_off, states_of
+from onebit_jax.transforms import algorithm
+from onebit_jax.transforms.algorithm import Phase, phase_of, states_of
 from onebit_jax.transforms.skip_nonfinite import NonFiniteError, Skips, no_skips
 
 # Steps skipped so often deserve a word, though never many in a row.
@@ -166,8 +167,8 @@ class TrainStep:
         return self._returned(results, placed, phase)
 
     def _returned(self, results: Results, given: Arguments, phase: Phase | None) -> Any:
-        _, unchanged = split_off(given.opt_state, phase)
-        opt_state = joined(results.opt_state, unchanged, phase)
+        kept = algorithm.unchanged(given.opt_state, phase)
+        opt_state = algorithm.with_unchanged(results.opt_state, kept, phase)
         if results.model_state is None:
             return results.params, opt_state, results.metrics
         return results.params, opt_state, results.model_state, results.metrics
@@ -252,8 +253,9 @@ def _parts(given: Arguments, phase: Phase | None) -> tuple[Any, Any, Any]:
 
     What the update leaves of the state as it is belongs to the rest: it is not returned.
     """
-    changing, unchanged = split_off(given.opt_state, phase)
-    return (given.params, given.model_state), changing, (unchanged, *given[3:])
+    state, kept = given.opt_state, algorithm.unchanged(given.opt_state, phase)
+    state = algorithm.changing(state, phase)
+    return (given.params, given.model_state), state, (kept, *given[3:])
 
 
 def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | None) -> Any:
@@ -262,11 +264,11 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
 
     def step(donated: Any, opt_state: Any, others: Any) -> Results:
         params, model_state = donated
-        unchanged, *others = others
-        opt_state = joined(opt_state, unchanged, phase)
+        kept, *others = others
+        opt_state = algorithm.with_unchanged(opt_state, kept, phase)
         given = Arguments(params, opt_state, model_state, *others)
         results = (split_step if workers.split else whole_step)(setup, given, phase)
-        return results._replace(opt_state=split_off(results.opt_state, phase)[0])
+        return results._replace(opt_state=algorithm.changing(results.opt_state, phase))
 
     in_specs = _parts(specs, phase)
     out_specs = Results(specs.params, in_specs[1], specs.model_state, P(), P(), P())

@@ -9,7 +9,7 @@ a function of state and gradients. Its state is a NamedTuple with a :class:`Prog
 - ``synced_parameters(params)``: the parameters that all workers share, if theirs differ;
 - ``worker_parameters(params)``: the parameters that a worker trains, in the worker view;
 - ``own_parameters()``: a tree of booleans, true where parameters may differ between workers;
-- ``unchanged(phase)``: the fields that a step of this phase leaves as they are;
+- ``unchanged(phase)``: the names of the fields that a step of this phase leaves as they are;
 - ``plan``: the schedule of exchanges it was made for, and ``check_plan(expected)``, its check.
 
 :func:`transformation` is the common driver: it checks arguments, chooses the phase, counts updates,
@@ -17,17 +17,17 @@ and casts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from onebit_jax import validation
 from onebit_jax.collectives import axes as mesh_axes
-from onebit_jax.collectives.axes import Specs, bound_axes, equal_on_all_workers, varying_axes
+from onebit_jax.collectives.axes import Specs, bound_axes, equal_on_all_workers, replace_if
 from onebit_jax.collectives.exchange import Exchange
 from onebit_jax.collectives.resuming import resumed, total_residual
 from onebit_jax.markers import PerWorker, named_leaves, outermost, own
@@ -35,8 +35,6 @@ from onebit_jax.markers import PerWorker, named_leaves, outermost, own
 # Local steps of several groups of tensors have further ones, "sync_1" and so on.
 Phase = str
 PHASES: tuple[Phase, ...] = ("warmup", "compression", "local", "sync", "refresh")
-
-Arrays = TypeVar("Arrays")
 
 # The number of upcoming updates whose phases a state holds: a host that waits only for the update
 # before the last one still knows the phase of the next.
@@ -254,7 +252,8 @@ def transformation(algorithm: Algorithm) -> optax.GradientTransformationExtraArg
                 return run(phase, made.state, update._replace(grads=grads, params=params))
 
             chosen = index == code(phase)
-            made = overwrite_if(chosen, step, made, update.grads, update.params, axis_names=names)
+            given = made, update.grads, update.params
+            made = mesh_axes.overwrite_if(chosen, step, *given, axis_names=names)
         return made
 
     @usual_promotion()
@@ -341,17 +340,10 @@ def chain(
     """As :func:`optax.chain`, but an update that ``first`` refuses changes no state at all."""
     chained = optax.chain(first, *others)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        *,
-        phase: Phase | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, Any]:
+    def update_fn(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         new: Any
-        updates, new = chained.update(updates, state, params, phase=phase, **extra_args)
-        if phase is None:
+        updates, new = chained.update(updates, state, params, **extra_args)
+        if extra_args.get("phase") is None:
             return updates, new
         accepted = new[0].progress.phase >= 0
         updates = jax.tree.map(lambda u: jnp.where(accepted, u, 0), updates)
@@ -430,31 +422,29 @@ def states_of(tree: Any) -> list[Any]:
     return outermost(tree, has_progress)
 
 
-def split_off(tree: Any, phase: Phase | None) -> tuple[Any, list[Any]]:
-    """A tree with ``()`` for what an update of this phase leaves as it is; and that."""
-    unchanged = []
-
-    def changing(node: Any) -> Any:
-        names = _unchanged(node, phase)
-        unchanged.extend(getattr(node, name) for name in names)
-        return node._replace(**dict.fromkeys(names, ())) if names else node
-
-    return jax.tree.map(changing, tree, is_leaf=has_progress), unchanged
+def unchanged(tree: Any, phase: Phase | None) -> list[Any]:
+    """What an update of this phase leaves as it is, in all states of a tree."""
+    return [getattr(state, name) for state in states_of(tree) for name in _fields(state, phase)]
 
 
-def joined(tree: Any, unchanged: list[Any], phase: Phase | None) -> Any:
-    """Undoes :func:`split_off`."""
-    rest = iter(unchanged)
+def with_unchanged(tree: Any, values: Iterable[Any], phase: Phase | None) -> Any:
+    """A tree of states with other values in the places of :func:`unchanged`."""
+    rest = iter(values)
 
-    def whole(node: Any) -> Any:
-        names = _unchanged(node, phase)
-        return node._replace(**{name: next(rest) for name in names}) if names else node
+    def replaced(node: Any) -> Any:
+        fields = _fields(node, phase) if has_progress(node) else ()
+        return node._replace(**dict(zip(fields, rest, strict=False))) if fields else node
 
-    return jax.tree.map(whole, tree, is_leaf=has_progress)
+    return jax.tree.map(replaced, tree, is_leaf=has_progress)
 
 
-def _unchanged(node: Any, phase: Phase | None) -> tuple[str, ...]:
-    return node.unchanged(phase) if has_progress(node) and hasattr(node, "unchanged") else ()
+def changing(tree: Any, phase: Phase | None) -> Any:
+    """A tree of states with ``()`` in the places of :func:`unchanged`."""
+    return with_unchanged(tree, itertools.repeat(()), phase)
+
+
+def _fields(state: Any, phase: Phase | None) -> tuple[str, ...]:
+    return state.unchanged(phase) if hasattr(state, "unchanged") else ()
 
 
 @contextlib.contextmanager
@@ -492,93 +482,18 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     )
 
 
-# Loops of at most one turn, for large arrays that XLA would copy otherwise.
-
-
-def overwrite_if(
-    predicate: jax.Array,
-    update: Callable[..., Arrays],
-    arrays: Arrays,
-    *reads: Any,
-    axis_names: tuple[str, ...] = (),
-) -> Arrays:
-    """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
-
-    A zero- or one-iteration loop, which writes its result over ``arrays``. A ``lax.cond`` would
-    copy the arrays, and a select would compute both.
-
-    Args:
-      predicate: bool ``[]``, the same on all workers: ``update`` may call collectives.
-      update: returns a tree of the structure, shapes and dtypes of ``arrays``.
-      arrays: a tree of arrays.
-      *reads: further trees of arrays that ``update`` reads.
-      axis_names: the axes that the workers run along. An axis bound by ``vmap`` gives every worker
-        its own predicate, which would turn the loop into a select.
-    """
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if mapped := tuple(name for name in axis_names if name not in manual):
-        predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
-
-    varying = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((arrays, reads))))
-
-    def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
-        # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
-        # the loop before it, and so in every step.
-        (_, over), tied = lax.optimization_barrier((carry, reads))
-        return jnp.zeros_like(carry[0]), _cast(update(over, *tied), varying)
-
-    return lax.while_loop(lambda carry: carry[0], turn, (predicate, _cast(arrays, varying)))[1]
-
-
-def _cast(tree: Any, axes: frozenset[str]) -> Any:
-    """The arrays with types that let them differ along these axes, as those of a loop must."""
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(axes - varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
-
-
-def replace_if(
-    predicate: jax.Array,
-    update: Callable[..., Arrays],
-    arrays: Arrays,
-    *reads: Any,
-    axis_names: tuple[str, ...] = (),
-) -> Arrays:
-    """As :func:`overwrite_if`, for an ``update`` that is cheap and rarely applies.
-
-    On CPUs, after the arrays were written, a select would be one more pass over both; the loop
-    costs nothing where it does not turn. On accelerators a select is a part of the pass that
-    writes, while a loop would wait for the host, and hold the old arrays beside the new ones.
-    """
-    leaves = jax.tree.leaves((predicate, arrays, reads))
-    varying = frozenset[str]().union(*map(varying_axes, leaves))
-
-    def selected(predicate: jax.Array, arrays: Arrays, *reads: Any) -> Arrays:
-        updated = _cast(update(arrays, *reads), varying)
-        return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), updated, arrays)
-
-    return lax.platform_dependent(
-        *_cast((predicate, arrays, *reads), varying),
-        cpu=lambda *given: overwrite_if(given[0], update, *given[1:], axis_names=axis_names),
-        default=selected,
-    )
-
-
 def restored_if(
     predicate: jax.Array, new: Any, old: Any, phase: Phase | None, axis_names: tuple[str, ...]
 ) -> Any:
     """``old``, a state or a tree of states, where the predicate is true, else ``new``.
 
     Args:
-      predicate: as for :func:`overwrite_if`.
+      predicate: as for :func:`.overwrite_if`.
       new: what an update made of ``old``.
       old: the state before it.
       phase: the phase of the update. What it leaves as it is needs no choice.
-      axis_names: as for :func:`overwrite_if`.
+      axis_names: as for :func:`.overwrite_if`.
     """
-    (new, unchanged), (old, _) = split_off(new, phase), split_off(old, phase)
-    kept = replace_if(predicate, lambda _, was: was, new, old, axis_names=axis_names)
-    return joined(kept, unchanged, phase)
+    pair = changing(new, phase), changing(old, phase)
+    kept = replace_if(predicate, lambda _, was: was, *pair, axis_names=axis_names)
+    return with_unchanged(kept, unchanged(new, phase), phase)

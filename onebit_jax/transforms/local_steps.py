@@ -280,18 +280,12 @@ class LocalSteps(Algorithm):
         """Gives every worker these residuals."""
         if not self.compresses:
             return state
-        exchange = [
-            kept if residual == () else resumed(bound, residual)
-            for bound, residual, kept in zip(
-                self._exchanges(update), carried, state.exchange, strict=True
-            )
-        ]
+        triples = zip(self._exchanges(update), carried, state.exchange, strict=True)
+        exchange = (kept if r == () else resumed(bound, r) for bound, r, kept in triples)
         return state._replace(exchange=tuple(exchange))
 
 
-def _check_exchanges_nothing(
-    inner: optax.GradientTransformationExtraArgs, params: Any, state: Any
-) -> None:
+def _check_exchanges_nothing(inner: Any, params: Any, state: Any) -> None:
     """Raises ``ValueError`` for an inner optimizer that calls a collective."""
     program = jax.make_jaxpr(lambda g, s, p: inner.update(g, s, p))(params, state, params)
     for eqn in collectives(program.jaxpr):

@@ -231,9 +231,9 @@ class OnebitAdam(FrozenVariance):
         """The momentum; if v is never refreshed, with the shares of gradients that are ignored."""
         if self.refreshes is not None:
             return state.momentum
-        active, root = state.momentum.exchange.active, state.v_then_inverse_root
-        before, count = state.momentum.ignored, state.progress.count
-        return state.momentum._replace(ignored=ignored(before, count, update.grads, root, active))
+        (_, _, exchange, before), root = state.momentum, state.v_then_inverse_root
+        found = ignored(before, state.progress.count, update.grads, root, exchange.active)
+        return state.momentum._replace(ignored=found)
 
     def scaled(self, state: Any, update: Update, u: Any, unfit: jax.Array, *, dense: bool) -> Made:
         """The result of a step, from Adam's direction ``m / (sqrt(v) + eps)``; LAMB scales it."""
@@ -331,7 +331,6 @@ def scale_by_onebit_adam(
     >>> scale = onebit_jax.scale_by_onebit_adam(axis_name="data")
     >>> tx = optax.chain(scale, optax.scale_by_schedule(optax.linear_schedule(-1e-3, 0, 10_000)))
     """
-    validation.check_flag("bias_correction", bias_correction)
     fields = fields_of(
         b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, step_bound, exchange
     )

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from onebit_jax import validation
-from onebit_jax.collectives.axes import Axes, bound_axes, sum_over_shards
+from onebit_jax.collectives.axes import bound_axes, sum_over_shards
 from onebit_jax.collectives.exchange import ExchangeOptions
 from onebit_jax.collectives.layout import squared, tensor_sums
 from onebit_jax.transforms import algorithm, onebit_adam
@@ -42,18 +42,13 @@ class ScaleByOnebitLambState(NamedTuple):
     momentum: Momentum
     running: jax.Array
 
-    def unchanged(self, phase: algorithm.Phase | None) -> tuple[str, ...]:
-        """As of 1-bit Adam."""
-        return onebit_adam.ScaleByOnebitAdamState(*self[:5]).unchanged(phase)
+    unchanged = onebit_adam.ScaleByOnebitAdamState.unchanged
+    diagnostics = onebit_adam.ScaleByOnebitAdamState.diagnostics
 
     def metrics(self) -> dict[str, jax.Array]:
         """Those of 1-bit Adam; minimum, mean and maximum of the running coefficients."""
         of_adam = self.progress.metrics() | self.variance_record.metrics()
         return of_adam | summary("coefficient", self.running, self.v_then_inverse_root)
-
-    def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
-        """Those of 1-bit Adam."""
-        return onebit_adam.ScaleByOnebitAdamState(*self[:5]).diagnostics(axes)
 
 
 def summary(name: str, values: jax.Array, tensors: Any) -> dict[str, jax.Array]:

@@ -57,6 +57,11 @@ class ZeroOneAdamState(NamedTuple):
     exchange: ExchangeState
     ignored: PerWorker
 
+    def unchanged(self, phase: Phase | None) -> tuple[str, ...]:
+        """The root, but for dense updates; in local ones the exchange too."""
+        fields = ("inverse_root", "exchange")[: 2 if phase == "local" else 1]
+        return fields if phase in ("compression", "local", "sync") else ()
+
     def synced_parameters(self, params: optax.Params) -> optax.Params:
         """The parameters that all workers share: evaluate and publish these.
 
@@ -73,12 +78,6 @@ class ZeroOneAdamState(NamedTuple):
     def metrics(self) -> dict[str, jax.Array]:
         """``phase`` and ``frozen_at``, scalars."""
         return self.progress.metrics()
-
-    def unchanged(self, phase: Phase | None) -> tuple[str, ...]:
-        """The root, but for dense updates; in local ones the exchange too."""
-        if phase == "local":
-            return "inverse_root", "exchange"
-        return ("inverse_root",) if phase in ("compression", "sync") else ()
 
     def diagnostics(self, axes: Axes) -> dict[str, jax.Array]:
         """``inactive_share``, and the shares of gradients that were ignored."""

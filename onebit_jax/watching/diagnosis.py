@@ -119,7 +119,8 @@ def diagnose(
         checksums, figures, sent, count = jax.device_get(program(arrays))
     held = {}
     for i, (name, place) in enumerate(shared.items()):
-        copies = replicas.holders(mesh, P(*_on_fast(axes, specs[place])))
+        on_fast = [axis for axis in names_of(specs[place]) if axis in axes.fast_names]
+        copies = replicas.holders(mesh, P(*on_fast))
         held[name] = [(devices, checksums[devices, i]) for devices in copies]
     if isinstance(mesh, Mesh) and (divergences := replicas.find_divergences(held)):
         kind = "device" if axes.fast_names else "worker"
@@ -140,19 +141,9 @@ def _view(axes: MeshAxes, state: dict[str, Any]) -> str:
     found = [x.progress for x in states_of(state["opt_state"])]
     if not any(jnp.ndim(x.count) for x in found):
         return "mesh"
-    for name, x in replicas.leaves_by_name(state).items():
-        if np.shape(x)[:1] != (axes.workers,):
-            raise ValueError(
-                f"{name} has shape {np.shape(x)}, but opt_state has an axis of {axes.workers} "
-                f"workers: give all of what the step returned."
-            )
     # Beside a split model a copy has an axis of shards, which pmap cannot have.
     stacked = not axes.fast_names and jnp.ndim(found[0].unfit.value) > 1
     return "stacked" if stacked else "copies"
-
-
-def _on_fast(axes: MeshAxes, spec: P) -> list[tuple[str, ...]]:
-    return [tuple(x for x in names_in(entry) if x in axes.fast_names) for entry in spec]
 
 
 def _spec(axes: MeshAxes, x: Any, has_rows: bool) -> P:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from onebit_jax.collectives.axes import Axes, bound_axes, check_told_of_shards
-from onebit_jax.collectives.layout import Layout, pack, unpack
+from onebit_jax.collectives.layout import Layout
+from onebit_jax.collectives.rounding import pack, unpack
 from tests.runs import axis_of
 from tests.workers import (
     LOCAL,
@@ -21,8 +23,8 @@ from tests.workers import (
     on_workers,
 )
 
-# Some of one shape, which are stacked; one that is large enough to be alone in blocks.
-SHAPES = [(8, 8), (5,), (), (0, 3), (3, 7, 11), (5,), (9, 7), (300, 700)]
+# Some of one shape, which are one piece, or a stack of two; these are alone in blocks.
+SHAPES = [(300, 700), (8, 8), (5,), (), (0, 3), (3, 7, 11), (5,), (9, 7), (300, 700)]
 FORMS: list[tuple[Any, str, int]] = [
     (1, "tensors", 8),
     (3, "tensors", 8),
@@ -75,6 +77,9 @@ def test_trees_pieces_shards_and_rows(form):
         in_order = layout.in_order(layout.by_piece(scales))
         pairs = [(layout.scales(rows), scales), (in_order, scales)]
         pairs += list(zip(read, numbers, strict=True))
+        of_stacks = [x.read(rows).swapaxes(0, 1) for x in layout.stacks]
+        of_pieces = [x.swapaxes(0, 1) for x in layout.sections(rows)]
+        pairs.append((ravel_pytree(of_stacks)[0], ravel_pytree(of_pieces)[0]))
         return cut, layout.scatter(uncut), held, kept, pairs
 
     results = laid_out(ways, form, tree)

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from onebit_jax.collectives import layout
 from onebit_jax.collectives.exchange import BoundExchange
 from onebit_jax.collectives.one_bit import OneBit
 from tests import reference
 from tests.collectives.exchanging import TREE, Exchanging, leaves
 
-# The last is padded by a row, where chunks are cut along its first axis.
-ROWS = TREE | {"rows": (95, 40)}
+# The last are padded by a row, where chunks are cut along their first axis.
+ROWS = TREE | {"rows": (95, 40), "small": (3,), "too": (95, 40)}
 
 
 def numpy_mean(there: reference.Hierarchy, values, active, compressor):
@@ -40,19 +41,23 @@ def nonzero(tree):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "binding", "compressor"),
+    ("sizes", "binding", "compressor", "small"),
     [
-        (1, "vmap", OneBit("mean_abs")),
-        (2, "pmap", OneBit()),
-        (4, "shard_map", OneBit(residual_decay=0.5, fused=True)),
-        ((2, 2), "shard_map", OneBit()),
-        ((3, 2), "vmap", OneBit("mean_abs")),
-        pytest.param((3, 2), "vmap", OneBit("mean_abs", fused=True), marks=pytest.mark.slow),
+        (1, "vmap", OneBit("mean_abs"), 2**16),
+        (2, "pmap", OneBit(), 100),
+        (4, "shard_map", OneBit(residual_decay=0.5, fused=True), 2**16),
+        ((2, 2), "shard_map", OneBit(), 100),
+        ((3, 2), "vmap", OneBit("mean_abs"), 2**16),
+        pytest.param((3, 2), "vmap", OneBit("mean_abs", fused=True), 2**16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_it_agrees_with_numpy(sizes, binding, compressor):
-    """Elements that become active in the third call have no residual."""
+def test_it_agrees_with_numpy(sizes, binding, compressor, small, monkeypatch):
+    """Elements that become active in the third call have no residual.
+
+    Larger tensors are computed with alone on workers, and those of one shape at once on servers.
+    """
+    monkeypatch.setattr(layout, "_SMALL", small)
     rng, fused = np.random.default_rng(5), compressor.fused
     exchange = Exchanging(compressor, ROWS, sizes, binding)
     ones = jax.tree.map(lambda x: x[0], exchange.active)
