@@ -108,11 +108,20 @@ MUTANTS = [
     Mutant(
         "a worker at a few bits drops its residual",
         K,
-        "made = z[place] + self.residual_decay * rounding.residual(x, s, self.bits)",
-        "made = z[place] + 0.0 * rounding.residual(x, s, self.bits)",
+        "made = z[place] + self.residual_decay * e",
+        "made = z[place] + 0.0 * e",
         ("tests/transforms/test_local_steps.py::test_no_group_loses_anything",),
     ),
     # 1-bit Adam and LAMB.
+    Mutant(
+        "a warm-up step keeps the variance that it changes",
+        ADAM_FILE,
+        'return ("v_then_inverse_root",) if phase == "compression" else ()',
+        'return ("v_then_inverse_root",) if phase else ()',
+        (
+            "tests/test_training.py::test_a_jitted_loop_over_a_change_of_phase_agrees_with_calls_to_rounding",
+        ),
+    ),
     Mutant(
         "the variance freezes one update late",
         "transforms/schedules.py",
@@ -195,7 +204,7 @@ MUTANTS = [
     Mutant(
         "a skipped step does not restore residuals",
         "transforms/skip_nonfinite.py",
-        "new = replace_if(~health.fit, lambda _, was: was, new, state, axis_names=axes.names)",
+        'new = restored_if(~health.fit, new, state, extra_args.get("phase"), axes.names)',
         "new = new",
         SKIP,
     ),

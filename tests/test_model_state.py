@@ -227,9 +227,3 @@ def test_another_model_state_is_refused(name):
     step, state = start(dense(), loss_fn=lambda p, b, model_state: result(loss_fn(p, b)))
     with pytest.raises(ValueError, match=message):
         step(*state, BATCH, model_state=STATE)
-
-
-def test_a_new_model_state_that_nobody_takes_is_refused():
-    step, state = start(dense(), loss_fn=lambda p, b: (loss_fn(p, b), {}, STATE))
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        step(*state, BATCH)

@@ -332,8 +332,6 @@ def test_from_adam_into_compression_and_back():
 
 def test_what_is_no_state_of_adam_is_refused():
     tx, params, mesh = falling(0.1), {"w": jnp.zeros(4)}, make_mesh((2,), ("data",))
-    with pytest.raises(ValueError, match="not enough values"):
-        onebit_jax.from_adam(optax.sgd(0.1).init(params), tx, params, mesh)
     other = optax.adam(0.1).init({"w": jnp.zeros(5)})
     with pytest.raises(ValueError, match=r"adam_state has shape \(5,\) for the parameter \['w'\]"):
         onebit_jax.from_adam(other, tx, params, mesh)

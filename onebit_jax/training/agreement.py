@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from typing import Any
 
 import jax
 import numpy as np
