@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
@@ -77,13 +78,14 @@ def check_replicas(
         grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
         return with_extra_args.update(grads, state, params, **static, **extra_args)
 
-    given = params, opt_state, extra_args or {}
+    # What Optax's own optimizers may need is known.
+    given = params, opt_state, {"value": np.float32(0)} if extra_args is None else extra_args
     try:
         traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
     except TypeError:
         if extra_args is not None:
             raise
-        # It needs arguments which are not known yet: it is checked once they are.
+        # It needs others: it is checked once they are known.
         return
     program = traced.jaxpr.jaxpr
     varies = [over & frozenset(axes) for over in axes_of_results(program)]

@@ -107,7 +107,7 @@ def worker_copies(state: State, mesh: Mesh, *, axis_name: str | tuple[str, str])
       they were: a device holds as much as before.
 
     Raises:
-      ValueError: for an axis that the mesh lacks, and for an array that is split over it already.
+      ValueError: for an axis that the mesh lacks.
 
     >>> mesh = jax.make_mesh((jax.device_count(), 1), ("data", "fsdp"))
     >>> state = worker_copies({"w": jnp.ones((3, 4))}, mesh, axis_name="data")

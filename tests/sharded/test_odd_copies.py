@@ -61,7 +61,7 @@ def test_they_are_compared(workers, shapes):
     params, opt_state = after(step, state, range(2))
     found = onebit_jax.diagnose(params, opt_state, mesh, axis_name=SLOW)
     assert "params['w']" in found.compared
-    with pytest.raises(ValueError, match=r"params\['w'\] has shape \(8,\), but opt_state has"):
+    with pytest.raises(ValueError, match=r"params\['w'\] lies as"):
         onebit_jax.diagnose(params | {"w": jnp.ones(8)}, opt_state, mesh, axis_name=SLOW)
 
 
