@@ -47,6 +47,8 @@ METRICS_BYTES = 64
 # What padding and scales may add to one bit per parameter each way, in a matrix of 2^20 elements.
 OVERHEAD = 1.02
 MOST_KERNELS = 900
+# A loop that is told no phase compiles all in one, for half an hour.
+_PROGRAMS = ("AdamW with pmean", "1-bit Adam, warm-up", "1-bit Adam, compression")
 # Bits per parameter that a step sends each way; None is dense Adam.
 # With a float32 scale for 256 values in warm-up.
 BITS: dict[Phase | None, float] = {None: 32, "warmup": 4 + 32 / 256, "compression": 1}
@@ -97,7 +99,7 @@ def make_mesh(target: Target, target_config: pathlib.Path) -> Mesh:
 def programs(mesh: Mesh, elements: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and figures of the optimizer steps, then of the training steps."""
     task = tasks.trivial(tasks.matrices(elements))
-    for name in ("AdamW with pmean", "1-bit Adam, warm-up", "1-bit Adam, compression"):
+    for name in _PROGRAMS:
         kind = for_compilers()[name]
         compiled = Run(kind, task, mesh).compile()
         yield name, figures(compiled, mesh, elements, kind.phases[-1])
@@ -119,7 +121,8 @@ def launch_figures(mesh: Mesh) -> dict[str, dict[str, Any]]:
     task = tasks.of_tree("bert-base", elements=0)
     parameters = tasks.size(task.shapes)
     found = {}
-    for name, kind in for_compilers().items():
+    for name in _PROGRAMS:
+        kind = for_compilers()[name]
         compiled = Run(kind, task, mesh).compile()
         text, sizes = compiled.as_text(), compiled.memory_analysis()
         assert text is not None

@@ -1,6 +1,6 @@
 """The mesh axes that the workers of an exchange lie along, and those that split tensors.
 
-At the end conditions of which all workers along them know.
+At the end loops of at most one turn, by a condition that all workers along them know.
 """
 
 import math

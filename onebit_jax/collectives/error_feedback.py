@@ -26,8 +26,8 @@ class Compensated(NamedTuple):
     """Values with their residual added, and the scales with which they were rounded.
 
     Attributes:
-      values: a worker's as :meth:`.Layout.held`; of a server's chunk one array for each stack,
-        ``[1, k, ...]``; after a call 0 for inactive elements.
+      values: a worker's as :meth:`.Layout.held`; of a server's chunk, at one bit, an array for each
+        stack, ``[1, k, ...]``; after a call 0 for inactive elements.
       scales: float32 ``[1, ...]``, or what else decides what is sent.
     """
 

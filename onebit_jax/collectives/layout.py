@@ -12,8 +12,8 @@ arrays in rows are padded by whole rows. In the hierarchical form a device has a
 piece, which is cut in the same way.
 
 Row ``j`` of the buffer, ``[chunks, bytes]``, has the bytes of chunk ``j`` of all pieces and their
-scales, side by side. Scales of tensors stand in the order of the tree. Pieces of one shape are
-neighbours, and a server computes with such a *stack* at once: one program for all of them.
+scales, side by side. Scales of tensors stand in the order of the tree. Tensors of one shape are
+neighbours, and a server computes with a *stack* of them at once, unless it would be large.
 
 Numbers of 1, 2, 4 or 8 bits share bytes in *planes*: with ``q = 8 / bits`` numbers to a byte,
 ``q s`` numbers are viewed as ``q`` planes of ``s``, and plane ``i`` takes bits ``i * bits`` and up

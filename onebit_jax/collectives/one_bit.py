@@ -119,9 +119,7 @@ class OneBit:
         held, last = state.worker.value
         held, active = layout.pieces_of(held), layout.shard(cast(Active, state.active))
         bits, last_scales = active.bits, layout.in_row_order(last[0])
-        c = dict[int, jax.Array]()
-        before: Any = ()
-        sums = dict[int, jax.Array]()
+        c, sums, before = dict[int, jax.Array](), dict[int, jax.Array](), cast(Any, ())
         for place in layout.backward_order():
             # Each waits for the one before. So XLA for GPUs makes a kernel for each tensor, which
             # need not wait for the last gradient; and on CPUs a gradient's memory is free for the

@@ -78,14 +78,16 @@ def check_replicas(
         grads = jax.tree.map(lambda p: p + jnp.asarray(index, p.dtype), params)
         return with_extra_args.update(grads, state, params, **static, **extra_args)
 
-    # What Optax's own optimizers may need is known.
-    given = params, opt_state, {"value": np.float32(0)} if extra_args is None else extra_args
-    try:
-        traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
-    except TypeError:
-        if extra_args is not None:
-            raise
-        # It needs others: it is checked once they are known.
+    for guess in [{}, {"value": np.float32(0)}] if extra_args is None else [extra_args]:
+        try:
+            given = params, opt_state, guess
+            traced = traced_on_mesh(update, mesh, (P(), specs, P()), (P(), specs), given)
+            break
+        except TypeError:
+            if extra_args is not None:
+                raise
+    else:
+        # It needs arguments which are not known yet: it is checked once they are.
         return
     program = traced.jaxpr.jaxpr
     varies = [over & frozenset(axes) for over in axes_of_results(program)]

@@ -165,9 +165,7 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
     text = attributes.partition("replica_groups=")[2] or "{}"
     if whole_replicas or text.startswith("{}"):
         if devices is None:
-            raise ValueError(
-                f"the program does not say how many devices its {op} runs on; give mesh"
-            )
+            raise ValueError(f"give mesh: {op} runs on all devices, whose number is unknown")
         return [list(range(devices))]
     if text.startswith("{{"):
         return _lists(text)
@@ -180,10 +178,7 @@ def groups(op: str, attributes: str, devices: int | None) -> list[list[int]]:
         axes = [names.index(name) for name in match[4].split(",") if name]
         found = np.asarray(groups_along(tuple(sizes.values()), axes))
         return (_positions(match[2], match[3]).reshape(-1)[found] if match[2] else found).tolist()
-    raise ValueError(
-        f"replica_groups={text:.60} of the {op} is in no known form; expected {{{{0,1}},...}}, "
-        f"[groups,size]<=[...] or mesh['axis'=size,...] {{'axis',...}}"
-    )
+    raise ValueError(f"replica_groups={text:.60} of the {op} is in no known form")
 
 
 def _integers(text: str | None) -> list[int]:

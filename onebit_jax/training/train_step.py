@@ -104,7 +104,7 @@ class Run:
 
 
 def _mark(opt_state: Any) -> Any:
-    """An array by which a state is known: every update makes new ones."""
+    """An array by which a state is known: its first, which every update makes anew."""
     return next(iter(jax.tree.leaves(opt_state)), None)
 
 
@@ -133,7 +133,10 @@ class TrainStep:
         model_state: Any = None,
         **extra_args: Any,
     ) -> Any:
-        """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated."""
+        """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated.
+
+        What the update leaves of the state as it is belongs to both states.
+        """
         given = _arguments(params, opt_state, batch, rng, model_state, **extra_args)
         setup = self._setup
         # In a jitted loop of steps the host cannot read a state's phase.
@@ -416,8 +419,8 @@ def train_step(
         a batch that does not divide into workers and microbatches; a state that does not fit the
         optimizer, these parameters and this mesh, lacks :class:`~onebit_jax.PerWorker` nodes, or
         was saved by a :func:`onebit_jax.local_steps` with another schedule; parameters that are
-        split between devices; a ``loss_fn`` that returns another number of values; updates that
-        would differ between workers, with the parameter's name; a collective under a condition that
+        split between devices; updates that would differ between workers, with the parameter's name;
+        a collective under a condition that
         may differ between workers, which would then wait for each other for ever; processes with
         different steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from
         this library's optimizers, for an axis that is not in the mesh, or a mesh axis that they

@@ -75,6 +75,12 @@ class Progress(NamedTuple):
     upcoming: Any
     unfit: PerWorker
 
+    def is_of(self, phase: Phase | None) -> jax.Array:
+        """Whether the last update was of this phase, or refused: a wrapper may have dropped it."""
+        if phase is None or isinstance(self.upcoming, tuple):
+            return jnp.bool(True)
+        return (self.phase < 0) | (self.phase == PHASES.index(phase.split("_")[0]))
+
     def metrics(self) -> dict[str, jax.Array]:
         """``phase`` and ``frozen_at``."""
         return {"phase": self.phase, "frozen_at": self.frozen_at}
@@ -482,9 +488,7 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
     )
 
 
-def restored_if(
-    predicate: jax.Array, new: Any, old: Any, phase: Phase | None, axis_names: tuple[str, ...]
-) -> Any:
+def restored_if(predicate: jax.Array, new: Any, old: Any, phase: Any, axis_names: Any) -> Any:
     """``old``, a state or a tree of states, where the predicate is true, else ``new``.
 
     Args:
@@ -496,4 +500,4 @@ def restored_if(
     """
     pair = changing(new, phase), changing(old, phase)
     kept = replace_if(predicate, lambda _, was: was, *pair, axis_names=axis_names)
-    return with_unchanged(kept, unchanged(new, phase), phase)
+    return with_unchanged(kept, unchanged(old, phase), phase)

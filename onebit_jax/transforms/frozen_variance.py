@@ -34,7 +34,7 @@ class Momentum(NamedTuple):
       received: the compressed momentum, signs and scales; uint8 ``[n, bytes]``, in the hierarchical
         form ``[L, N, bytes]``; equal on all workers.
       exchange: the rest of the exchange's state.
-      ignored: from :func:`ignored`, where the variance is never refreshed; float32 ``[1, P]``.
+      ignored: from :func:`ignored`, of algorithms that look for them; float32 ``[1, P]``.
     """
 
     m_then_compensated: PerWorker
@@ -182,6 +182,7 @@ class FrozenVariance(Algorithm):
 
     def reactivated(self, exchange: BoundExchange, momentum: Momentum, active: Any) -> Momentum:
         """Marks the active elements again; newly active ones begin with residuals of 0."""
+        momentum = momentum._replace(ignored=none_ignored(active))
         if not exchange.compresses:
             return momentum
         state = exchange.activate(momentum.lent(exchange.axes), active)

@@ -160,6 +160,8 @@ def guarded_update(
         made, new = tx.update(updates, state, params, **extra_args)
         for own in states_of(new):
             unfit = jnp.where(unfit == 0, own.progress.unfit.value[0], unfit)
+            # Else what the phase leaves as it is may have been changed.
+            unfit = jnp.where(own.progress.is_of(extra_args.get("phase")), unfit, UPDATE)
         health = agree(unfit, axes)
         new = restored_if(~health.fit, new, state, extra_args.get("phase"), axes.names)
     else:
