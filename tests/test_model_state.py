@@ -212,7 +212,6 @@ STATE = {"mean": np.zeros(3, np.float32), "count": np.int32(0)}
 OTHER = "returned a model_state of another structure, shape or dtype"
 # Of a loss what is returned by a loss function that is given `STATE`, and how it is refused.
 MALFORMED: dict[str, Any] = {
-    "two": (lambda x: (x, STATE), OTHER),
     "none": (lambda x: (x, {}, None), OTHER),
     "more": (lambda x: (x, {}, STATE | {"kernel": x}), OTHER),
     "shape": (lambda x: (x, {}, STATE | {"mean": x}), OTHER),

@@ -221,6 +221,15 @@ def test_a_jitted_loop_over_a_change_of_phase_agrees_with_calls_to_rounding():
     assert_close(params, called)
 
 
+def test_a_step_of_another_phase_than_was_told_is_skipped():
+    """A wrapper keeps the phase from the optimizer, which is still in warm-up."""
+    tx = onebit()
+    step, state = start(optax.GradientTransformation(tx.init, lambda *given: tx.update(*given)))
+    before = jax.device_get(state)
+    *after, _ = step(*state, BATCH, phase="compression")
+    assert_equal(tuple(after), before)
+
+
 STRICT: Any = {
     jax.numpy_dtype_promotion: "strict",
     jax.numpy_rank_promotion: "raise",
