@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ def test_a_jitted_loop_over_a_change_of_phase_agrees_with_calls_to_rounding():
 def test_a_step_of_another_phase_than_was_told_is_skipped():
     """A wrapper keeps the phase from the optimizer, which is still in warm-up."""
     tx = onebit()
-    step, state = start(optax.GradientTransformation(tx.init, lambda *given: tx.update(*given)))
+    step, state = start(optax.GradientTransformation(tx.init, cast(Any, lambda *x: tx.update(*x))))
     before = jax.device_get(state)
     *after, _ = step(*state, BATCH, phase="compression")
     assert_equal(tuple(after), before)
