@@ -103,7 +103,7 @@ def test_groups_of_all_devices_need_to_know_how_many(mesh):
 
 
 def test_replica_groups_of_an_unknown_form_are_refused():
-    with pytest.raises(ValueError, match=r"replica_groups=<new> of the all-reduce .* expected"):
+    with pytest.raises(ValueError, match="replica_groups=<new> of the all-reduce"):
         wire.collectives(one_operation("all-reduce(p), replica_groups=<new>"))
 
 
