@@ -177,8 +177,9 @@ def unexpected(
     """
 
     def is_metrics(collective: wire.Collective) -> bool:
-        small = collective.operand_bytes <= METRICS_BYTES
-        return has_metrics and small and (collective.op, collective.dtype) == ("all-reduce", "f32")
+        small = has_metrics and collective.operand_bytes <= METRICS_BYTES
+        # Whole numbers tell all workers which of them cannot make the step.
+        return small and collective.op == "all-reduce" and collective.dtype in ("f32", "s32")
 
     exchange = [collective for collective in sent if not is_metrics(collective)]
     in_bits = {("all-to-all", "u8"), ("all-gather", "u8")}
