@@ -144,7 +144,7 @@ class TrainStep:
             with computing_on(setup.workers.devices):
                 plan = self._plan(given)
                 placed = place(given, plan.shardings)
-                results = self._program(plan, placed, phase)(*_parts(placed, phase))
+                results = self._program(plan, placed, phase)(*_parts(setup, placed, phase))
                 return self._returned(results, placed, phase)
         is_new = not self._run.continues(opt_state)
         if is_new:
@@ -163,14 +163,14 @@ class TrainStep:
         with computing_on(setup.workers.devices, concretely=True):
             program = self._program(plan, placed, phase)
             if jax.process_count() > 1 and (is_new or not self._agreed):
-                check_agreement(setup, placed, program.lower(*_parts(placed, phase)))
+                check_agreement(setup, placed, program.lower(*_parts(setup, placed, phase)))
                 self._agreed = True
-            results = program(*_parts(placed, phase))
+            results = program(*_parts(setup, placed, phase))
         self._run.observe(results, phase)
         return self._returned(results, placed, phase)
 
     def _returned(self, results: Results, given: Arguments, phase: Phase | None) -> Any:
-        kept = algorithm.unchanged(given.opt_state, phase)
+        _, _, (kept, *_) = _parts(self._setup, given, phase)
         opt_state = algorithm.with_unchanged(results.opt_state, kept, phase)
         if results.model_state is None:
             return results.params, opt_state, results.metrics
@@ -184,7 +184,7 @@ class TrainStep:
             shapes = jax.eval_shape(lambda x: x, given)
             placed = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, plan.shardings)
         with computing_on(self._setup.workers.devices, concretely=True):
-            return self._program(plan, placed, phase).lower(*_parts(placed, phase))
+            return self._program(plan, placed, phase).lower(*_parts(self._setup, placed, phase))
 
     @property
     def skips(self) -> Skips:
@@ -251,14 +251,15 @@ def _arguments(
     return Arguments(params, opt_state, model_state, batch, rng, others)
 
 
-def _parts(given: Arguments, phase: Phase | None) -> tuple[Any, Any, Any]:
+def _parts(setup: Setup, given: Arguments, phase: Phase | None) -> tuple[Any, Any, Any]:
     """The arguments as a program takes them: what is donated, the state, and the rest.
 
     What the update leaves of the state as it is belongs to the rest: it is not returned.
     """
-    state, kept = given.opt_state, algorithm.unchanged(given.opt_state, phase)
-    state = algorithm.changing(state, phase)
-    return (given.params, given.model_state), state, (kept, *given[3:])
+    # A phase that a wrapper dropped is noticed where steps may be skipped.
+    state, phase = given.opt_state, phase if setup.max_skipped is not None else None
+    rest = algorithm.unchanged(state, phase), *given[3:]
+    return (given.params, given.model_state), algorithm.changing(state, phase), rest
 
 
 def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | None) -> Any:
@@ -271,9 +272,10 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
         opt_state = algorithm.with_unchanged(opt_state, kept, phase)
         given = Arguments(params, opt_state, model_state, *others)
         results = (split_step if workers.split else whole_step)(setup, given, phase)
-        return results._replace(opt_state=algorithm.changing(results.opt_state, phase))
+        _, state, _ = _parts(setup, given._replace(opt_state=results.opt_state), phase)
+        return results._replace(opt_state=state)
 
-    in_specs = _parts(specs, phase)
+    in_specs = _parts(setup, specs, phase)
     out_specs = Results(specs.params, in_specs[1], specs.model_state, P(), P(), P())
     mapped = step if workers.split else over_workers(step, workers.axes.mesh, in_specs, out_specs)
     inputs = workers.shardings(in_specs)
@@ -284,7 +286,7 @@ def _jitted(setup: Setup, placed: Arguments, specs: Arguments, phase: Phase | No
     # the system gives anew in each step.
     donated = 0 if on_cpus else (0, 1)
     program = jax.jit(mapped, in_shardings=inputs, out_shardings=outputs, donate_argnums=donated)
-    arguments = _parts(placed, phase)
+    arguments = _parts(setup, placed, phase)
     if isinstance(workers.axes.mesh, AbstractMesh):
         traced = traced_on_mesh(step, workers.axes.mesh, in_specs, out_specs, arguments)
     else:
