@@ -1,11 +1,11 @@
 """The mesh axes that the workers of an exchange lie along, and those that split tensors.
 
-At the end loops of at most one turn, by a condition that all workers along them know.
+The last functions change large arrays only if a condition holds, which all workers share.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
-
-Arrays = TypeVar("Arrays")
 
 
 class Axes(NamedTuple):
@@ -227,12 +225,8 @@ def equal_on_all_workers(tree: Any) -> Any:
 
 
 def overwrite_if(
-    predicate: jax.Array,
-    update: Callable[..., Arrays],
-    arrays: Arrays,
-    *reads: Any,
-    axis_names: tuple[str, ...] = (),
-) -> Arrays:
+    predicate: jax.Array, update: Callable[..., Any], arrays: Any, *reads: Any, axis_names: Any = ()
+) -> Any:
     """``update(arrays, *reads)`` where the predicate is true, else ``arrays``.
 
     A zero- or one-iteration loop, which writes its result over ``arrays``. A ``lax.cond`` would
@@ -251,7 +245,7 @@ def overwrite_if(
         predicate = lax.pmax(predicate.astype(jnp.int32), mapped) > 0
     varying = _varying((arrays, reads))
 
-    def turn(carry: tuple[jax.Array, Arrays]) -> tuple[jax.Array, Arrays]:
+    def turn(carry: Any) -> tuple[jax.Array, Any]:
         # The barrier ties `reads` to the carry: otherwise XLA computes whatever does not change in
         # the loop before it, and so in every step.
         (_, over), tied = lax.optimization_barrier((carry, reads))
@@ -275,12 +269,8 @@ def _cast(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def replace_if(
-    predicate: jax.Array,
-    update: Callable[..., Arrays],
-    arrays: Arrays,
-    *reads: Any,
-    axis_names: tuple[str, ...] = (),
-) -> Arrays:
+    predicate: jax.Array, update: Callable[..., Any], arrays: Any, *reads: Any, axis_names: Any = ()
+) -> Any:
     """As :func:`overwrite_if`, for an ``update`` that is cheap and rarely applies.
 
     On CPUs, after the arrays were written, a select would be one more pass over both; the loop
@@ -289,7 +279,7 @@ def replace_if(
     """
     varying = _varying((predicate, arrays, reads))
 
-    def selected(predicate: jax.Array, arrays: Arrays, *reads: Any) -> Arrays:
+    def selected(predicate: jax.Array, arrays: Any, *reads: Any) -> Any:
         updated = _cast(update(arrays, *reads), varying)
         return jax.tree.map(lambda x, y: jnp.where(predicate, x, y), updated, arrays)
 

@@ -163,9 +163,8 @@ class KBits:
 
     def _numbers(self, packed: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
         """Decodes bytes ``[..., R, 256]`` with scales ``[..., planes, R]``."""
-        levels = rounding.unpack(packed, self.bits, axis).astype(jnp.float32) - rounding.levels(
-            self.bits
-        )
+        unsigned = rounding.unpack(packed, self.bits, axis).astype(jnp.float32)
+        levels = unsigned - rounding.levels(self.bits)
         if self.residual_decay is not None:
             return rounding.dequantize(levels, scales, self.bits)
         if self.bits == 8:

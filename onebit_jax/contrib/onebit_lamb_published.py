@@ -127,7 +127,7 @@ class OnebitLambPublished(OnebitLamb):
         k_g = exchange.node_mean(times(k, update.grads))
         m_i = average(self.b1, self.last(exchange, state.momentum), k_g)
         before = self._before(exchange, state.momentum)
-        momentum, F, unfit = self.compressed(exchange, self.noticing(state, update), m_i)
+        momentum, F, unfit = self.compressed(exchange, self.with_ignored(state, update), m_i)
         k_g = jax.tree.map(lambda F, b: (F - b) / (1 - self.b1), F, before)
         squares = jax.tree.map(jnp.square, times(1 / k, k_g))
         fresh = average(self.b2, state.fresh_variance, squares)

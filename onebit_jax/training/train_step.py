@@ -135,7 +135,7 @@ class TrainStep:
     ) -> Any:
         """Makes one update; ``params``, ``opt_state`` and ``model_state`` are donated.
 
-        What the update leaves of the state as it is belongs to both states.
+        Arrays of the state that the update does not change are in the old and in the new state.
         """
         given = _arguments(params, opt_state, batch, rng, model_state, **extra_args)
         setup = self._setup
@@ -422,11 +422,10 @@ def train_step(
         optimizer, these parameters and this mesh, lacks :class:`~onebit_jax.PerWorker` nodes, or
         was saved by a :func:`onebit_jax.local_steps` with another schedule; parameters that are
         split between devices; updates that would differ between workers, with the parameter's name;
-        a collective under a condition that
-        may differ between workers, which would then wait for each other for ever; processes with
-        different steps; ``jax_disable_jit``. For a wrong ``phase`` in an earlier call; and from
-        this library's optimizers, for an axis that is not in the mesh, or a mesh axis that they
-        would not average over.
+        a collective under a condition that may differ between workers, which would then wait for
+        each other for ever; processes with different steps; ``jax_disable_jit``. For a wrong
+        ``phase`` in an earlier call; and from this library's optimizers, for an axis that is not in
+        the mesh, or a mesh axis that they would not average over.
 
     Example:
       >>> import jax, jax.numpy as jnp, onebit_jax

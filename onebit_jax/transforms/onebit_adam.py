@@ -219,7 +219,7 @@ class OnebitAdam(FrozenVariance):
         self, exchange: BoundExchange, state: Any, update: Update, m: list[jax.Array]
     ) -> Made:
         m_i = average(self.b1, m, exchange.node_mean(update.grads))
-        momentum, m, unfit = self.compressed(exchange, self.noticing(state, update), m_i)
+        momentum, m, unfit = self.compressed(exchange, self.with_ignored(state, update), m_i)
         of_m, _ = self.corrections(state.progress.count + 1)
         bound = self.step_bound
         if not self.bias_correction:
@@ -227,8 +227,8 @@ class OnebitAdam(FrozenVariance):
         u = jax.tree.map(lambda m, y: bounded(m / of_m * y, bound), m, state.v_then_inverse_root)
         return self.scaled(state._replace(momentum=momentum), update, u, unfit, dense=False)
 
-    def noticing(self, state: Any, update: Update) -> Momentum:
-        """The momentum; if v is never refreshed, with the shares of gradients that are ignored."""
+    def with_ignored(self, state: Any, update: Update) -> Momentum:
+        """The momentum. If v is never refreshed, it counts the gradients that are ignored."""
         if self.refreshes is not None:
             return state.momentum
         (_, _, exchange, before), root = state.momentum, state.v_then_inverse_root
@@ -331,6 +331,8 @@ def scale_by_onebit_adam(
     >>> scale = onebit_jax.scale_by_onebit_adam(axis_name="data")
     >>> tx = optax.chain(scale, optax.scale_by_schedule(optax.linear_schedule(-1e-3, 0, 10_000)))
     """
+    if bias_correction not in (True, False):
+        raise ValueError(f"bias_correction={bias_correction!r:.60} must be True or False.")
     fields = fields_of(
         b1, b2, eps, axis_name, warmup, warmup_bits, variance_refreshes, step_bound, exchange
     )

@@ -42,7 +42,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
 # The arguments that a constructor needs, and values that it does not take for its other options.
 OUT_OF_RANGE: dict[Any, tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     onebit_jax.onebit_adam: (ONEBIT, {"variance_refreshes": (0, 2.5, True)}),
-    onebit_jax.scale_by_onebit_adam: ({"warmup": 1, "axis_name": AXIS}, {}),
+    onebit_jax.scale_by_onebit_adam: ({"warmup": 1, "axis_name": AXIS}, {"bias_correction": (2,)}),
     onebit_jax.onebit_lamb: (ONEBIT, {"min_coeff": (0, NAN), "max_coeff": (0, INF)}),
     onebit_jax.zero_one_adam: (RATED | {"variance_freeze": 1}, {}),
     onebit_jax.birder: (SEEDED, {"seed": ("0", 1.5, True, -1, 2**32, None, jnp.float32(1))}),
